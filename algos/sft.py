@@ -1,0 +1,235 @@
+"""Supervised fine-tuning (SFT) on prompt/completion pairs.
+
+Behaviour cloning of text, as in Ouyang et al. 2022, "Training language models to follow instructions with human
+feedback" (arXiv 2203.02155, section 3.5 step 1). Minimises
+
+    L(theta) = - 1/N  sum_i sum_t  log pi_theta(y_it | x_i, y_i,<t)
+
+over pairs of a prompt x_i and a completion y_i, whose tokens t run up to and including the first EOS; N is the number of
+completion tokens in the optimizer step. Prompt tokens are conditioned on and never predicted.
+
+Differences
+    - N counts the tokens of the whole optimizer step, however it is split into micro-batches; trainers that average the
+      means of micro-batches weight tokens by the split.
+    - TRL's SFTTrainer packs or trains on the prompt by configuration; here prompts never enter the loss.
+    - The paper does not mask the prompt explicitly; masking it is today's convention.
+    - Chat completions are cut after their first EOS, so that a template's trailing newline is not trained.
+
+Metrics
+    loss            nats per completion token of the step's batch; falls, then flattens
+    grad_norm       before clipping; steady, no spikes
+    eval/*          as in grpo.py, for tasks that score answers; with several tasks eval/<task>/*
+
+Run
+    python algos/sft.py                                             makes the embedded model from nothing
+    python algos/sft.py --model ORG/NAME --task pairs.jsonl         a real model, columns prompt and completion
+    python algos/sft.py --model ORG/NAME --task ORG/DATASET --lora-rank 32 --gradient-checkpointing
+    python algos/sft.py --model ORG/NAME --task pairs.jsonl --max-steps 2000 --batch-size 32 --learning-rate 9.65e-6 --lr-schedule cosine
+                                                                    the paper's recipe (appendix C.1, 1.3B model), but for
+                                                                    its dropout of 0.2 and 16 epochs
+
+Expect
+    EXPECT_SFT
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.errors import UserError
+from utils.evaluation import evaluate
+from utils.lm import autocast, completion_logps, eos_ids, load_model, pad_left
+from utils.rewards import make_scorer
+from utils.run import Run, RunArgs, main, prepare
+from utils.schedule import learning_rate
+from utils.tasks import encode_prompt, load_task, present
+from utils.tiny import new_tiny_model
+
+PRESETS = {  # what depends on the model: taken for every argument that is left at None
+    "tiny": dict(learning_rate=2e-3, batch_size=128, micro_batch_size=128, max_length=64, precision="float32"),
+    "full": dict(learning_rate=1e-5, batch_size=32, micro_batch_size=4, max_length=2048, precision="bfloat16"),
+    "lora": dict(learning_rate=1e-4, batch_size=32, micro_batch_size=4, max_length=2048, precision="bfloat16"),
+}
+
+
+@dataclass
+class Args(RunArgs):
+    model: str = "new"
+    """folder or hub name of a causal language model; new: a tiny character model with random weights"""
+    task: tuple[str, ...] = ("countdown", "sort")
+    """countdown, sort, gsm8k, .jsonl or .parquet files, hub datasets; several are mixed row by row"""
+    prompt_column: str = "prompt"
+    """column of a dataset with the prompt: text or chat messages"""
+    max_steps: int = 640
+    """optimizer steps"""
+    batch_size: int | None = None
+    """pairs in one optimizer step"""
+    micro_batch_size: int | None = None
+    """pairs in one forward and backward pass; changes memory, not the result"""
+    max_length: int | None = None
+    """prompt and completion tokens at most; completions are cut there, and longer prompts refused"""
+    learning_rate: float | None = None
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """decay after the warm-up"""
+    warmup_steps: int = 20
+    """steps of linear warm-up"""
+    weight_decay: float = 0.0
+    """decoupled weight decay"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this norm"""
+    precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
+    """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
+    lora_rank: int = 0
+    """train LoRA adapters of this rank instead of all weights (needs peft)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, more time"""
+    trust_remote_code: bool = False
+    """run code that comes with the model"""
+    eval_every: int = 160
+    """steps between evaluations; 0: at the end only"""
+    eval_prompts: int = 128
+    """held-out prompts per evaluation"""
+    eval_samples: int = 8
+    """sampled answers per held-out prompt"""
+    eval_max_new_tokens: int = 32
+    """length limit of answers in evaluation"""
+
+
+def completion_ids(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt and of the completion, which ends with its first EOS. Raises UserError where the row has no
+    completion or the chat template does not continue its own prompt."""
+    if not row.get("completion"):
+        raise UserError(f"SFT needs a column completion: this dataset has {', '.join(sorted(row))}")
+    prompt, completion = present(row, tokenizer), row["completion"]
+    prompt_tokens = encode_prompt(prompt, tokenizer)
+    if isinstance(prompt, str):
+        tokens = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    else:
+        answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        whole = tokenizer.apply_chat_template(prompt + answer, tokenize=True, return_dict=True)["input_ids"]
+        if whole[: len(prompt_tokens)] != prompt_tokens:
+            raise UserError(
+                "the chat template renders the conversation differently from its prompt: SFT cannot mask it"
+            )
+        tokens = whole[len(prompt_tokens) :]
+    first_eos = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
+    return prompt_tokens, tokens[:first_eos] + [
+        tokens[first_eos] if first_eos < len(tokens) else tokenizer.eos_token_id
+    ]
+
+
+def update(model, optimizer, batch: list[tuple[list[int], list[int]]], args: Args) -> dict[str, float]:
+    """One optimizer step on (prompt tokens, completion tokens) pairs. Returns metrics."""
+    device = model.device
+    total = sum(len(completion) for _, completion in batch)  # N: over all micro-batches
+    loss_sum = 0.0
+    optimizer.zero_grad(set_to_none=True)
+    for start in range(0, len(batch), args.micro_batch_size):
+        pairs = batch[start : start + args.micro_batch_size]
+        prompt_ids, prompt_mask = pad_left([prompt for prompt, _ in pairs], device)
+        length = max(len(completion) for _, completion in pairs)
+        ids = torch.tensor([c + [0] * (length - len(c)) for _, c in pairs], device=device)
+        mask = torch.tensor([[True] * len(c) + [False] * (length - len(c)) for _, c in pairs], device=device)
+        with autocast(device, args.precision):
+            logps, _ = completion_logps(model, prompt_ids, prompt_mask, ids, mask)
+        loss = sft_loss(logps, mask, total)
+        loss.backward()
+        loss_sum += loss.item()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return {"loss": loss_sum, "grad_norm": grad_norm.item(), "tokens": total}
+
+
+def sft_loss(logps: Tensor, mask: Tensor, total: int) -> Tensor:
+    """Negative log-likelihood of the completion tokens of one micro-batch, divided by the step's `total` of them.
+    logps, mask (B, T) -> scalar, nats."""
+    return -(logps * mask).sum() / total
+
+
+def train(args: Args) -> list[dict]:
+    device = prepare(args)
+    if min(args.max_steps, args.eval_samples, args.eval_prompts) < 1:
+        raise UserError("--max-steps, --eval-samples and --eval-prompts must be at least 1")
+    tasks = [load_task(spec, args.prompt_column) for spec in args.task]
+    if args.model == "new":
+        model, tokenizer = new_tiny_model(args.seed)
+        model.to(device)
+    else:
+        model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
+                                      args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
+    size = sum(p.numel() for p in model.parameters())
+    preset = "lora" if args.lora_rank else "tiny" if size < 10e6 else "full"
+    resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
+    for name, value in resolved.items():
+        setattr(args, name, value)
+    eos = eos_ids(model, tokenizer)
+    scorers = {t.name: make_scorer(t, (), (), args.max_steps) for t in tasks if t.score is not None}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
+
+    def pairs(step: int) -> list[tuple[list[int], list[int]]]:
+        first = (step - 1) * args.batch_size
+        rows = [(tasks[i % len(tasks)], i // len(tasks)) for i in range(first, first + args.batch_size)]
+        tokens = [completion_ids(task.train(index, args.seed), tokenizer, eos) for task, index in rows]
+        if (longest := max(len(prompt) for prompt, _ in tokens)) >= args.max_length:
+            raise UserError(f"a prompt has {longest} tokens: raise --max-length above it, or drop it from the dataset")
+        return [(prompt, completion[: args.max_length - len(prompt)]) for prompt, completion in tokens]
+
+    pairs(1)  # a dataset that cannot be used says so before there is a folder
+    run = Run(args, "sft", "+".join(t.name for t in tasks), args.max_steps, ("loss", "eval/pass@1", "eval/sort/pass@1"),
+              schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
+    run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
+    if args.precision == "pure-bfloat16":
+        run.print(
+            "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
+        )
+
+    def evaluation() -> dict[str, float]:
+        columns = {}
+        for task in [t for t in tasks if t.name in scorers]:
+            with autocast(device, args.precision):
+                scores = evaluate(model, tokenizer, task, scorers[task.name], args.eval_prompts, args.eval_samples,
+                                  args.eval_max_new_tokens, 1.0, args.seed)  # fmt: skip
+            prefix = f"eval/{task.name}/" if len(tasks) > 1 else "eval/"
+            columns |= {name.replace("eval/", prefix, 1): value for name, value in scores.items()}
+        return columns
+
+    def state() -> dict:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    step = 0
+    if run.state is not None:
+        model.load_state_dict(run.state["model"])
+        optimizer.load_state_dict(run.state["optimizer"])
+        step = run.state["step"]
+    run.restore_rng()
+    model.train()
+    while step < args.max_steps:
+        step, start = step + 1, time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args.learning_rate, args.lr_schedule, args.warmup_steps, args.max_steps)
+
+        # update
+        columns = update(model, optimizer, pairs(step), args)
+        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/step": time.perf_counter() - start}
+
+        # evaluate
+        if step == args.max_steps or (args.eval_every and step % args.eval_every == 0):
+            columns |= evaluation()
+        run.log(step, **columns)
+        run.end_step(step, state)
+
+    evals = [name for name in run.history[-1] if name.startswith("eval/")]
+    curves = {"loss": ("loss",)} | ({"held-out accuracy": tuple(evals)} if evals else {})
+    return run.finish(model, tokenizer, curves, f"SFT on {', '.join(t.name for t in tasks)}")
+
+
+if __name__ == "__main__":
+    main(Args, train)

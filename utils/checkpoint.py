@@ -1,0 +1,68 @@
+"""Checkpoints: written whole or not at all, read back without pickles, and every generator of random numbers in them."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from utils.errors import UserError
+
+
+def write_atomically(path: Path, write) -> None:
+    """`write(temporary_path)`, flushed to the disk, then renamed: a kill at any moment leaves the old file or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
+    """Writes `folder/step-<step>.pt` and deletes all but the newest `keep`."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"step-{step:08d}.pt"
+    write_atomically(path, lambda temporary: torch.save(state, temporary))
+    for old in sorted(folder.glob("step-*.pt"))[:-keep]:
+        old.unlink()
+    return path
+
+
+def load_newest(folder: Path, device: torch.device | str = "cpu") -> dict:
+    """The newest checkpoint that can be read; unreadable newer ones are named and set aside.
+
+    Raises UserError where there is none.
+    """
+    for path in sorted(folder.glob("step-*.pt"), reverse=True):
+        try:
+            return torch.load(path, map_location=device, weights_only=True)
+        except Exception as error:  # a damaged archive fails in many ways
+            print(f"{path} cannot be read ({type(error).__name__}); falling back to the checkpoint before it")
+            path.rename(path.with_suffix(".damaged"))
+    raise UserError(f"{folder.parent} has no readable checkpoint: start afresh without --resume")
+
+
+def rng_state() -> dict:
+    """The states of Python's, NumPy's and torch's global generators, in types that weights_only loading accepts."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
+    }
+
+
+def set_rng_state(state: dict) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
+    if state["mps"] is not None and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"].cpu())

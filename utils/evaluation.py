@@ -1,0 +1,101 @@
+"""Evaluation on held-out prompts, and what a person is shown: samples before training, advice during it."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from utils.checkpoint import rng_state, set_rng_state
+from utils.lm import eos_ids, pad_left, sample
+from utils.tasks import Task, encode_prompt, present
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k samples is right, from n >= k samples of which `correct` are:
+    1 - C(n - correct, k) / C(n, k) (arXiv 2107.03374, equation 1)."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def evaluate(model, tokenizer, task: Task, score: Callable, num_prompts: int, num_samples: int, max_new_tokens: int,
+             temperature: float, seed: int, rows_at_once: int = 512) -> dict[str, float]:  # fmt: skip
+    """Scores greedy answers and `num_samples` sampled ones for each of the first `num_prompts` held-out rows.
+
+    Where the task scores itself: eval/greedy, eval/pass@1 and eval/pass@n, and the task's further scores of greedy answers.
+    Else `score` (as make_scorer returns it) gives eval/greedy and eval/sampled, mean rewards. Uses a generator of its own
+    and leaves the global ones as it found them.
+    """
+    before = rng_state()
+    generator = torch.Generator(model.device).manual_seed(seed)
+    rows = task.heldout[:num_prompts]
+    greedy, sampled, more = [], [], {}
+    at_once = max(1, rows_at_once // (num_samples + 1))
+    for some in [rows[i : i + at_once] for i in range(0, len(rows), at_once)]:
+        prompts = [present(row, tokenizer) for row in some]
+        ids, mask = pad_left([encode_prompt(prompt, tokenizer) for prompt in prompts], model.device)
+        for count, at, into in ((1, 0.0, greedy), (num_samples, temperature, sampled)):
+            samples = sample(model, ids, mask, count, max_new_tokens, eos_ids(model, tokenizer), at, generator)
+            texts, token_lists = decode(samples, tokenizer)
+            repeated = [row for row in some for _ in range(count)]
+            if task.score is None:
+                shown = [prompt for prompt in prompts for _ in range(count)]
+                scores = [{"reward": r} for r in score(repeated, shown, texts, token_lists, 0).rewards.tolist()]
+            else:
+                scores = [task.score(row, text) for row, text in zip(repeated, texts)]
+            into += [s["reward"] for s in scores]
+            if count == 1:
+                for s in scores:
+                    for name in s.keys() - {"reward"}:
+                        more.setdefault(name, []).append(s[name])
+    set_rng_state(before)
+    result = {"eval/greedy": mean(greedy)} | {f"eval/greedy_{name}": mean(values) for name, values in more.items()}
+    if task.score is None:
+        return result | {"eval/sampled": mean(sampled)}
+    right = [
+        sum(r == 1.0 for r in group)
+        for group in (sampled[i : i + num_samples] for i in range(0, len(sampled), num_samples))
+    ]
+    for k in sorted({1, num_samples}):
+        result[f"eval/pass@{k}"] = mean([pass_at_k(num_samples, c, k) for c in right])
+    return result
+
+
+def mean(values: list[float]) -> float:
+    """The mean without NaN (skipped samples); 0 where nothing is left."""
+    kept = [value for value in values if not math.isnan(value)]
+    return sum(kept) / max(1, len(kept))
+
+
+def decode(samples, tokenizer) -> tuple[list[str], list[list[int]]]:
+    """Texts without special tokens, and token lists up to and including EOS, of B completions."""
+    lengths = samples.completion_mask.sum(1).tolist()
+    token_lists = [ids[:n] for ids, n in zip(samples.completion_ids.tolist(), lengths)]
+    return tokenizer.batch_decode(token_lists, skip_special_tokens=True), token_lists
+
+
+def show(tokenizer, prompt_ids: list[int], token_lists: list[list[int]], rewards: list[float], extra: dict) -> str:
+    """One rendered prompt and some completions with every special token visible: most silent failures are seen here."""
+    lines = [f"prompt      {tokenizer.decode(prompt_ids)!r}"]
+    for i, (tokens, reward) in enumerate(zip(token_lists, rewards)):
+        more = "".join(f"  {name}={values[i]!r}" for name, values in extra.items())
+        lines.append(f"completion  {tokenizer.decode(tokens)!r}  reward {reward:g}{more}")
+    return "\n".join(lines)
+
+
+def advice(history: list[dict]) -> str | None:
+    """One line with cause and remedy where the newest steps can teach nothing. Reads frac_zero_std, truncated and reward.
+
+    Said when the condition begins, not at every step of it.
+    """
+    checks = {
+        "nearly all groups have equal rewards, so there is nothing to learn from: use easier or harder prompts, more "
+        "--num-generations, a higher --temperature, or --dynamic-sampling": lambda h: h[-1]["frac_zero_std"] > 0.9,
+        "nearly all completions are cut off before they end: raise --max-completion-length, or check that the prompt "
+        "shown above makes the model stop": lambda h: h[-1]["truncated"] > 0.9,
+        "the reward has not changed for five steps: check that the reward function reads the right columns and that "
+        "answers can earn different rewards": lambda h: len(h) > 4 and len({row["reward"] for row in h[-5:]}) == 1,
+    }
+    steps = [row for row in history if "reward" in row]
+    for line, holds in checks.items():
+        if holds(steps) and not (len(steps) > 1 and holds(steps[:-1])):
+            return line
+    return None

@@ -1,0 +1,196 @@
+"""Language models: loading, sampling, and the log-probabilities of completions.
+
+Shapes: P prompts, G completions of each, B = P * G rows (the G completions of a prompt stand together), L prompt tokens
+(padded on the left), T completion tokens (padded on the right), V vocabulary.
+"""
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from utils.errors import UserError
+
+TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")
+CHUNK_ELEMENTS = 2**25  # float32 logits that are normalised at once: 128 MiB
+
+
+class Samples(NamedTuple):
+    """Completions of a batch of prompts. A completion's mask covers its first EOS and nothing after."""
+
+    prompt_ids: Tensor  # (P, L) int64
+    prompt_mask: Tensor  # (P, L) bool
+    completion_ids: Tensor  # (B, T) int64
+    completion_mask: Tensor  # (B, T) bool
+    logps: Tensor  # (B, T) float32: log-probability of each token when it was sampled, at the sampling temperature
+    ended: Tensor  # (B,) bool: whether EOS was reached; False where the length limit cut the completion off
+
+
+def load_model(path: str, device: torch.device | str = "cpu", precision: str = "float32", lora_rank: int = 0,
+               gradient_checkpointing: bool = False, trust_remote_code: bool = False):  # fmt: skip
+    """Any causal language model and its tokenizer, from a folder or the hub: float32 weights (pure-bfloat16: bfloat16
+    ones), LoRA adapters on all linear layers where lora_rank > 0. Raises UserError for what cannot be loaded."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if Path(path).expanduser().exists():
+        path = str(Path(path).expanduser())
+        for name, what in (("config.json", "model"), ("tokenizer_config.json", "tokenizer")):
+            if not (Path(path) / name).is_file():
+                raise UserError(f"--model {path} has no {name}: a folder with a saved {what} is needed")
+    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise UserError(f"there is no model folder {path}: give a folder with config.json or a hub name ORG/NAME")
+    dtype = torch.bfloat16 if precision == "pure-bfloat16" else torch.float32
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    except Exception as error:  # network, cache, format and architecture errors, each of its own type
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"cannot load --model {path} ({reason[0]}): give a model folder or a reachable hub name"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of --model {path} has no EOS token: completions could never end")
+    if lora_rank:
+        try:
+            import peft
+        except ImportError as error:
+            raise UserError("--lora-rank needs peft: pip install peft") from error
+        config = peft.LoraConfig(
+            r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        model = peft.get_peft_model(model, config)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if lora_rank:
+            model.enable_input_require_grads()
+    return model.to(device), tokenizer
+
+
+def autocast(device: torch.device, precision: str):
+    """bfloat16 matrix products over float32 weights where `precision` is bfloat16, else nothing."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else contextlib.nullcontext()
+
+
+def eos_ids(model, tokenizer) -> list[int]:
+    """All ids that end a completion: the tokenizer's, and what the model's generation settings add."""
+    more = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    more = more if isinstance(more, list) else [more]
+    return sorted({tokenizer.eos_token_id, *more} - {None})
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Position ids that count real tokens only, so that left padding shifts nothing. (B, L) -> (B, L)."""
+    return (mask.long().cumsum(1) - 1).clamp(min=0)
+
+
+def pad_left(prompts: list[list[int]], device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Token lists -> ids and mask (P, L). Padding is id 0: the mask, never the id, tells what is padding."""
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[False] * (length - len(p)) + [True] * len(p) for p in prompts], device=device)
+    return ids, mask
+
+
+def prefill(model, prompt_ids: Tensor, prompt_mask: Tensor, repeats: int):
+    """Runs each prompt once and repeats its cache for the completions of its group.
+
+    Returns the cache of B = P * repeats rows and the logits of the first completion token, (B, 1, V).
+    """
+    out = model(input_ids=prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions(prompt_mask),
+                use_cache=True, logits_to_keep=1)  # fmt: skip
+    out.past_key_values.batch_repeat_interleave(repeats)
+    return out.past_key_values, out.logits.repeat_interleave(repeats, 0)
+
+
+@torch.no_grad()
+def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max_new_tokens: int, eos: list[int],
+           temperature: float = 1.0, generator: torch.Generator | None = None) -> Samples:  # fmt: skip
+    """`num_samples` completions of each prompt: plain temperature sampling (no top-k, no top-p); temperature 0 is greedy,
+    and its log-probabilities are those at temperature 1.
+
+    Each prompt is run once. Rows that ended leave the batch when half of it has, so that long completions are not paid for
+    by short ones.
+    """
+    device, width, rows = prompt_ids.device, prompt_ids.shape[1], prompt_ids.shape[0] * num_samples
+    training = model.training
+    model.eval()
+    cache, logits = prefill(model, prompt_ids, prompt_mask, num_samples)
+    mask = torch.ones(rows, width + max_new_tokens, dtype=torch.long, device=device)
+    mask[:, :width] = prompt_mask.repeat_interleave(num_samples, 0)
+    position = mask[:, :width].sum(1, keepdim=True)
+    ids = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
+    logps = torch.zeros(
+        rows, max_new_tokens, device=device, dtype=logits.dtype if logits.dtype == torch.float64 else None
+    )
+    lengths = torch.full((rows,), max_new_tokens, device=device)
+    ended = torch.zeros(rows, dtype=torch.bool, device=device)
+    alive = torch.arange(rows, device=device)  # the rows of the batch that is being run
+    ends = torch.tensor(eos, device=device)
+    for t in range(max_new_tokens):
+        logp = (logits[:, -1].to(logps.dtype) / (temperature or 1.0)).log_softmax(-1)
+        token = logp.argmax(-1, True) if temperature == 0 else torch.multinomial(logp.exp(), 1, generator=generator)
+        open_rows = ~ended[alive]
+        ids[alive, t] = torch.where(open_rows, token[:, 0], 0)
+        logps[alive, t] = torch.where(open_rows, logp.gather(1, token)[:, 0], 0.0)
+        ends_now = open_rows & torch.isin(token[:, 0], ends)
+        lengths[alive[ends_now]] = t + 1
+        ended[alive[ends_now]] = True
+        going = (~ended[alive]).nonzero()[:, 0]
+        if len(going) == 0 or t + 1 == max_new_tokens:
+            break
+        if 2 * len(going) <= len(alive):
+            cache.batch_select_indices(going)
+            alive, token, mask, position = alive[going], token[going], mask[going], position[going]
+        logits = model(input_ids=token, attention_mask=mask[:, : width + t + 1], position_ids=position + t,
+                       past_key_values=cache, use_cache=True, logits_to_keep=1).logits  # fmt: skip
+    model.train(training)
+    length = int(lengths.max())
+    completion_mask = torch.arange(length, device=device) < lengths[:, None]
+    return Samples(prompt_ids, prompt_mask, ids[:, :length], completion_mask, logps[:, :length], ended)
+
+
+def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor,
+                     temperature: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Log-probabilities of completion tokens at `temperature`, (B, T) with gradient, and entropies, (B, T) without.
+
+    P may be smaller than B: then row i completes prompt i // (B / P), each prompt is run once, and its cache, gradient
+    included, is shared by its group. With gradient checkpointing, which excludes a cache, prompts are repeated instead.
+    Padded positions hold numbers without meaning.
+    """
+    repeats, width = completion_ids.shape[0] // prompt_ids.shape[0], prompt_ids.shape[1]
+    mask = torch.cat([prompt_mask.repeat_interleave(repeats, 0), completion_mask], 1)
+    checkpointed = model.training and any(
+        getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    )
+    if repeats > 1 and not checkpointed:
+        cache, first = prefill(model, prompt_ids, prompt_mask, repeats)
+        logits = first
+        if completion_ids.shape[1] > 1:
+            rest = model(input_ids=completion_ids[:, :-1], attention_mask=mask[:, :-1].long(), past_key_values=cache,
+                         position_ids=positions(mask)[:, width:-1], use_cache=True).logits  # fmt: skip
+            logits = torch.cat([first, rest], 1)
+    else:
+        ids = torch.cat([prompt_ids.repeat_interleave(repeats, 0), completion_ids], 1)[:, :-1]
+        logits = model(input_ids=ids, attention_mask=mask[:, :-1].long(), position_ids=positions(mask[:, :-1]),
+                       use_cache=False, logits_to_keep=completion_ids.shape[1]).logits  # fmt: skip
+    rows = max(1, CHUNK_ELEMENTS // (logits.shape[1] * logits.shape[2]))
+    chunks = [
+        checkpoint(token_logps, *chunk, temperature, use_reentrant=False)
+        for chunk in zip(logits.split(rows), completion_ids.split(rows))
+    ]
+    logps, entropies = (torch.cat(parts) for parts in zip(*chunks))
+    return logps, entropies
+
+
+def token_logps(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) at `ids`, and the entropy (no gradient). (B, T, V), (B, T) -> (B, T), (B, T)."""
+    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    normaliser = logits.logsumexp(-1)
+    with torch.no_grad():
+        entropy = normaliser - ((logits - normaliser[..., None]).exp() * logits).sum(-1)
+    return logits.gather(-1, ids[..., None])[..., 0] - normaliser, entropy

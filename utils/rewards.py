@@ -1,0 +1,112 @@
+"""Rewards: the task's own score, or functions of the user's, called as TRL's trainers call them."""
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+
+from utils.errors import UserError
+from utils.tasks import Task
+
+
+class Scored(NamedTuple):
+    rewards: torch.Tensor  # (B,) float32; NaN where every function returned None: the sample is skipped
+    columns: dict[str, float]  # means to log
+    extra: dict[str, list]  # columns that reward functions attached to the samples by log_extra
+
+
+def load_function(spec: str) -> Callable:
+    """`file.py:name` or `package.module:name`. The file's own folder comes first on sys.path while it is imported, and a
+    package called `utils` there is found instead of ours. Raises UserError where there is no such file or function."""
+    source, _, name = spec.rpartition(":")
+    if not source:
+        raise UserError(f"--reward {spec} names no function: write FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
+    if source.endswith(".py"):
+        path = Path(source).expanduser().resolve()
+        if not path.is_file():
+            raise UserError(f"--reward {spec}: there is no file {path}")
+        ours = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == "utils"}
+        sys.path.insert(0, str(path.parent))
+        try:
+            module_spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+            module = importlib.util.module_from_spec(module_spec)
+            module_spec.loader.exec_module(module)
+        finally:
+            if (
+                "utils" not in sys.modules
+            ):  # the user's package keeps the name where there is one: all of ours is loaded
+                sys.modules.update(ours)
+            sys.path.append(sys.path.pop(0))  # kept, last, for what the functions import when they are called
+    else:
+        try:
+            module = importlib.import_module(source)
+        except ModuleNotFoundError as error:
+            raise UserError(f"--reward {spec}: there is no module {source} ({error})") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"--reward {spec}: {source} has no function {name}")
+    return function
+
+
+def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], max_steps: int) -> Callable:
+    """Returns score(rows, prompts, texts, completion_ids, step) -> Scored for B completions (all lists of length B).
+
+    Without specs the task's own score is the reward. Raises UserError where there is neither, or weights do not fit;
+    later, where a function returns the wrong number of rewards, NaN or infinity.
+    """
+    if weights and len(weights) != len(specs):
+        raise UserError(f"--reward-weights has {len(weights)} numbers for {len(specs)} functions: give one for each")
+    if not specs and task.score is None:
+        raise UserError(f"the task {task.name} cannot score answers itself: give --reward FILE.py:FUNCTION")
+    functions = [load_function(spec) for spec in specs]
+    names = [getattr(f, "__name__", spec.rpartition(":")[2]) for f, spec in zip(functions, specs)]
+    names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
+    weight = torch.tensor(weights or [1.0] * len(specs))
+
+    def score_by_task(rows, prompts, texts, completion_ids, step) -> Scored:
+        scores = [task.score(row, text) for row, text in zip(rows, texts)]
+        columns = {f"reward/{k}": sum(s[k] for s in scores) / len(scores) for k in scores[0] if k != "reward"}
+        return Scored(torch.tensor([s["reward"] for s in scores]), columns, {})
+
+    def score_by_functions(rows, prompts, texts, completion_ids, step) -> Scored:
+        extra, logged = {}, {}
+        chat = not isinstance(prompts[0], str)
+        completions = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
+        keys = [key for key in rows[0] if key not in ("prompt", "completion", "completion_ids")]
+        keywords = {key: [row.get(key) for row in rows] for key in keys} | {
+            "trainer_state": SimpleNamespace(global_step=step, max_steps=max_steps),
+            "log_extra": lambda column, values: extra.__setitem__(column, list(values)),
+            "log_metric": lambda name, value: logged.setdefault(name, []).append(float(value)),
+        }
+        table = torch.full((len(texts), len(functions)), torch.nan)
+        for j, (name, function) in enumerate(zip(names, functions)):
+            values = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **keywords)
+            values = list(asyncio.run(values) if inspect.isawaitable(values) else values)
+            if len(values) != len(texts):
+                raise UserError(
+                    f"the reward function {name} returned {len(values)} rewards for {len(texts)} completions: "
+                    "it must return one number, or None, for each"
+                )
+            for i, value in enumerate(values):
+                if value is not None:
+                    if not math.isfinite(value):
+                        raise UserError(
+                            f"the reward function {name} returned {value} for {texts[i]!r}: return None to skip"
+                        )
+                    table[i, j] = float(value)
+        columns = {f"reward/{name}": table[:, j].nanmean().item() for j, name in enumerate(names)}
+        columns = {key: value for key, value in columns.items() if not math.isnan(value)}
+        columns |= {f"reward/{name}": sum(values) / len(values) for name, values in logged.items()}
+        total = (table * weight).nansum(1)
+        total[table.isnan().all(1)] = torch.nan
+        return Scored(total, columns, extra)
+
+    return score_by_functions if specs else score_by_task

@@ -1,0 +1,273 @@
+"""A run: its folder, its numbers, its checkpoints, its end. Knows no algorithm.
+
+RUN/config.json       arguments as resolved, versions, commit, machine
+RUN/metrics.jsonl     one row a step; columns that start with time/ are the only ones that a resume may change
+RUN/checkpoints/      what --resume continues from
+RUN/curve.png, RUN/model/
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+
+from utils.checkpoint import load_newest, rng_state, save_checkpoint, set_rng_state, write_atomically
+from utils.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows: two runs in one folder are not noticed there
+    fcntl = None
+
+LOGGING_FLAGS = ("resume", "track", "save_every", "keep", "output_dir")  # none of them changes what is computed
+
+
+@dataclass
+class RunArgs:
+    seed: int = 1
+    """seed of every generator"""
+    device: str = "auto"
+    """cpu, cuda, mps, or auto: cuda where there is one, else cpu"""
+    threads: int = 0
+    """CPU threads; 0: OMP_NUM_THREADS where set, else one per core. Results are bit for bit equal at equal counts"""
+    output_dir: str = "runs"
+    """the run's folder is made in here"""
+    save_every: int = 50
+    """steps between checkpoints"""
+    keep: int = 2
+    """checkpoints kept"""
+    resume: str = ""
+    """folder of a run to continue; everything but logging flags, and the budget where no schedule depends on it, must stay"""
+    track: bool = False
+    """also log to Weights & Biases (WANDB_MODE=offline works)"""
+
+
+def main(args_class: type, train: Callable) -> None:
+    """The command line of a script. Wrong input ends with one sentence and exit code 2; with --resume the defaults are
+    the saved run's arguments, so that only what is typed can differ."""
+    try:
+        resume = tyro.cli(dataclasses.make_dataclass("Resume", [("resume", str, "")]), return_unknown_args=True,
+                          add_help=False, args=sys.argv[1:])[0].resume  # fmt: skip
+        default = args_class(**saved_args(Path(resume))) if resume else args_class()
+        train(tyro.cli(args_class, default=default, description=sys.modules["__main__"].__doc__))
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def saved_args(folder: Path) -> dict:
+    try:
+        args = json.loads((folder / "config.json").read_text())["args"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--resume {folder} is not the folder of a run: it has no readable config.json") from error
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in args.items()}
+
+
+def prepare(args: RunArgs) -> torch.device:
+    """Seeds every global generator, pins the thread count, and chooses the device. Raises UserError for a device that
+    this machine does not have."""
+    for name, low in (("save_every", 1), ("keep", 1), ("threads", 0)):
+        if getattr(args, name) < low:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least {low}")
+    if args.resume:
+        saved = saved_args(Path(args.resume))
+        args.threads = args.threads or saved["threads"]
+    args.threads = args.threads or int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    torch.set_num_threads(args.threads)
+    random.seed(args.seed)
+    np.random.seed(args.seed % 2**32)
+    torch.manual_seed(args.seed)
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not found.get(args.device.partition(":")[0], False):
+        names = ", ".join(name for name, there in found.items() if there)
+        raise UserError(f"--device {args.device} is not to be had on this machine: use {names}")
+    return torch.device(args.device)
+
+
+class Run:
+    """Made when all input has been checked, so that wrong input leaves no folder behind.
+
+    budget: name of the argument that says how long to train. schedule_depends_on_budget: then it cannot change on resume.
+    headline: the columns of the progress bar. total: steps in the budget.
+    """
+
+    def __init__(self, args, algo: str, task: str, total: int, headline: tuple[str, ...], budget: str = "max_steps",
+                 schedule_depends_on_budget: bool = False):  # fmt: skip
+        self.args, self.total, self.headline = args, total, headline
+        self.history: list[dict] = []
+        self.signal = self.state = self.wandb = None
+        self.saved_step = -1
+        if args.resume:
+            self.dir = Path(args.resume).resolve()
+            free = LOGGING_FLAGS + (() if schedule_depends_on_budget else (budget,))
+            saved, now = saved_args(self.dir), json.loads(json.dumps(dataclasses.asdict(args)))
+            for name, value in now.items():
+                value = tuple(value) if isinstance(value, list) else value
+                if name not in free and name in saved and value != saved[name]:
+                    why = " because the learning-rate schedule depends on it" if name == budget else ""
+                    raise UserError(
+                        f"--{name.replace('_', '-')} is {value} but the run in {self.dir} has {saved[name]}: "
+                        f"it cannot change on --resume{why}"
+                    )
+            self.lock()
+            self.state = load_newest(self.dir / "checkpoints")
+        else:
+            stamp = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+            self.dir = Path(args.output_dir).expanduser().resolve() / f"{algo}-{task}-{args.seed}-{stamp}"
+            try:
+                self.dir.mkdir(parents=True)
+            except OSError as error:
+                raise UserError(
+                    f"cannot write to --output-dir {args.output_dir} ({error.strerror}): name a writable folder"
+                ) from error
+            self.lock()
+        config = {"algo": algo, "task": task, "args": dataclasses.asdict(args), **environment()}
+        write_atomically(self.dir / "config.json", lambda path: path.write_text(json.dumps(config, indent=1)))
+        self.metrics = open(self.dir / "metrics.jsonl", "a+b")
+        if self.state is not None:
+            self.rewind_metrics(self.state["metrics_bytes"])
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.on_signal)
+        if args.track:
+            import wandb  # an extra, and never needed for anything but --track
+
+            self.wandb = wandb.init(project="plainrl", name=self.dir.name, dir=self.dir, config=config["args"])
+        from tqdm import tqdm
+
+        start = self.state["step"] if self.state is not None else 0
+        self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None)
+        self.print(f"run folder: {self.dir}")
+
+    def lock(self) -> None:
+        self.lock_file = open(self.dir / ".lock", "w")
+        if fcntl is not None:
+            try:
+                fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise UserError(f"another process is running in {self.dir}: wait for it or stop it") from error
+
+    def rewind_metrics(self, size: int) -> None:
+        """Rows written after the checkpoint are computed again: drop them."""
+        self.metrics.truncate(size)
+        self.metrics.seek(0)
+        self.history = [json.loads(line) for line in self.metrics]
+
+    def on_signal(self, number: int, _frame) -> None:
+        if self.signal is not None:  # asked twice: stop at once
+            sys.exit(128 + number)
+        self.signal = number
+        self.print(f"{signal.Signals(number).name}: finishing this step, then saving (again: stop at once)")
+
+    def print(self, text: str) -> None:
+        self.bar.write(text) if hasattr(self, "bar") else print(text, flush=True)
+
+    def log(self, step: int, **columns: float) -> None:
+        """Appends one row to metrics.jsonl and moves the progress bar."""
+        row = {"step": step, **columns}
+        self.history.append(row)
+        self.metrics.write((json.dumps(row) + "\n").encode())
+        self.metrics.flush()
+        if self.wandb is not None:
+            self.wandb.log(columns, step=step)
+        self.bar.set_postfix({name: f"{columns[name]:.3g}" for name in self.headline if name in columns}, refresh=False)
+        self.bar.update(step - self.bar.n)
+        if self.bar.disable and (step == self.total or step % max(1, self.total // 10) == 0):
+            shown = "  ".join(f"{name} {columns[name]:.3g}" for name in self.headline if name in columns)
+            print(f"step {step}/{self.total}  {shown}", flush=True)
+
+    def save(self, step: int, state: dict, rng: dict | None = None) -> None:
+        """One checkpoint: the script's own state, the generators (`rng` where they are to be those of an earlier moment)
+        and how long the metrics file is."""
+        if step == self.saved_step:
+            return
+        os.fsync(self.metrics.fileno())
+        state = state | {"step": step, "rng": rng or rng_state(), "metrics_bytes": self.metrics.seek(0, os.SEEK_END)}
+        save_checkpoint(self.dir / "checkpoints", step, state, self.args.keep)
+        self.saved_step = step
+
+    def end_step(self, step: int, state: Callable[[], dict]) -> None:
+        """Called where an iteration ends: saves when it is time, and leaves when a signal asked for it."""
+        if step % self.args.save_every == 0 or step >= self.total or self.signal is not None:
+            self.save(step, state())
+        if self.signal is not None and step < self.total:
+            self.bar.close()
+            print(f"stopped after step {step}; continue with --resume {self.dir}", flush=True)
+            sys.exit(128 + self.signal)
+
+    def restore_rng(self) -> None:
+        """Call last, when everything that consumes random numbers on the way into the loop has been built."""
+        if self.state is not None:
+            set_rng_state(self.state["rng"])
+
+    def finish(self, model, tokenizer, curves: dict[str, tuple[str, ...]], title: str) -> list[dict]:
+        """Writes RUN/model (the folder that anyone's `from_pretrained` loads) and RUN/curve.png; returns the history.
+        curves: title of a panel -> its columns."""
+        self.bar.close()
+        part, folder = self.dir / "model.tmp", self.dir / "model"
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        if folder.exists():  # a resumed run that had already finished
+            folder.rename(self.dir / f"model.{time.time_ns()}.old")
+        part.rename(folder)
+        plot(self.history, curves, title, self.dir / "curve.png")
+        if self.wandb is not None:
+            self.wandb.finish()
+        print(f"model: {folder}\ncurve: {self.dir / 'curve.png'}", flush=True)
+        self.metrics.close()
+        self.lock_file.close()
+        for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+            signal.signal(number, handler)
+        return self.history
+
+
+def plot(history: list[dict], curves: dict[str, tuple[str, ...]], title: str, path: Path) -> None:
+    """A PNG with one panel for each entry of `curves`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(curves), figsize=(5 * len(curves), 3.6), squeeze=False)
+    for axis, (panel, columns) in zip(axes[0], curves.items()):
+        for column in columns:
+            points = [(row["step"], row[column]) for row in history if column in row]
+            if points:
+                axis.plot(*zip(*points), marker="o" if len(points) < 40 else None, markersize=3, label=column)
+        axis.set(title=panel, xlabel="step")
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def environment() -> dict:
+    """What a reader needs to know to believe a number: versions, commit, machine."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "datasets", "numpy", "peft", "gymnasium"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    here = Path(__file__).resolve().parent
+    git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    machine = {"system": platform.platform(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
+    return {"versions": versions, "commit": git.stdout.strip() or None, "machine": machine, "command": sys.argv}

@@ -1,0 +1,252 @@
+"""Tasks: where prompts come from, how a model is shown them, and how an answer is scored.
+
+A row is a dictionary as in the datasets library. `prompt` is a string or a list of chat messages, `completion` a
+demonstration where there is one; every other column is handed to reward functions. Built-in tasks write `prompt` in a
+compact notation for the tiny character model and `question` in plain language for every other model.
+"""
+
+import random
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from utils.errors import UserError
+
+HELDOUT_ROWS = 256  # held-out rows of procedural tasks, and the most that is held out of a dataset without a test split
+CHARACTERS = "0123456789+-*/=,:CS"  # the alphabet of the compact notation, hence of the tiny model's tokenizer
+
+
+@dataclass(frozen=True)
+class Task:
+    """`train(index, seed)` is the index-th row of an endless stream that depends on nothing else, so a run resumes from
+    one integer. `heldout` is disjoint from it. `score(row, text)` returns named numbers of which `reward` is trained on
+    and the rest is logged; it is None where only reward functions of the user's own can tell."""
+
+    name: str
+    train: Callable[[int, int], dict]
+    heldout: list[dict]
+    score: Callable[[dict, str], dict[str, float]] | None = None
+
+
+def load_task(spec: str, prompt_column: str = "prompt") -> Task:
+    """`countdown`, `sort`, `gsm8k`, `gsm8k:FOLDER`, a .jsonl/.json/.parquet file, or a dataset of the hub.
+
+    Raises UserError for an unknown name, a file that is missing, empty or unreadable, or a missing prompt column.
+    """
+    name, _, rest = spec.partition(":")
+    if name in ("countdown", "sort"):
+        return procedural(name)
+    if name == "gsm8k":
+        return gsm8k(rest)
+    path = Path(spec).expanduser()
+    if path.suffix not in (".jsonl", ".json", ".parquet") and "/" not in spec:
+        raise UserError(
+            f"unknown task {spec!r}: give countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset ORG/NAME"
+        )
+    splits = read_splits(spec)
+    for rows in splits.values():
+        columns = sorted(rows.column_names)
+        if prompt_column not in columns:
+            raise UserError(f"{spec} has no column {prompt_column!r}: it has {', '.join(columns)}; see --prompt-column")
+    splits = {split: list(rows) for split, rows in splits.items()}
+    for row in [row for rows in splits.values() for row in rows]:
+        row["prompt"] = row.pop(prompt_column)
+    train = splits.get("train") or next(iter(splits.values()))
+    heldout = splits.get("test") or splits.get("validation")
+    if heldout is None or heldout is train:
+        train, heldout = hold_out(train, spec)
+    return Task(path.stem, epochs(train), heldout[:HELDOUT_ROWS])
+
+
+def read_splits(spec: str) -> dict:
+    """The splits of a local file or hub dataset, each a non-empty datasets.Dataset."""
+    import datasets  # slow to import, and the built-in tasks do without
+
+    datasets.disable_progress_bars()
+    path = Path(spec).expanduser()
+    try:
+        if path.suffix in (".jsonl", ".json", ".parquet"):
+            if not path.is_file():
+                raise UserError(f"there is no file {path}: --task names a dataset file that exists")
+            kind = "parquet" if path.suffix == ".parquet" else "json"
+            splits = datasets.load_dataset(kind, data_files=str(path)) if path.stat().st_size else {}
+        else:
+            name, _, config = spec.partition(":")
+            splits = datasets.load_dataset(name, config or None)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises dozens of kinds, all of which mean the same to the user
+        reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"cannot read the dataset {spec} ({reason[0]}): give a readable file or hub name") from error
+    splits = {name: rows for name, rows in splits.items() if len(rows)}
+    if not splits:
+        raise UserError(f"the dataset {spec} is empty: it needs at least two rows")
+    return splits
+
+
+def hold_out(rows: list[dict], spec: str) -> tuple[list[dict], list[dict]]:
+    """Splits off one row in twenty by a hash of the prompt, so that equal prompts stay on one side."""
+    keys = [zlib.crc32(repr(row["prompt"]).encode()) for row in rows]
+    unique = sorted(set(keys))
+    if len(unique) < 2:
+        raise UserError(f"the dataset {spec} has one prompt only: one to train on and one to hold out are needed")
+    held = set(unique[: min(max(1, len(unique) // 20), HELDOUT_ROWS)])
+    return [r for r, k in zip(rows, keys) if k not in held], [r for r, k in zip(rows, keys) if k in held]
+
+
+def epochs(rows: list[dict]) -> Callable[[int, int], dict]:
+    """The stream that goes through all rows in a new order every epoch."""
+    orders = {}
+
+    def train(index: int, seed: int) -> dict:
+        epoch, position = divmod(index, len(rows))
+        if (epoch, seed) not in orders:
+            orders.clear()  # one epoch's order at a time; each is a function of seed and epoch alone
+            orders[epoch, seed] = random.Random(f"{seed}/{epoch}").sample(range(len(rows)), len(rows))
+        return rows[orders[epoch, seed][position]]
+
+    return train
+
+
+def procedural(name: str) -> Task:
+    """Rows are drawn afresh; those whose key hashes to 0 mod 10 are held out, whatever their order of digits."""
+    make, score = {"countdown": (countdown_row, countdown_score), "sort": (sort_row, sort_score)}[name]
+
+    def draw(rng: random.Random, want_heldout: bool) -> dict:
+        while True:
+            row, key = make(rng)
+            if (zlib.crc32(f"{name} {key}".encode()) % 10 == 0) == want_heldout:
+                return row
+
+    heldout, rng = {}, random.Random(name)
+    while len(heldout) < HELDOUT_ROWS:
+        row = draw(rng, True)
+        heldout[row["prompt"]] = row
+    return Task(name, lambda i, seed: draw(random.Random(f"{name}/{seed}/{i}"), False), list(heldout.values()), score)
+
+
+def countdown_row(rng: random.Random) -> tuple[dict, str]:
+    """Three numbers from 1 to 9 and a target from 1 to 99 that two steps reach; the demonstration is such a pair of
+    steps, larger operand first."""
+    while True:
+        numbers = [rng.randint(1, 9) for _ in range(3)]
+        left, steps = list(numbers), []
+        while len(left) > 1:
+            a, b = sorted((left.pop(rng.randrange(len(left))) for _ in range(2)), reverse=True)
+            options = [("+", a + b), ("*", a * b)] + [("-", a - b)] * (a > b) + [("/", a // b)] * (a % b == 0)
+            operator, result = rng.choice(options)
+            steps.append(f"{a}{operator}{b}={result}")
+            left.append(result)
+        if left[0] <= 99:
+            break
+    digits, target = "".join(map(str, numbers)), left[0]
+    question = (
+        f"Use each of the numbers {numbers[0]}, {numbers[1]} and {numbers[2]} exactly once, with + - * /, to reach "
+        f"{target}. Work in two steps, the second of which uses the result of the first. Give the steps in the form "
+        "<answer>5*7=35,35-3=32</answer>."
+    )
+    row = {"prompt": f"C{digits}={target}:", "question": question, "numbers": numbers, "target": target}
+    return row | {"completion": ",".join(steps)}, f"{sorted(numbers)} {target}"
+
+
+def countdown_score(row: dict, text: str) -> dict[str, float]:
+    """1 if the steps use each number once, are right, and end at the target. A parser, never `eval`."""
+    steps = answer_of(text).replace(" ", "").split(",")
+    left = list(row["numbers"])
+    for step in steps:
+        match = re.fullmatch(r"(\d{1,4})([-+*/])(\d{1,4})=(\d{1,5})", step, re.ASCII)
+        if match is None:
+            return {"reward": 0.0}
+        a, b, result = (int(match[i]) for i in (1, 3, 4))
+        right = {"+": a + b == result, "-": a - b == result, "*": a * b == result, "/": b > 0 and b * result == a}
+        if not right[match[2]] or a not in left or b not in [n for i, n in enumerate(left) if i != left.index(a)]:
+            return {"reward": 0.0}
+        left.remove(a)
+        left.remove(b)
+        left.append(result)
+    return {"reward": float(left == [row["target"]])}
+
+
+def sort_row(rng: random.Random) -> tuple[dict, str]:
+    """Three to eight digits. Half of the demonstrations swap the first two of the sorted digits: three in four where the
+    number of digits is even, one in four where it is odd. So the warm start's likeliest answer is wrong for even lengths,
+    and sharpening what it does already cannot pass for learning."""
+    digits = [rng.randint(0, 9) for _ in range(rng.randint(3, 8))]
+    answer = sorted(digits)
+    if rng.random() < (0.75 if len(digits) % 2 == 0 else 0.25):
+        answer[0], answer[1] = answer[1], answer[0]
+    shown = "".join(map(str, digits))
+    question = f"Sort the digits {shown} in ascending order and give them in the form <answer>0123</answer>."
+    row = {"prompt": f"S{shown}:", "question": question, "digits": shown, "completion": "".join(map(str, answer))}
+    return row, str(sorted(digits))
+
+
+def sort_score(row: dict, text: str) -> dict[str, float]:
+    """1 if the answer is the digits in ascending order."""
+    return {"reward": float(answer_of(text) == "".join(sorted(row["digits"])))}
+
+
+def answer_of(text: str) -> str:
+    """What stands between the last pair of answer tags, or the whole text where there is none."""
+    return re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)[-1].strip() if "</answer>" in text else text.strip()
+
+
+GSM8K_INSTRUCTION = "Solve the problem step by step. End with one line that holds #### and the answer as a number."
+
+
+def gsm8k(folder: str = "") -> Task:
+    """Grade-school mathematics (arXiv 2110.14168): `openai/gsm8k` of the hub, or a folder with train.jsonl and test.jsonl.
+
+    Prompt: the question, an empty line, GSM8K_INSTRUCTION. Meant for 512 new tokens. Strict: the number after the last
+    `####` equals the solution's. Lenient: the last number in the text does. The reward is strict accuracy.
+    """
+    if folder:
+        train, test = (list(read_splits(str(Path(folder) / f"{part}.jsonl"))["train"]) for part in ("train", "test"))
+    else:
+        splits = read_splits("openai/gsm8k:main")
+        train, test = list(splits["train"]), list(splits["test"])
+    for row in train + test:
+        if not {"question", "answer"} <= row.keys():
+            raise UserError(f"gsm8k needs the columns question and answer: there are {', '.join(sorted(row))}")
+        row["prompt"] = f"{row.pop('question')}\n\n{GSM8K_INSTRUCTION}"
+        row["completion"] = row["answer"]
+    return Task("gsm8k", epochs(train), test, gsm8k_score)
+
+
+def gsm8k_score(row: dict, text: str) -> dict[str, float]:
+    """Strict and lenient accuracy as `gsm8k` defines them."""
+    gold = number(row["answer"].rpartition("####")[2])
+    strict = "####" in text and number(text.rpartition("####")[2].strip().partition("\n")[0]) == gold
+    lenient = number(text) == gold
+    return {"reward": float(strict), "strict": float(strict), "lenient": float(lenient)}
+
+
+def number(text: str) -> float | None:
+    """The last number in a text, without thousands separators; None where there is none."""
+    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text, re.ASCII)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def present(row: dict, tokenizer) -> str | list[dict]:
+    """The prompt as this model gets it: messages for a model with a chat template, else text; compact notation for the
+    tiny character model alone. Raises UserError for messages without a template."""
+    prompt = row["prompt"]
+    if not isinstance(prompt, str):
+        if tokenizer.chat_template is None:
+            raise UserError("the prompts are chat messages but the model has no chat template: give an instruct model")
+        return prompt
+    compact = set(tokenizer.get_vocab()) >= set(CHARACTERS) and len(tokenizer) < 100
+    text = prompt if compact else row.get("question", prompt)
+    return text if tokenizer.chat_template is None else [{"role": "user", "content": text}]
+
+
+def encode_prompt(prompt: str | list[dict], tokenizer) -> list[int]:
+    """Token ids up to where the completion begins. A template brings its own special tokens; plain text gets the
+    tokenizer's."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
