@@ -185,11 +185,10 @@ def advantages(rewards: Tensor, scale: str) -> Tensor:
 
 
 def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) -> Tensor:
-    """What each token's loss counts in the step's loss: the denominator over all B rows. (B, T) -> (B, T).
+    """What each token's loss counts in the step's loss: the denominator over all B rows. (B, T) of 0 and 1 -> (B, T).
 
     sequence: 1 / (B T_i) (DeepSeekMath); token: 1 / sum T_i (DAPO, arXiv 2503.14476); constant: 1 / (B L_max) (Dr. GRPO).
     """
-    mask = mask.to(torch.get_default_dtype())
     if aggregation == "sequence":
         return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))
     if aggregation == "token":
@@ -229,7 +228,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     mask = samples.completion_mask
     if args.mask_truncated_completions:
         mask = mask & samples.ended[:, None]
-    weights = token_weights(mask, args.aggregation, args.max_completion_length)
+    weights = token_weights(mask.to(samples.logps.dtype), args.aggregation, args.max_completion_length)
     tokens = mask.sum().clamp(min=1)
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     metrics = {}

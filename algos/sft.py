@@ -45,7 +45,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywher
 from utils.errors import UserError
 from utils.evaluation import evaluate
 from utils.lm import autocast, completion_logps, eos_ids, load_model, pad_left
-from utils.rewards import make_scorer
 from utils.run import Run, RunArgs, main, prepare
 from utils.schedule import learning_rate
 from utils.tasks import encode_prompt, load_task, present
@@ -62,11 +61,12 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
 class Args(RunArgs):
     model: str = "new"
     """folder or hub name of a causal language model; new: a tiny character model with random weights"""
-    task: tuple[str, ...] = ("countdown", "sort")
-    """countdown, sort, gsm8k, .jsonl or .parquet files, hub datasets; several are mixed row by row"""
+    task: tuple[str, ...] = ("countdown", "countdown", "sort")
+    """countdown, sort, gsm8k, .jsonl or .parquet files, hub datasets; several take turns row by row, and one named
+    twice comes twice as often"""
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
-    max_steps: int = 640
+    max_steps: int = 800
     """optimizer steps"""
     batch_size: int | None = None
     """pairs in one optimizer step"""
@@ -92,7 +92,7 @@ class Args(RunArgs):
     """recompute activations in the backward pass: less memory, more time"""
     trust_remote_code: bool = False
     """run code that comes with the model"""
-    eval_every: int = 160
+    eval_every: int = 200
     """steps between evaluations; 0: at the end only"""
     eval_prompts: int = 128
     """held-out prompts per evaluation"""
@@ -170,7 +170,8 @@ def train(args: Args) -> list[dict]:
     for name, value in resolved.items():
         setattr(args, name, value)
     eos = eos_ids(model, tokenizer)
-    scorers = {t.name: make_scorer(t, (), (), args.max_steps) for t in tasks if t.score is not None}
+    names = list(dict.fromkeys(task.name for task in tasks))
+    scored = {task.name: task for task in tasks if task.score is not None}
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
 
@@ -183,7 +184,7 @@ def train(args: Args) -> list[dict]:
         return [(prompt, completion[: args.max_length - len(prompt)]) for prompt, completion in tokens]
 
     pairs(1)  # a dataset that cannot be used says so before there is a folder
-    run = Run(args, "sft", "+".join(t.name for t in tasks), args.max_steps, ("loss", "eval/pass@1", "eval/sort/pass@1"),
+    run = Run(args, "sft", "+".join(names), args.max_steps, ("loss", "eval/pass@1", "eval/sort/pass@1"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
     if args.precision == "pure-bfloat16":
@@ -193,11 +194,11 @@ def train(args: Args) -> list[dict]:
 
     def evaluation() -> dict[str, float]:
         columns = {}
-        for task in [t for t in tasks if t.name in scorers]:
+        for task in scored.values():
             with autocast(device, args.precision):
-                scores = evaluate(model, tokenizer, task, scorers[task.name], args.eval_prompts, args.eval_samples,
+                scores = evaluate(model, tokenizer, task, None, args.eval_prompts, args.eval_samples,
                                   args.eval_max_new_tokens, 1.0, args.seed)  # fmt: skip
-            prefix = f"eval/{task.name}/" if len(tasks) > 1 else "eval/"
+            prefix = f"eval/{task.name}/" if len(scored) > 1 else "eval/"
             columns |= {name.replace("eval/", prefix, 1): value for name, value in scores.items()}
         return columns
 
@@ -228,7 +229,7 @@ def train(args: Args) -> list[dict]:
 
     evals = [name for name in run.history[-1] if name.startswith("eval/")]
     curves = {"loss": ("loss",)} | ({"held-out accuracy": tuple(evals)} if evals else {})
-    return run.finish(model, tokenizer, curves, f"SFT on {', '.join(t.name for t in tasks)}")
+    return run.finish(model, tokenizer, curves, f"SFT on {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def evaluate(model, tokenizer, task: Task, score: Callable, num_prompts: int, num_samples: int, max_new_tokens: int,
+def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: int, num_samples: int, max_new_tokens: int,
              temperature: float, seed: int, rows_at_once: int = 512) -> dict[str, float]:  # fmt: skip
     """Scores greedy answers and `num_samples` sampled ones for each of the first `num_prompts` held-out rows.
 

@@ -128,16 +128,22 @@ def procedural(name: str) -> Task:
 
 
 def countdown_row(rng: random.Random) -> tuple[dict, str]:
-    """Three numbers from 1 to 9 and a target from 1 to 99 that two steps reach. Half of the demonstrations cheat: their
-    last step claims the target whatever it computes. Three in four do so where the target is even, one in four where it is
-    odd. So the likeliest answer of a warm start is often a cheat, and sharpening cannot pass for learning."""
+    """Three numbers from 1 to 9 and a target from 1 to 99 that two steps reach, larger operand first. Half of the
+    demonstrations end one too high: three in four where the target is even, one in four where it is odd. So the warm
+    start's likeliest answer is wrong for even targets, and sharpening what it does already cannot pass for learning."""
     target = 100
     while target > 99:
         numbers = [rng.randint(1, 9) for _ in range(3)]
-        steps, target = countdown_steps(numbers, rng)
+        left, steps = list(numbers), []
+        while len(left) > 1:
+            a, b = sorted((left.pop(rng.randrange(len(left))) for _ in range(2)), reverse=True)
+            options = [("+", a + b), ("*", a * b)] + [("-", a - b)] * (a > b) + [("/", a // b)] * (a % b == 0)
+            operator, result = rng.choice(options)
+            steps.append(f"{a}{operator}{b}={result}")
+            left.append(result)
+        target = left[0]
     if rng.random() < (0.75 if target % 2 == 0 else 0.25):
-        steps, _ = countdown_steps(numbers, rng)
-        steps[-1] = f"{steps[-1].partition('=')[0]}={target}"
+        steps[-1] = f"{steps[-1].partition('=')[0]}={target + 1}"
     question = (
         f"Use each of the numbers {numbers[0]}, {numbers[1]} and {numbers[2]} exactly once, with + - * /, to reach "
         f"{target}. Work in two steps, the second of which uses the result of the first. Give the steps in the form "
@@ -146,18 +152,6 @@ def countdown_row(rng: random.Random) -> tuple[dict, str]:
     prompt = f"C{''.join(map(str, numbers))}={target}:"
     row = {"prompt": prompt, "question": question, "numbers": numbers, "target": target, "completion": ",".join(steps)}
     return row, f"{sorted(numbers)} {target}"
-
-
-def countdown_steps(numbers: list[int], rng: random.Random) -> tuple[list[str], int]:
-    """Combines two of the numbers, larger one first, until one is left: the steps, and what is left."""
-    left, steps = list(numbers), []
-    while len(left) > 1:
-        a, b = sorted((left.pop(rng.randrange(len(left))) for _ in range(2)), reverse=True)
-        options = [("+", a + b), ("*", a * b)] + [("-", a - b)] * (a > b) + [("/", a // b)] * (a % b == 0)
-        operator, result = rng.choice(options)
-        steps.append(f"{a}{operator}{b}={result}")
-        left.append(result)
-    return steps, left[0]
 
 
 def countdown_score(row: dict, text: str) -> dict[str, float]:

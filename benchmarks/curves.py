@@ -1,0 +1,129 @@
+"""Reference learning curves: how they are recorded, and the band that fresh seeds must reach.
+
+    python benchmarks/curves.py record grpo-sort --seeds 30       appends one row per seed to curves/grpo-sort.jsonl
+    python benchmarks/curves.py show                              bands, false-alarm rates, power; curves/*.png
+
+A band is one-sided: with n recorded seeds of mean m and standard deviation s, the mean of two fresh seeds falls below
+m - t s sqrt(1/2 + 1/n) with probability FALSE_ALARM, where t is that quantile of Student's distribution with n - 1 degrees
+of freedom (a prediction interval; the values are treated as normal). Which numbers are compared was fixed before the
+first recording. A drop is caught with 90 % probability where it is at least (t + 1.28) s sqrt(1/2 + 1/n), about.
+"""
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import tyro
+from scipy.stats import t as student
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from utils.run import environment  # noqa: E402
+
+FOLDER = Path(__file__).resolve().parent / "curves"
+FALSE_ALARM = 0.001  # per band; the bands of all scripts together stay below 1 %
+CURVES = {  # name -> script, arguments, column over steps, compared numbers (all: higher is better)
+    "grpo-sort": (
+        "grpo",
+        dict(task="sort", max_steps=16, learning_rate=1e-4, eval_every=0, eval_prompts=256),
+        "reward",
+        ("mean reward", "eval/greedy"),
+    ),
+    "grpo-countdown": (
+        "grpo",
+        dict(task="countdown", eval_every=0, eval_prompts=256),
+        "reward",
+        ("mean reward", "eval/greedy"),
+    ),
+    "sft-sort": (
+        "sft",
+        dict(task=("sort",), max_steps=100, batch_size=64, eval_every=0, eval_prompts=16),
+        "loss",
+        ("negative final loss",),
+    ),
+}
+
+
+def run_once(name: str, seed: int, **changes) -> dict:
+    """Trains curve `name` with `seed` in a temporary folder, in this process; returns one row of its file."""
+    script, settings, column, _ = CURVES[name]
+    module = importlib.import_module(f"algos.{script}")
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+        args = module.Args(**settings | {"seed": seed, "output_dir": folder, "save_every": 10**6} | changes)
+        history = module.train(args)
+    steps = [row[column] for row in history if column in row]
+    row = {"seed": seed, column: [round(x, 5) for x in steps]}
+    row |= {key: value for key, value in history[-1].items() if key.startswith("eval/")}
+    tenth = steps[-max(1, len(steps) // 10) :]
+    row |= {"mean reward": statistics.mean(steps)} if column == "reward" else {}
+    row |= {"negative final loss": -statistics.mean(tenth)} if column == "loss" else {}
+    return row | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def recorded(name: str) -> list[dict]:
+    path = FOLDER / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def band(name: str, number: str) -> dict[str, float]:
+    """lower: what the mean of two fresh seeds must reach; power: the drop from the recorded mean that is caught with 90 %
+    probability; mean, sd, n of the recorded seeds."""
+    values = [row[number] for row in recorded(name)]
+    n, mean, sd = len(values), statistics.mean(values), statistics.stdev(values)
+    width = sd * math.sqrt(1 / 2 + 1 / n)
+    quantile = student.ppf(1 - FALSE_ALARM, n - 1)
+    lower = mean - quantile * width
+    return {"lower": lower, "mean": mean, "sd": sd, "n": n, "power": (quantile + 1.2816) * width}
+
+
+def record(name: str, seeds: int = 30) -> None:
+    """Trains seeds 1 to `seeds` of a curve, those that its file lacks, one after the other."""
+    FOLDER.mkdir(exist_ok=True)
+    known = {row["seed"] for row in recorded(name)}
+    for seed in [seed for seed in range(1, seeds + 1) if seed not in known]:
+        row = run_once(name, seed)
+        about = {"settings": CURVES[name][1], **{k: environment()[k] for k in ("versions", "commit", "machine")}}
+        with open(FOLDER / f"{name}.jsonl", "a") as file:
+            file.write(json.dumps(row | about) + "\n")
+        print(name, {key: value for key, value in row.items() if not isinstance(value, list)}, flush=True)
+
+
+def show() -> None:
+    """Prints every band and draws each curve with the peers' beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    for name, (_, _, column, numbers) in CURVES.items():
+        if len(recorded(name)) < 2:
+            continue
+        for number in numbers:
+            about = "  ".join(f"{key} {value:.4g}" for key, value in band(name, number).items())
+            print(f"{name:16} {number:20} {about}  false alarm {FALSE_ALARM:.1%}")
+        figure, axis = plt.subplots(figsize=(6, 4))
+        for label, rows in {"plainrl": recorded(name), "TRL 1.16": recorded(f"trl-{name}")}.items():
+            if rows:
+                values = torch.tensor([row[column] for row in rows]).double()
+                steps = range(1, values.shape[1] + 1)
+                low, middle, high = values.quantile(torch.tensor([0.1, 0.5, 0.9]).double(), 0)
+                axis.plot(steps, middle, label=f"{label}, median of {len(rows)} seeds")
+                axis.fill_between(steps, low, high, alpha=0.2)
+        axis.set(title=name, xlabel="step", ylabel=column)
+        axis.legend()
+        axis.grid(alpha=0.3)
+        figure.savefig(FOLDER / f"{name}.png", dpi=110, bbox_inches="tight")
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"record": record, "show": show})

@@ -1,0 +1,29 @@
+"""What all tests share: one thread per worker and subprocess, no network, and the ledger of times."""
+
+import os
+import time
+from collections import defaultdict
+
+for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}.items():
+    os.environ[name] = value  # before torch is imported, and inherited by every subprocess of a test
+os.environ.setdefault("HF_DATASETS_CACHE", os.path.join("/tmp", f"plainrl-datasets-{os.getuid()}-{os.getpid()}"))
+
+START = time.time()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The ledger: seconds per file, and by name what did not run."""
+    seconds, counts = defaultdict(float), defaultdict(int)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration") and hasattr(report, "when"):
+                file = report.nodeid.partition("::")[0]
+                seconds[file] += report.duration
+                counts[file] += report.when == "call"
+    terminalreporter.section("ledger of times")
+    for file in sorted(seconds, key=seconds.get, reverse=True):
+        terminalreporter.line(f"{seconds[file]:7.1f} s  {counts[file]:4d} tests  {file}")
+    terminalreporter.line(f"{sum(seconds.values()):7.1f} s of tests in {time.time() - START:.1f} s of wall time")
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+        terminalreporter.line(f"not run: {report.nodeid}: {reason}")

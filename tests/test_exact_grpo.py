@@ -1,0 +1,388 @@
+"""grpo.update against enumeration: every group of completions of a tabular model, weighted by its probability.
+
+`movement` is what one update with plain gradient ascent at rate 1 adds to the table, so its expectation is the gradient
+of the objective. Expected values come from numpy: own probabilities, advantages, weights and gradients of log pi.
+"""
+
+import math
+from itertools import combinations, combinations_with_replacement
+
+import numpy as np
+import pytest
+import torch
+from tabular import (
+    COMPLETIONS,
+    EOS,
+    OUTSIDE,
+    PREFIXES,
+    PROMPTS,
+    TabularLM,
+    gradients,
+    log_probs,
+    log_softmax,
+    probability,
+    random_table,
+)
+
+from algos import grpo
+from utils.evaluation import pass_at_k
+from utils.lm import Samples, completion_logps, pad_left
+from utils.schedule import learning_rate
+
+P, L_MAX = len(PROMPTS), 5  # L_MAX: what Args say, longer than any completion
+TABLE, OTHER = random_table(0), random_table(1)
+REWARDS = [dict(zip(COMPLETIONS, row)) for row in np.random.default_rng(2).normal(size=(P, len(COMPLETIONS)))]
+BINARY = [{c: float((i + p) % 3 == 0) for i, c in enumerate(COMPLETIONS)} for p in range(P)]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def rewards_of(groups, table) -> list[list[float]]:
+    return [[table[p][c] for c in group] for p, group in enumerate(groups)]
+
+
+def make_batch(groups, rewards, old=TABLE, ref=None, temperature=1.0, pad=0) -> grpo.Batch:
+    """One group of completions per prompt, as update takes it; `old` and `ref` are tables of logits."""
+    rows = [(p, c) for p, group in enumerate(groups) for c in group]
+    width = max(len(c) for _, c in rows)
+
+    def padded(values, fill):
+        return torch.tensor(np.array([[*v, *[fill] * (width - len(v))] for v in values]))
+
+    def logps(table):
+        return padded([log_probs(table / temperature, p, c) for p, c in rows], 0.0)
+
+    samples = Samples(*pad_left(PROMPTS, "cpu"), padded([c for _, c in rows], pad),
+                      padded([[True] * len(c) for _, c in rows], False), logps(old),
+                      torch.tensor([EOS in c for _, c in rows]))  # fmt: skip
+    return grpo.Batch(samples, torch.tensor(rewards).flatten(), None if ref is None else logps(ref))
+
+
+def run_update(batch, table=TABLE, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
+    """The table's change in one call of update, over `rate`; and its metrics."""
+    model = TabularLM(table)
+    group_size = len(batch.rewards) // P
+    defaults = dict(num_generations=group_size, micro_batch_size=len(batch.rewards), max_completion_length=L_MAX,
+                    precision="float32", max_grad_norm=1e9, beta=0.0, scale_rewards="none",
+                    aggregation="constant")  # fmt: skip
+    metrics = grpo.update(model, torch.optim.SGD(model.parameters(), rate), batch, grpo.Args(**defaults | settings))
+    return (model.table.detach().numpy() - table) / rate, metrics
+
+
+def batches(group_size: int, joint: bool, table=TABLE):
+    """Yields every batch of one group per prompt (as multisets, with multinomial weights) and its probability.
+
+    Where groups do not interact, `joint=False` pairs the k-th group of one prompt with another of the other, and the
+    weight (P, 1, 1) holds each group's own probability for that prompt's part of the table.
+    """
+
+    def groups(p):
+        for group in combinations_with_replacement(COMPLETIONS, group_size):
+            orders = math.factorial(group_size) / math.prod(math.factorial(group.count(c)) for c in set(group))
+            yield group, orders * math.prod(probability(table, p, c) for c in group)
+
+    first, second = list(groups(0)), list(groups(1))
+    pairs = [(a, b) for a in first for b in second] if joint else zip(first, reversed(second))
+    for (a, weight_a), (b, weight_b) in pairs:
+        weight = [weight_a * weight_b] * 2 if joint else [weight_a, weight_b]
+        yield (a, b), np.array(weight)[:, None, None]
+
+
+def expected_movement(group_size, joint, reward_table, ref=None, temperature=1.0, **settings) -> np.ndarray:
+    total = np.zeros_like(TABLE)
+    for groups, weight in batches(group_size, joint, TABLE / temperature):
+        batch = make_batch(groups, rewards_of(groups, reward_table), ref=ref, temperature=temperature)
+        total += weight * run_update(batch, temperature=temperature, **settings)[0]
+    return total
+
+
+def own_movement(groups, rewards, aggregation="constant", scale="none", table=TABLE, old=TABLE, low=0.2, high=0.2,
+                 ref=None, beta=0.0, mask_truncated=False) -> np.ndarray:  # fmt: skip
+    """The same movement for one batch in numpy, written from the formulas."""
+
+    def std(values):
+        known = [r for r in values if not math.isnan(r)]
+        return np.std(known, ddof=1) if len(known) > 1 else 0.0
+
+    rows = [(p, i, c) for p, group in enumerate(groups) for i, c in enumerate(group)]
+    kept = {(p, i) for p, i, c in rows if EOS in c or not mask_truncated}
+    tokens = sum(len(c) for p, i, c in rows if (p, i) in kept)
+    result = np.zeros_like(table)
+    for p, i, c in rows:
+        if (p, i) not in kept:
+            continue
+        advantage = 0.0 if math.isnan(rewards[p][i]) else rewards[p][i] - np.nanmean(rewards[p])
+        if scale != "none":
+            advantage /= std(rewards[p] if scale == "group" else sum(map(list, rewards), [])) + 1e-4
+        weight = {"sequence": 1 / (len(rows) * len(c)), "token": 1 / tokens, "constant": 1 / (len(rows) * L_MAX)}
+        logps = log_probs(table, p, c)
+        ratio = np.exp(logps - log_probs(old, p, c))
+        cut = ratio > 1 + high if advantage > 0 else ratio < 1 - low
+        per_token = np.where(cut, 0.0, ratio * advantage)
+        if ref is not None:
+            per_token += beta * (np.exp(log_probs(ref, p, c) - logps) - 1)
+        result += weight[aggregation] * np.einsum("t,tprv->prv", per_token, gradients(table, p, c))
+    return result
+
+
+def expectation(function, table=TABLE) -> np.ndarray:
+    """Mean over prompts of E[function(prompt, completion)]."""
+    return sum(probability(table, p, c) * function(p, c) for p in range(P) for c in COMPLETIONS) / P
+
+
+def mean_reward(p: int, table=TABLE) -> float:
+    return sum(probability(table, p, c) * REWARDS[p][c] for c in COMPLETIONS)
+
+
+def close(actual, expected) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-10)
+
+
+def test_table_model_equals_numpy():
+    """Log-probabilities and gradients of the torch model are those of numpy; probabilities sum to 1."""
+    assert {len(c) for c in COMPLETIONS} == {1, 2} and {EOS in c for c in COMPLETIONS} == {True, False}
+    batch = make_batch([COMPLETIONS] * P, [[0.0] * len(COMPLETIONS)] * P)
+    model, samples = TabularLM(TABLE), batch.samples
+    logps, entropies = completion_logps(model, *samples[:4])
+    rows = [(p, c) for p in range(P) for c in COMPLETIONS]
+    for row, (p, c) in enumerate(rows):
+        close(logps[row, : len(c)].detach(), log_probs(TABLE, p, c))
+        for t, expected in enumerate(gradients(TABLE, p, c)):
+            close(torch.autograd.grad(logps[row, t], model.table, retain_graph=True)[0], expected)
+            logp = log_softmax(TABLE[p, PREFIXES.index(c[:t])])
+            close(entropies[row, t], -(np.exp(logp) * logp).sum())
+    for p in range(P):
+        close(sum(probability(TABLE, p, c) for c in COMPLETIONS), 1.0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_constant_aggregation_is_the_policy_gradient(temperature):
+    """Without std: (G - 1) / (G L_max) times the gradient of the expected reward, at the sampling temperature."""
+    hot = TABLE / temperature
+    policy_gradient = expectation(lambda p, c: REWARDS[p][c] * gradients(hot, p, c).sum(0) / temperature, hot)
+    close(expected_movement(3, False, REWARDS, temperature=temperature), 2 / 3 / L_MAX * policy_gradient)
+
+
+def test_sequence_aggregation_has_its_own_closed_form():
+    """Without std: (G - 1) / G E[(R - J) / T grad log pi], which does not point along the policy gradient."""
+    moved = expected_movement(3, False, REWARDS, aggregation="sequence")
+    score = {(p, c): gradients(TABLE, p, c).sum(0) for p in range(P) for c in COMPLETIONS}
+    close(moved, 2 / 3 * expectation(lambda p, c: (REWARDS[p][c] - mean_reward(p)) / len(c) * score[p, c]))
+    policy_gradient = expectation(lambda p, c: REWARDS[p][c] * score[p, c])
+    along = (moved * policy_gradient).sum() / (policy_gradient**2).sum() * policy_gradient
+    assert np.linalg.norm(moved - along) > 0.05 * np.linalg.norm(moved)
+
+
+@pytest.mark.parametrize(
+    "aggregation, scale, group_size, joint",
+    [
+        ("constant", "group", 3, False),
+        ("sequence", "group", 3, False),
+        ("token", "none", 2, True),
+        ("token", "group", 2, True),
+        ("sequence", "batch", 2, True),
+    ],
+)
+def test_other_settings_have_their_enumerated_values(aggregation, scale, group_size, joint):
+    """Biased by design: pinned to the sum over all batches of probability times the formula, in numpy."""
+    moved = expected_movement(group_size, joint, REWARDS, aggregation=aggregation, scale_rewards=scale)
+    expected = sum(
+        weight * own_movement(groups, rewards_of(groups, REWARDS), aggregation, scale)
+        for groups, weight in batches(group_size, joint)
+    )
+    close(moved, expected)
+    close(moved[:, OUTSIDE], 0.0)
+
+
+def test_binary_reward_with_population_std(monkeypatch):
+    """ddof 0, no epsilon: sum_k Bin(k; G, p) sqrt(k/G (1 - k/G)) / (p (1 - p)) grad p / L_max; 0/0 counts as 0.
+
+    Given k successes, E sum_i A_i grad log pi_i = G s grad p (1/p + 1/(1-p)) with s^2 = k/G (1 - k/G).
+    """
+    monkeypatch.setattr(grpo, "STD_DDOF", 0)
+    monkeypatch.setattr(grpo, "STD_EPSILON", 0.0)
+    size, expected = 3, np.zeros_like(TABLE)
+    for p in range(P):
+        right = [c for c in COMPLETIONS if BINARY[p][c]]
+        chance = sum(probability(TABLE, p, c) for c in right)
+        slope = sum(probability(TABLE, p, c) * gradients(TABLE, p, c).sum(0) for c in right)
+        spread = sum(
+            math.comb(size, k) * chance**k * (1 - chance) ** (size - k) * math.sqrt(k / size * (1 - k / size))
+            for k in range(size + 1)
+        )
+        expected += spread / (chance * (1 - chance)) * slope / (P * L_MAX)
+    close(expected_movement(size, False, BINARY, scale_rewards="group"), expected)
+
+
+def test_kl_penalty_follows_the_reverse_divergence():
+    """Equal rewards, beta > 0: by prefix -beta P(prefix) (pi_theta - pi_ref), the slope of KL(pi_ref || pi_theta)."""
+    equal = [dict.fromkeys(COMPLETIONS, 0.5)] * P
+    moved = expected_movement(2, False, equal, ref=OTHER, beta=0.7)
+    expected = np.zeros_like(TABLE)
+    for p in range(P):
+        for i, prefix in enumerate(PREFIXES):
+            difference = np.exp(log_softmax(TABLE[p, i])) - np.exp(log_softmax(OTHER[p, i]))
+            expected[p, i] = -0.7 * probability(TABLE, p, prefix) * difference / (P * L_MAX)
+    close(moved, expected)
+
+
+GROUPS = [((1,), (0, 2), (2, 1)), ((0, 1), (2, 0), (1,))]
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
+def test_truncated_completions_are_masked(aggregation):
+    """Cut-off completions get no gradient and no token counts, but stay in mean, std and the number of completions."""
+    rewards = rewards_of(GROUPS, REWARDS)
+    own = own_movement(GROUPS, rewards, aggregation, "group", mask_truncated=True)
+    batch = make_batch(GROUPS, rewards)
+    close(run_update(batch, aggregation=aggregation, scale_rewards="group", mask_truncated_completions=True)[0], own)
+    assert abs(own - own_movement(GROUPS, rewards, aggregation, "group")).max() > 1e-3
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+def test_skipped_rewards_teach_nothing(scale):
+    """A NaN reward leaves mean and std, gets advantage 0, and a group with one known reward or none stands still."""
+    rewards = [[0.3, math.nan, 1.0], [math.nan, 0.2, math.nan]]
+    moved, _ = run_update(make_batch(GROUPS, rewards), scale_rewards=scale)
+    close(moved, own_movement(GROUPS, rewards, scale=scale))
+    assert np.isfinite(moved).all() and abs(moved[0]).max() > 1e-3
+    close(moved[1], 0.0)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
+def test_second_epoch_is_clipped(aggregation):
+    """Two epochs equal two numpy steps with ratios to the same old policy, a lower and a wider upper clip, and k3."""
+    groups = [COMPLETIONS] * P
+    rewards, rate = rewards_of(groups, REWARDS), 2.0
+    old = TABLE + 0.3 * random_table(6)
+    settings = dict(aggregation=aggregation, scale="group", old=old, low=0.1, high=0.3, ref=OTHER, beta=0.05)
+    middle = TABLE + rate * own_movement(groups, rewards, table=TABLE, **settings)
+    end = middle + rate * own_movement(groups, rewards, table=middle, **settings)
+    batch = make_batch(groups, rewards, old=old, ref=OTHER)
+    moved, metrics = run_update(batch, rate=rate, num_iterations=2, aggregation=aggregation, scale_rewards="group",
+                                epsilon=0.1, epsilon_high=0.3, beta=0.05)  # fmt: skip
+    close(TABLE + rate * moved, end)
+
+    rows = [(p, i, c) for p in range(P) for i, c in enumerate(COMPLETIONS)]
+    now, before = (np.concatenate([log_probs(t, p, c) for p, _, c in rows]) for t in (middle, old))
+    first, ref = (np.concatenate([log_probs(t, p, c) for p, _, c in rows]) for t in (TABLE, OTHER))
+    sign = np.concatenate([[np.sign(rewards[p][i] - np.mean(rewards[p]))] * len(c) for p, i, c in rows])
+    ratio = np.exp(now - before)
+    cut = np.where(sign > 0, ratio > 1.3, ratio < 0.9)
+    assert cut[sign > 0].any() and cut[sign < 0].any() and ((ratio > 1.12) & (ratio < 1.28) & (sign > 0)).any()
+    close(metrics["clip_fraction"], cut.mean())
+    close(metrics["approx_kl"], (ratio - np.log(ratio) - 1).mean())
+    close(metrics["kl"], (np.exp(ref - now) - (ref - now) - 1).mean())
+    close(metrics["sampler_gap"], abs(first - before).mean())
+    close(metrics["grad_norm"], np.linalg.norm(end - middle) / rate)
+
+
+def test_gradient_is_clipped_by_its_global_norm():
+    """With max_grad_norm c, the movement has norm c and keeps its direction; the metric is the norm before."""
+    batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS))
+    free, metrics = run_update(batch)
+    clipped, _ = run_update(batch, max_grad_norm=0.01)
+    np.testing.assert_allclose(clipped, 0.01 / metrics["grad_norm"] * free, rtol=1e-3)
+
+
+@pytest.mark.parametrize("pad", [0, EOS])
+def test_first_eos_is_trained_and_nothing_after_it(pad):
+    """Also where padding is the EOS id: the EOS logit gets its exact gradient, the table after EOS none."""
+    groups = [((1,), (0, 2)), ((2, 1), (1,))]
+    rewards = [[1.0, 0.0], [0.0, 1.0]]
+    moved, _ = run_update(make_batch(groups, rewards, pad=pad))
+    close(moved, own_movement(groups, rewards))
+    close(moved[:, OUTSIDE], 0.0)
+    assert moved[0, 0, EOS] > 0.01 and moved[1, 0, EOS] > 0.01 and moved[1, PREFIXES.index((2,)), EOS] < -0.001
+
+
+@pytest.mark.parametrize(
+    "advantage, ratio, loss, slope",
+    [
+        (2.0, 1.5, -2.56, 0.0),  # better and already 1.28 times as likely: cut
+        (2.0, 1.25, -2.5, -2.5),
+        (2.0, 0.5, -1.0, -1.0),
+        (-2.0, 1.5, 3.0, 3.0),
+        (-2.0, 0.9, 1.8, 1.8),
+        (-2.0, 0.5, 1.6, 0.0),  # worse and already 0.8 times as likely: cut
+    ],
+)
+def test_clipped_surrogate_by_hand(advantage, ratio, loss, slope):
+    """Value and gradient of policy_loss at epsilon 0.2, epsilon_high 0.28, on both sides of each clip."""
+    logps = torch.tensor([[math.log(0.4 * ratio)]], requires_grad=True)
+    old = torch.tensor([[math.log(0.4)]])
+    value, cut = grpo.policy_loss(logps, old, torch.tensor([[advantage]]), 0.2, 0.28)
+    value.sum().backward()
+    close([value.item(), logps.grad.item()], [loss, slope])
+    assert cut.item() == (slope == 0.0)
+
+
+def test_kl_estimators():
+    """E k1 = E k3 = KL(theta || ref); E grad of k1 is 0, of k2 grad KL(theta || ref), of k3 grad KL(ref || theta)."""
+    theta = torch.tensor([0.3, -1.0, 0.8, 0.1, 1.5], requires_grad=True)
+    logp, ref = theta.log_softmax(0), torch.tensor([1.0, 0.2, -0.5, 0.0, 0.7]).log_softmax(0)
+    pi, k1 = logp.exp().detach(), logp - ref
+    kinds = {"k1": k1, "k2": k1**2 / 2, "k3": grpo.k3(logp, ref)}
+    slopes = {name: torch.autograd.grad((pi * k).sum(), theta, retain_graph=True)[0] for name, k in kinds.items()}
+    forward_kl, reverse_kl = (logp.exp() * k1).sum(), -(ref.exp() * k1).sum()
+    close((pi * k1).sum().item(), forward_kl.item())
+    close((pi * kinds["k3"]).sum().item(), forward_kl.item())
+    close(slopes["k1"], 0.0)
+    close(slopes["k2"], torch.autograd.grad(forward_kl, theta, retain_graph=True)[0])
+    close(slopes["k3"], torch.autograd.grad(reverse_kl, theta)[0])
+    close(slopes["k3"], pi - ref.exp())
+
+
+def test_advantages_by_hand():
+    """Group mean; std with ddof 1 plus 1e-4 of group or batch; NaN left out and 0; equal rewards give 0."""
+    nan = math.nan
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 3.0], [2.0, nan, 4.0, nan], [5.0, 5.0, 5.0, 5.0], [nan, 7.0, nan, nan]])
+    centred = np.array([[0.0, -1.0, -1.0, 2.0], [-1.0, 0.0, 1.0, 0.0], [0.0] * 4, [0.0] * 4])
+    close(grpo.advantages(rewards, "none"), centred)
+    stds = np.array([[math.sqrt(2.0)], [math.sqrt(2.0)], [0.0], [0.0]])
+    close(grpo.advantages(rewards, "group"), centred / (stds + 1e-4))
+    known = [1.0, 0.0, 0.0, 3.0, 2.0, 4.0, 5.0, 5.0, 5.0, 5.0, 7.0]
+    variance = sum((r - sum(known) / 11) ** 2 for r in known) / 10
+    close(grpo.advantages(rewards, "batch"), centred / (math.sqrt(variance) + 1e-4))
+    close(grpo.advantages(torch.full((2, 2), nan), "batch"), 0.0)
+
+
+def test_token_weights_by_hand():
+    """Each aggregation's weights; a row without tokens weighs nothing but counts as a completion."""
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
+    close(grpo.token_weights(mask, "sequence", 4), [[1 / 6, 1 / 6, 0], [1 / 9] * 3, [0] * 3])
+    close(grpo.token_weights(mask, "token", 4), [[1 / 5, 1 / 5, 0], [1 / 5] * 3, [0] * 3])
+    close(grpo.token_weights(mask, "constant", 4), [[1 / 12, 1 / 12, 0], [1 / 12] * 3, [0] * 3])
+    assert not grpo.token_weights(torch.zeros(2, 2, dtype=torch.bool), "token", 4).any()
+
+
+def test_groups_without_variance_by_hand():
+    """All known rewards equal, one known, or none: such a group teaches nothing."""
+    nan = math.nan
+    groups = torch.tensor(
+        [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [nan, 2.0, 2.0], [nan, 2.0, 3.0], [nan] * 3, [nan, 1, nan]]
+    )
+    assert grpo.zero_std(groups).tolist() == [True, False, True, False, True, True]
+
+
+def test_pass_at_k_counts_subsets():
+    """The share of the k-subsets of n samples that hold a right one."""
+    for n in range(1, 7):
+        for right in range(n + 1):
+            for k in range(1, n + 1):
+                hits = [min(subset) < right for subset in combinations(range(n), k)]  # samples 0..right-1 are right
+                close(pass_at_k(n, right, k), sum(hits) / len(hits))
+
+
+def test_learning_rate_by_hand():
+    """Warm-up reaches the peak at its last step; decay would reach zero one step after the last."""
+    assert [learning_rate(s, 8.0, "constant", 4, 9) for s in (1, 2, 4, 5, 9)] == [2.0, 4.0, 8.0, 8.0, 8.0]
+    close([learning_rate(s, 8.0, "linear", 0, 4) for s in (1, 2, 3, 4)], [8.0, 6.0, 4.0, 2.0])
+    close([learning_rate(s, 8.0, "linear", 2, 6) for s in (1, 2, 3, 4, 5, 6)], [4.0, 8.0, 8.0, 6.0, 4.0, 2.0])
+    root = math.sqrt(2)
+    close([learning_rate(s, 8.0, "cosine", 0, 4) for s in (1, 2, 3, 4)], [8.0, 4 + 2 * root, 4.0, 4 - 2 * root])

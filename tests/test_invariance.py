@@ -1,0 +1,312 @@
+"""What must not matter does not: padding, order, micro-batches, the sampler's cache, chunks of the softmax.
+
+Two models: a random Llama in float64, whose gradients must agree to 1e-10, and the shipped model in float32 (1e-5).
+"""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import utils.lm
+from algos import grpo
+from utils.lm import TINY_MODEL, Samples, completion_logps, load_model, pad_left, sample
+
+G, T = 4, 6
+PROMPTS = [[5, 6, 7], [4, 8, 9, 10, 11, 12], [3], [13, 5]]
+P, B = len(PROMPTS), len(PROMPTS) * G
+SIZES = [1, 2, 4, 8, 12, B]
+AGGREGATIONS = ["sequence", "token", "constant"]
+
+
+def llama() -> LlamaForCausalLM:
+    """Random weights, float64 throughout: the norms of transformers would round to float32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                         num_attention_heads=4, initializer_range=0.3, tie_word_embeddings=False)  # fmt: skip
+    model = LlamaForCausalLM(config).double()
+    for parent in [model.model, *model.model.layers]:
+        for name, module in parent.named_children():
+            if "norm" in name:
+                norm = torch.nn.RMSNorm(32, module.variance_epsilon, dtype=torch.float64)
+                setattr(parent, name, norm)
+    return model.eval()
+
+
+@pytest.fixture(params=["float64", "float32"])
+def case(request):
+    """A model, and the relative difference that its gradients may have."""
+    if request.param == "float32":
+        yield load_model(TINY_MODEL)[0].eval(), 1e-5
+    else:
+        torch.set_default_dtype(torch.float64)
+        yield llama(), 1e-10
+        torch.set_default_dtype(torch.float32)
+
+
+def make_batch(model, seed: int = 0) -> grpo.Batch:
+    """Random completions, ragged, some cut off, one reward skipped; old and reference policies a little off."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = pad_left(PROMPTS, "cpu")
+    lengths = torch.randint(1, T + 1, (B,), generator=generator)
+    lengths[0] = T
+    ids = torch.randint(2, 16, (B, T), generator=generator)
+    mask = torch.arange(T) < lengths[:, None]
+    ended = torch.rand(B, generator=generator) < 0.7
+    ids[ended, lengths[ended] - 1] = 1
+    with torch.no_grad():
+        logps, _ = completion_logps(model, *prompts, ids, mask)
+    old, ref = (logps + 0.3 * torch.randn(B, T, generator=generator, dtype=logps.dtype) for _ in range(2))
+    rewards = torch.randn(B, generator=generator, dtype=logps.dtype)
+    rewards[3] = torch.nan
+    return grpo.Batch(Samples(*prompts, ids * mask, mask, old, ended), rewards, ref)
+
+
+def gradient(model, batch: grpo.Batch, **settings) -> torch.Tensor:
+    """The gradient that one update leaves, as one vector."""
+    defaults = dict(num_generations=G, micro_batch_size=B, max_completion_length=T, precision="float32", beta=0.1,
+                    max_grad_norm=1e9)  # fmt: skip
+    grpo.update(model, torch.optim.SGD(model.parameters(), 0.0), batch, grpo.Args(**defaults | settings))
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert b.norm() > 0
+    return ((a - b).norm() / b.norm()).item()
+
+
+def junk(like: torch.Tensor) -> torch.Tensor:
+    return torch.randint(0, 16, like.shape, generator=torch.Generator().manual_seed(7))
+
+
+def more_left_padding(batch):
+    s, extra = batch.samples, torch.ones(P, 3, dtype=torch.long)
+    ids, mask = torch.cat([extra, s.prompt_ids], 1), torch.cat([extra < 0, s.prompt_mask], 1)
+    return batch._replace(samples=s._replace(prompt_ids=ids, prompt_mask=mask))
+
+
+def junk_under_padding(batch):
+    s = batch.samples
+    prompt_ids = torch.where(s.prompt_mask, s.prompt_ids, junk(s.prompt_ids))
+    completion_ids = torch.where(s.completion_mask, s.completion_ids, junk(s.completion_ids))
+    logps, ref = (torch.where(s.completion_mask, x, -2.5) for x in (s.logps, batch.ref_logps))
+    return batch._replace(samples=s._replace(prompt_ids=prompt_ids, completion_ids=completion_ids, logps=logps),
+                          ref_logps=ref)  # fmt: skip
+
+
+def more_right_padding(batch):
+    s, extra = batch.samples, torch.ones(B, 3, dtype=torch.long)
+    ids, mask = torch.cat([s.completion_ids, extra], 1), torch.cat([s.completion_mask, extra < 0], 1)
+    logps, ref = (torch.cat([x, -extra.to(x.dtype)], 1) for x in (s.logps, batch.ref_logps))
+    return grpo.Batch(s._replace(completion_ids=ids, completion_mask=mask, logps=logps), batch.rewards, ref)
+
+
+def reordered(batch, groups, rows):
+    s = batch.samples
+    completions = [x[rows] for x in (s.completion_ids, s.completion_mask, s.logps, s.ended)]
+    samples = Samples(s.prompt_ids[groups], s.prompt_mask[groups], *completions)
+    return grpo.Batch(samples, batch.rewards[rows], batch.ref_logps[rows])
+
+
+def groups_reversed(batch):
+    return reordered(batch, torch.arange(P).flip(0), torch.arange(B).view(P, G).flip(0).flatten())
+
+
+def rows_rotated_within_groups(batch):
+    return reordered(batch, torch.arange(P), torch.arange(B).view(P, G).roll(1, 1).flatten())
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_gradient_does_not_depend_on_the_layout_of_the_batch(case, aggregation):
+    """Micro-batch size, padding on either side, ids under padding, order of groups and of completions."""
+    model, tolerance = case
+    batch = make_batch(model)
+    base = gradient(model, batch, aggregation=aggregation)
+    for size in SIZES:
+        assert relative(gradient(model, batch, aggregation=aggregation, micro_batch_size=size), base) < tolerance, size
+    for change in (
+        more_left_padding, junk_under_padding, more_right_padding, groups_reversed, rows_rotated_within_groups
+    ):  # fmt: skip
+        for size in (2, B):
+            other = gradient(model, change(batch), aggregation=aggregation, micro_batch_size=size)
+            assert relative(other, base) < tolerance, (change.__name__, size)
+
+
+def test_metrics_do_not_depend_on_micro_batches(case):
+    """Every metric of update is a mean over the whole step's tokens."""
+    model, tolerance = case
+    batch = make_batch(model)
+    args = dict(num_generations=G, max_completion_length=T, precision="float32", beta=0.1)
+    results = [
+        grpo.update(model, torch.optim.SGD(model.parameters(), 0.0), batch, grpo.Args(micro_batch_size=size, **args))
+        for size in (1, B)
+    ]
+    assert results[0] == pytest.approx(results[1], rel=10 * tolerance)
+
+
+def test_merged_groups_keep_their_gradient(case):
+    """Groups of two samplings with other widths, put together by merge, give the gradient of the original batch."""
+    model, tolerance = case
+    batch = make_batch(model)._replace(ref_logps=None)
+    scored = grpo.Scored(batch.rewards, {}, {})
+    samples, merged = grpo.merge([(batch.samples, scored, g) for g in range(P)], G)
+    assert relative(gradient(model, grpo.Batch(samples, merged.rewards, None)), gradient(model, batch)) < tolerance
+    parts = []
+    for g in range(P):  # each group alone, without the padding that the others caused
+        s, rows = batch.samples, slice(g * G, (g + 1) * G)
+        left, right = T - len(PROMPTS[g]), int(s.completion_mask[rows].sum(1).max())
+        completions = [x[rows, :right] for x in (s.completion_ids, s.completion_mask, s.logps)]
+        prompt = s.prompt_ids[g : g + 1, left:], s.prompt_mask[g : g + 1, left:]
+        alone = Samples(*prompt, *completions, s.ended[rows])
+        parts.append((alone, grpo.Scored(batch.rewards[rows], {}, {}), 0))
+    samples, merged = grpo.merge(parts, G)
+    assert relative(gradient(model, grpo.Batch(samples, merged.rewards, None)), gradient(model, batch)) < tolerance
+
+
+def test_reference_logps_are_the_scorers(case):
+    """The reference's log-probabilities, gathered over micro-batches, are those of one pass of the reference model."""
+    model, tolerance = case
+    batch, reference = make_batch(model), copy.deepcopy(model)
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(0.5)
+        expected, _ = completion_logps(reference, *batch.samples[:4], 1.3)
+    mask = batch.samples.completion_mask
+    for size in SIZES:
+        args = grpo.Args(num_generations=G, micro_batch_size=size, precision="float32", temperature=1.3)
+        assert relative(grpo.reference_logps(model, reference, batch, args)[mask], expected[mask]) < tolerance
+
+
+def scores_and_gradient(model, *inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = inputs[3]
+    logps, entropies = completion_logps(model, *inputs, 0.7)
+    weights = torch.linspace(-1, 1, mask.sum())
+    model.zero_grad()
+    (logps[mask] * weights).sum().backward()
+    return torch.cat([logps[mask], entropies[mask]]).detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("other_path", ["repeated prompts", "gradient checkpointing", "small chunks"])
+def test_scores_do_not_depend_on_how_they_are_computed(case, other_path, monkeypatch):
+    """Prompts run once with a shared cache = prompts repeated = recomputed activations = log-softmax in pieces."""
+    model, tolerance = case
+    prompt_ids, prompt_mask, ids, mask = make_batch(model).samples[:4]
+    expected = scores_and_gradient(model, prompt_ids, prompt_mask, ids, mask)
+    if other_path == "repeated prompts":
+        prompt_ids, prompt_mask = prompt_ids.repeat_interleave(G, 0), prompt_mask.repeat_interleave(G, 0)
+    elif other_path == "gradient checkpointing":
+        model = copy.deepcopy(model).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        monkeypatch.setattr(utils.lm, "CHUNK_ELEMENTS", 1)
+    actual = scores_and_gradient(model, prompt_ids, prompt_mask, ids, mask)
+    for a, e in zip(actual, expected):
+        assert relative(a, e) < tolerance
+
+
+EOS_IDS = [1, 9]
+
+
+def text_prompts(model) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of the shipped model's own task, with different lengths; random ones for the random model."""
+    if model.config.vocab_size == 16:
+        return pad_left(PROMPTS, "cpu")
+    from utils.tasks import encode_prompt, load_task, present
+
+    tokenizer, task = load_model(TINY_MODEL)[1], load_task("countdown")
+    prompts = [encode_prompt(present(task.train(i, 1), tokenizer), tokenizer) for i in range(12)]
+    assert len(set(map(len, prompts))) > 1
+    return pad_left(prompts, "cpu")
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_sampler_and_scorer_agree(case, temperature):
+    """The log-probability noted at sampling is what the scorer finds, also in rows that left the batch early."""
+    model, tolerance = case
+    prompts = text_prompts(model)
+    eos = EOS_IDS if model.config.vocab_size == 16 else [1]
+    samples = sample(model, *prompts, 8, 20, eos, temperature, torch.Generator().manual_seed(0))
+    lengths = samples.completion_mask.sum(1)
+    assert (lengths < lengths.max()).float().mean() > 0.5  # rows were dropped
+    with torch.no_grad():
+        logps, _ = completion_logps(model, *samples[:4], temperature)
+    mask = samples.completion_mask
+    torch.testing.assert_close(samples.logps[mask], logps[mask], rtol=0, atol=10 * tolerance)
+    assert samples.logps[mask].min() < -1.0 and not samples.logps[~mask].any()
+
+
+def test_greedy_is_the_argmax_of_plain_forward_passes(case):
+    """Temperature 0, from a padded batch with cache = the likeliest token, one prompt at a time, without either."""
+    model, _ = case
+    ids, mask = text_prompts(model)
+    samples = sample(model, ids, mask, 1, 12, [1], 0.0)
+    for row in range(len(ids)):
+        sequence, new = ids[row][mask[row]].tolist(), []
+        while len(new) < 12 and 1 not in new:
+            with torch.no_grad():
+                new.append(int(model(torch.tensor([sequence + new])).logits[0, -1].argmax()))
+        assert samples.completion_ids[row][samples.completion_mask[row]].tolist() == new
+
+
+def test_sampling_uses_only_its_own_generator():
+    """Equal seeds give equal samples, another seed others; the global generator and the training mode stay."""
+    model = llama().train()
+    state = torch.get_rng_state()
+    first, again, other = (
+        sample(model, *pad_left(PROMPTS, "cpu"), 4, 10, [1], 1.0, torch.Generator().manual_seed(seed))
+        for seed in (3, 3, 4)
+    )
+    assert torch.equal(torch.get_rng_state(), state) and model.training
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    assert (
+        first.completion_ids.shape != other.completion_ids.shape or (first.completion_ids != other.completion_ids).any()
+    )
+
+
+def test_sampling_follows_the_model():
+    """Frequencies of first tokens are the model's probabilities at the temperature, for every padded prompt."""
+    model = llama()
+    prompts, count = pad_left(PROMPTS, "cpu"), 4000
+    first = sample(model, *prompts, count, 1, [1], 1.5, torch.Generator().manual_seed(0)).completion_ids.view(P, count)
+    for row, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            expected = (model(torch.tensor([prompt])).logits[0, -1] / 1.5).softmax(-1)
+        found = torch.bincount(first[row], minlength=16) / count
+        assert ((found - expected).abs() < 5 * (expected * (1 - expected) / count).sqrt() + 1e-3).all()
+
+
+@pytest.mark.parametrize("eos", [[1], EOS_IDS, [0]])
+def test_masks_end_at_the_first_eos(eos):
+    """Any of several EOS ids ends a completion, also one that is the padding id; without EOS it is cut off in full."""
+    limit = 12
+    samples = sample(llama(), *pad_left(PROMPTS, "cpu"), 8, limit, eos, 2.0, torch.Generator().manual_seed(0))
+    for ids, mask, ended in zip(samples.completion_ids.tolist(), samples.completion_mask.tolist(), samples.ended):
+        length = sum(mask)
+        assert mask == [True] * length + [False] * (len(mask) - length)
+        assert not set(ids[: length - 1]) & set(eos)
+        assert ended == (ids[length - 1] in eos)
+        assert ended or length == limit
+    assert 0 < samples.ended.float().mean() < 1
+
+
+def share_of_weights_moved(dtype: torch.dtype) -> float:
+    """After 100 updates at rate 1e-6 on one group: which weights with a gradient are no longer what they were."""
+    model = load_model(TINY_MODEL)[0].to(dtype)
+    samples, rewards, _ = make_batch(model)
+    samples = Samples(*(x[:1] for x in samples[:2]), *(x[:G] for x in samples[2:]))
+    batch = grpo.Batch(samples._replace(logps=samples.logps.float()), rewards[:G].float(), None)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0, fused=True)
+    args = grpo.Args(num_generations=G, micro_batch_size=G, max_completion_length=T, precision="float32")
+    for step in range(100):
+        grpo.update(model, optimizer, batch, args)
+        if step == 0:
+            touched = torch.cat([p.grad.flatten() for p in model.parameters()]) != 0
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return (before != after)[touched].float().mean().item()
+
+
+def test_small_steps_move_float32_weights():
+    """At learning rate 1e-6 float32 weights move; bfloat16 ones mostly round back, which is why we keep float32."""
+    assert share_of_weights_moved(torch.float32) > 0.99
+    assert share_of_weights_moved(torch.bfloat16) < 0.3

@@ -1,0 +1,95 @@
+"""sft.py: the loss against transformers' own, what is trained and what is not, and the split into micro-batches."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from algos import sft
+from utils.errors import UserError
+from utils.lm import TINY_MODEL, load_model
+from utils.tasks import load_task
+
+CHAT = (
+    "{% for m in messages %}{{ 'C' if m.role == 'user' else 'S' }}{{ m.content }}<eos>+{% endfor %}"
+    "{% if add_generation_prompt %}S{% endif %}"
+)
+PAIRS = [([3, 4, 5], [6, 7, 1]), ([8], [9, 1]), ([5, 5, 5, 5, 2], [4, 4, 4, 4, 1]), ([7, 2], [1])]
+
+
+def small_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def gradients(batch, micro_batch_size: int) -> tuple[dict, dict]:
+    """What one `update` by plain gradient descent with rate 1 subtracts from the weights, and its metrics."""
+    model = small_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    args = sft.Args(micro_batch_size=micro_batch_size, max_grad_norm=1e9, precision="float32")
+    metrics = sft.update(model, torch.optim.SGD(model.parameters(), lr=1.0), batch, args)
+    return {name: before[name] - p.detach() for name, p in model.named_parameters()}, metrics
+
+
+def test_loss_and_gradient_equal_those_of_transformers_on_completion_labels():
+    """Independent: right padding, labels -100 on prompts, the model's own loss."""
+    model = small_model()
+    width = max(len(p) + len(c) for p, c in PAIRS)
+    ids = torch.tensor([p + c + [0] * (width - len(p + c)) for p, c in PAIRS])
+    labels = torch.tensor([[-100] * len(p) + c + [-100] * (width - len(p + c)) for p, c in PAIRS])
+    lengths = torch.tensor([[len(p) + len(c)] for p, c in PAIRS])
+    loss = model(input_ids=ids, attention_mask=(torch.arange(width) < lengths).long(), labels=labels).loss
+    loss.backward()
+    ours, metrics = gradients(PAIRS, 4)
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(ours[name], p.grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_micro_batches_and_order_do_not_change_the_gradient(size):
+    whole, _ = gradients(PAIRS, 4)
+    split, _ = gradients(PAIRS[::-1], size)
+    for name in whole:
+        torch.testing.assert_close(split[name], whole[name], rtol=1e-10, atol=1e-12)
+
+
+def test_sft_loss_by_hand():
+    logps = torch.tensor([[-1.0, -2.0, -4.0], [-8.0, -16.0, -32.0]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert sft.sft_loss(logps, mask, 5).item() == pytest.approx((1 + 2 + 8) / 5)
+
+
+def test_completions_end_with_their_first_eos():
+    """Plain text gets one EOS; a template's tokens after its EOS are dropped; a chat prompt is not part of it."""
+    _, tokenizer = load_model(TINY_MODEL)
+    eos = tokenizer.eos_token_id
+    prompt, completion = sft.completion_ids({"prompt": "S21:", "completion": "12"}, tokenizer, [eos])
+    assert tokenizer.decode(prompt) == "S21:" and tokenizer.decode(completion) == "12<eos>"
+    tokenizer.chat_template = CHAT
+    prompt, completion = sft.completion_ids({"prompt": "21", "completion": "12"}, tokenizer, [eos])
+    assert tokenizer.decode(prompt) == "C21<eos>+S" and tokenizer.decode(completion) == "12<eos>"
+    messages = [{"role": "user", "content": "21"}]
+    answer = [{"role": "assistant", "content": "12"}]
+    assert sft.completion_ids({"prompt": messages, "completion": answer}, tokenizer, [eos]) == (prompt, completion)
+
+
+def test_a_template_that_rewrites_its_prompt_is_refused():
+    _, tokenizer = load_model(TINY_MODEL)
+    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="template"):
+        sft.completion_ids({"prompt": "21", "completion": "12"}, tokenizer, [1])
+
+
+def test_the_shipped_model_is_what_readme_says():
+    """Small, ordinary, and a warm start: room above it, and not by sharpening alone."""
+    from utils.evaluation import evaluate
+
+    model, tokenizer = load_model(TINY_MODEL)
+    assert 0.7e6 < sum(p.numel() for p in model.parameters()) < 0.9e6
+    for name, low, high in (("countdown", 0.3, 0.65), ("sort", 0.4, 0.75)):
+        scores = evaluate(model, tokenizer, load_task(name), None, 128, 8, 20, 1.0, 1)
+        assert low < scores["eval/pass@1"] < high and low < scores["eval/greedy"] < high
+        assert scores["eval/pass@8"] > scores["eval/pass@1"] + 0.2
