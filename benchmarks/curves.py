@@ -85,7 +85,7 @@ def band(name: str, number: str) -> dict[str, float]:
     return {"lower": lower, "mean": mean, "sd": sd, "n": n, "power": (quantile + 1.2816) * width}
 
 
-def record(name: str, seeds: int = 30) -> None:
+def record(name: tyro.conf.Positional[str], seeds: int = 30) -> None:
     """Trains seeds 1 to `seeds` of a curve, those that its file lacks, one after the other."""
     FOLDER.mkdir(exist_ok=True)
     known = {row["seed"] for row in recorded(name)}
