@@ -100,7 +100,7 @@ class Args(RunArgs):
     """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them; none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
-    max_steps: int = 120
+    max_steps: int = 100
     """steps, each of which samples and updates"""
     num_prompts: int | None = None
     """prompts per step"""
@@ -298,7 +298,8 @@ def zero_std(groups: Tensor) -> Tensor:
 
 
 def merge(groups: list[tuple[Samples, Scored, int]], size: int) -> tuple[Samples, Scored]:
-    """One Samples and one Scored of the chosen groups, padded to the widest prompt and the longest completion."""
+    """One Samples and one Scored of the chosen groups, padded to the widest prompt and the longest completion. The logged
+    columns of reward functions are those of the last round of sampling, discarded groups included."""
 
     def stack(field: str, per_prompt: bool, at_left: bool = False) -> Tensor:
         parts = [getattr(samples, field)[g : g + 1] if per_prompt else getattr(samples, field)[g * size : (g + 1) * size]
@@ -439,7 +440,12 @@ def train(args: Args) -> list[dict]:
         }
         columns["time/tokens_per_second"] = lengths.sum().item() / columns["time/step"]
         if step == args.max_steps or (args.eval_every and step % args.eval_every == 0):
-            columns |= evaluation()
+            try:
+                columns |= evaluation()
+            except Exception:  # a reward function of the user's: the update is done, only its evaluation is lost
+                run.log(step, **columns)
+                run.save(step, state())
+                raise
         run.log(step, **columns)
         if line := advice(run.history):
             run.print(f"step {step}: {line}")

@@ -169,6 +169,8 @@ def train(args: Args) -> list[dict]:
     resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
     for name, value in resolved.items():
         setattr(args, name, value)
+    if min(args.batch_size, args.micro_batch_size) < 1:
+        raise UserError("--batch-size and --micro-batch-size must be at least 1")
     eos = eos_ids(model, tokenizer)
     names = list(dict.fromkeys(task.name for task in tasks))
     scored = {task.name: task for task in tasks if task.score is not None}

@@ -33,19 +33,21 @@ def load_function(spec: str) -> Callable:
         path = Path(source).expanduser().resolve()
         if not path.is_file():
             raise UserError(f"--reward {spec}: there is no file {path}")
+        theirs = (path.parent / "utils").is_dir() or (path.parent / "utils.py").is_file()
         ours = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == "utils"}
-        sys.path.insert(0, str(path.parent))
+        search, root = list(sys.path), Path(__file__).resolve().parents[1]
+        sys.path[:] = [str(path.parent), *(p for p in search if Path(p).resolve() != root)]
+        module_spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[module_spec.name] = module  # dataclasses look their module up there
         try:
-            module_spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-            module = importlib.util.module_from_spec(module_spec)
             module_spec.loader.exec_module(module)
         finally:
-            if (
-                "utils" not in sys.modules
-            ):  # the user's package keeps the name where there is one: all of ours is loaded
+            if "utils" not in sys.modules and not theirs:  # else the name is the user's from here: ours is all loaded
                 sys.modules.update(ours)
-            sys.path.append(sys.path.pop(0))  # kept, last, for what the functions import when they are called
+                sys.path[:] = [*search, str(path.parent)]  # last, for what the functions import when they are called
     else:
+        sys.path.append(str(Path.cwd()))  # where the user's own package is, as with python -m
         try:
             module = importlib.import_module(source)
         except ModuleNotFoundError as error:

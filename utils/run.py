@@ -61,7 +61,14 @@ def main(args_class: type, train: Callable) -> None:
     try:
         resume = tyro.cli(dataclasses.make_dataclass("Resume", [("resume", str, "")]), return_unknown_args=True,
                           add_help=False, args=sys.argv[1:])[0].resume  # fmt: skip
-        default = args_class(**saved_args(Path(resume))) if resume else args_class()
+        default = args_class()
+        if resume:
+            saved = saved_args(Path(resume))
+            if foreign := saved.keys() - {field.name for field in dataclasses.fields(args_class)}:
+                raise UserError(
+                    f"--resume {resume} is a run of another script or version: it has {', '.join(sorted(foreign))}"
+                )
+            default = args_class(**saved)
         train(tyro.cli(args_class, default=default, description=sys.modules["__main__"].__doc__))
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -219,6 +226,8 @@ class Run:
         curves: title of a panel -> its columns."""
         self.bar.close()
         part, folder = self.dir / "model.tmp", self.dir / "model"
+        if hasattr(model, "merge_and_unload"):  # LoRA: the next script, and anyone, loads an ordinary model
+            model = model.merge_and_unload()
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
         if folder.exists():  # a resumed run that had already finished
@@ -249,7 +258,8 @@ def plot(history: list[dict], curves: dict[str, tuple[str, ...]], title: str, pa
             if points:
                 axis.plot(*zip(*points), marker="o" if len(points) < 40 else None, markersize=3, label=column)
         axis.set(title=panel, xlabel="step")
-        axis.legend(fontsize=8)
+        if axis.has_data():
+            axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
     figure.suptitle(title)
     figure.tight_layout()

@@ -2,7 +2,7 @@
 
 A row is a dictionary as in the datasets library. `prompt` is a string or a list of chat messages, `completion` a
 demonstration where there is one; every other column is handed to reward functions. Built-in tasks write `prompt` in a
-compact notation for the tiny character model and `question` in plain language for every other model.
+compact notation for the tiny character model and `plain_prompt` in words for every other model.
 """
 
 import random
@@ -53,6 +53,8 @@ def load_task(spec: str, prompt_column: str = "prompt") -> Task:
     splits = {split: list(rows) for split, rows in splits.items()}
     for row in [row for rows in splits.values() for row in rows]:
         row["prompt"] = row.pop(prompt_column)
+        if not isinstance(row["prompt"], (str, list)) or not row["prompt"]:
+            raise UserError(f"{spec} has the prompt {row['prompt']!r}: each must be text or a list of chat messages")
     train = splits.get("train") or next(iter(splits.values()))
     heldout = splits.get("test") or splits.get("validation")
     if heldout is None or heldout is train:
@@ -150,7 +152,13 @@ def countdown_row(rng: random.Random) -> tuple[dict, str]:
         "<answer>5*7=35,35-3=32</answer>."
     )
     prompt = f"C{''.join(map(str, numbers))}={target}:"
-    row = {"prompt": prompt, "question": question, "numbers": numbers, "target": target, "completion": ",".join(steps)}
+    row = {
+        "prompt": prompt,
+        "plain_prompt": question,
+        "numbers": numbers,
+        "target": target,
+        "completion": ",".join(steps),
+    }
     return row, f"{sorted(numbers)} {target}"
 
 
@@ -182,7 +190,7 @@ def sort_row(rng: random.Random) -> tuple[dict, str]:
         answer[0], answer[1] = answer[1], answer[0]
     shown = "".join(map(str, digits))
     question = f"Sort the digits {shown} in ascending order and give them in the form <answer>0123</answer>."
-    row = {"prompt": f"S{shown}:", "question": question, "digits": shown, "completion": "".join(map(str, answer))}
+    row = {"prompt": f"S{shown}:", "plain_prompt": question, "digits": shown, "completion": "".join(map(str, answer))}
     return row, str(sorted(digits))
 
 
@@ -241,7 +249,7 @@ def present(row: dict, tokenizer) -> str | list[dict]:
             raise UserError("the prompts are chat messages but the model has no chat template: give an instruct model")
         return prompt
     compact = set(tokenizer.get_vocab()) >= set(CHARACTERS) and len(tokenizer) < 100
-    text = prompt if compact else row.get("question", prompt)
+    text = prompt if compact else row.get("plain_prompt", prompt)
     return text if tokenizer.chat_template is None else [{"role": "user", "content": text}]
 
 

@@ -1,0 +1,104 @@
+"""What the tests of whole runs share: a script in a process of its own, its command line in this process, its results."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+
+from utils import run as utils_run
+
+REPO = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+SMALL = {  # runs of about a second
+    "grpo": "--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every 2 "
+    "--save-every 2".split(),
+    "sft": "--device cpu --task sort --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 --save-every 2".split(),
+}
+
+
+def start(algo: str, *args, cwd: Path, **environment: str) -> subprocess.Popen:
+    """`python algos/<algo>.py args`, from the folder `cwd`, with pipes for its output."""
+    return subprocess.Popen(
+        [sys.executable, REPO / "algos" / f"{algo}.py", *map(str, args)], cwd=cwd, text=True,
+        env=os.environ | ENVIRONMENT | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def command_line(module, *args) -> None:
+    """The same command line in this process, which saves the seconds of importing torch; signal handlers, the random
+    generators and the module search path are left as they were."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads, path = torch.get_num_threads(), list(sys.path)
+    try:
+        with (
+            mock.patch.object(sys, "argv", [module.__file__, *map(str, args)]),
+            mock.patch.dict(os.environ, ENVIRONMENT),
+            torch.random.fork_rng(devices=[]),
+        ):
+            utils_run.main(module.Args, module.train)
+    finally:
+        torch.set_num_threads(threads)
+        sys.path[:] = path
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def new_run(module, output_dir: Path, *args) -> Path:
+    """The folder of a run made by `command_line` in `output_dir`."""
+    before = set(runs_in(output_dir))
+    command_line(module, *args, "--output-dir", output_dir)
+    (folder,) = set(runs_in(output_dir)) - before
+    return folder
+
+
+def runs_in(output_dir: Path) -> list[Path]:
+    return sorted(output_dir.iterdir()) if output_dir.is_dir() else []
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The rows of metrics.jsonl without the columns that measure time."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """The steps of the checkpoints that are there."""
+    return [int(path.stem.removeprefix("step-")) for path in sorted((folder / "checkpoints").glob("step-*.pt"))]
+
+
+def assert_same_result(folder: Path, reference: Path) -> None:
+    """Equal metrics but for time, no row lost or twice, and final weights equal bit for bit."""
+    assert metrics(folder) == metrics(reference)
+    ours, theirs = weights(folder), weights(reference)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@contextlib.contextmanager
+def user_error(capsys, *words: str):
+    """Exit code 2 and one sentence on stderr that holds all of `words`; no traceback."""
+    capsys.readouterr()
+    code = None
+    try:
+        yield
+    except SystemExit as exit:
+        code = exit.code
+    err = capsys.readouterr().err
+    assert code == 2, f"exit code {code}\n{err}"
+    assert_one_sentence(err, *words)
+
+
+def assert_one_sentence(err: str, *words: str) -> None:
+    assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err, err
+    assert not [word for word in words if word not in err], err

@@ -1,0 +1,154 @@
+"""Wrong input ends with one sentence and exit code 2, without a traceback and, where it is seen in time, a folder."""
+
+import ast
+import dataclasses
+import inspect
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers import SMALL, assert_one_sentence, command_line, metrics, runs_in, start, user_error
+
+from algos import grpo, sft
+from utils.lm import TINY_MODEL
+from utils.run import RunArgs
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A folder of things that are wrong, as the current folder."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    jsonl = {
+        "empty": [],
+        "one": [{"prompt": "S21:", "completion": "12"}] * 3,
+        "no_prompt": [{"question": "S21:"}, {"question": "S31:"}],
+        "no_completion": [{"prompt": f"S{i}1:"} for i in range(9)],
+        "chat": [{"prompt": [{"role": "user", "content": f"S{i}1:"}]} for i in range(9)],
+        "good": [{"prompt": f"S{i}1:", "completion": f"1{i}"} for i in range(9)],
+    }
+    for name, rows in jsonl.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets.Dataset.from_list(jsonl["good"]).to_parquet("whole.parquet")
+    whole = Path("whole.parquet").read_bytes()
+    Path("half.parquet").write_bytes(whole[: len(whole) // 2])
+    Path("malformed.jsonl").write_text('{"prompt": "S21:"}\n{"prompt": \n')
+    shutil.copytree(TINY_MODEL, "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(TINY_MODEL, "no_weights", ignore=shutil.ignore_patterns("*.safetensors"))
+    Path("rewards.py").write_text(
+        "def fine(completions, **columns): return [0.0] * len(completions)\n"
+        "def short(completions, **columns): return [0.0]\n"
+        "def nan(completions, **columns): return [float('nan')] * len(completions)\n"
+    )
+    return tmp_path
+
+
+BEFORE_THE_RUN = [
+    ("--task sorting", "'sorting'", "countdown"),
+    ("--task none.jsonl", "none.jsonl", "file"),
+    ("--task empty.jsonl --reward rewards.py:fine", "empty.jsonl", "empty"),
+    ("--task one.jsonl --reward rewards.py:fine", "one.jsonl", "one prompt"),
+    ("--task no_prompt.jsonl --reward rewards.py:fine", "'prompt'", "question", "--prompt-column"),
+    ("--task half.parquet --reward rewards.py:fine", "half.parquet", "cannot read"),
+    ("--task malformed.jsonl --reward rewards.py:fine", "malformed.jsonl", "cannot read"),
+    ("--task chat.jsonl --reward rewards.py:fine", "chat template"),
+    ("--task good.jsonl", "--reward"),
+    ("--task gsm8k:nowhere", "nowhere"),
+    ("--model nowhere", "nowhere", "folder"),
+    ("--model ./no_tokenizer", "no_tokenizer", "tokenizer"),
+    ("--model ./no_weights", "no_weights"),
+    ("--reward rewards", "FILE.py:FUNCTION"),
+    ("--reward nowhere.py:f", "nowhere.py", "no file"),
+    ("--reward nowhere.at.all:f", "nowhere", "no module"),
+    ("--reward rewards.py:absent", "no function absent"),
+    ("--reward rewards.py:fine --reward-weights 1 2", "--reward-weights", "2", "1"),
+    ("--num-generations 1", "--num-generations", "2"),
+    ("--num-generations 4 --micro-batch-size 6", "--micro-batch-size 6", "--num-generations 4"),
+    ("--num-prompts 0", "--num-prompts"),
+    ("--max-steps 0", "--max-steps"),
+    ("--eval-prompts 0", "--eval-prompts"),
+    ("--save-every 0", "--save-every"),
+    ("--temperature 0", "--temperature"),
+    ("--device quantum", "quantum", "cpu"),
+    ("--resume nowhere", "nowhere", "--resume"),
+]
+
+
+@pytest.mark.parametrize("args, words", [(args, words) for args, *words in BEFORE_THE_RUN], ids=lambda x: str(x)[:50])
+def test_seen_before_the_run(args, words, files, capsys):
+    """The sentence names what is wrong, and nothing has been written."""
+    with user_error(capsys, *words):
+        command_line(grpo, *SMALL["grpo"], *args.split(), "--output-dir", "made")
+    assert not Path("made").exists()
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ("--task no_completion.jsonl", ["completion"]),
+        ("--task good.jsonl --max-length 3", ["--max-length"]),
+        ("--task sorting", ["'sorting'"]),
+        ("--max-steps 0", ["--max-steps"]),
+        ("--batch-size 0", ["--batch-size"]),
+        ("--micro-batch-size 0", ["--micro-batch-size"]),
+    ],
+)
+def test_sft_seen_before_the_run(args, words, files, capsys):
+    """As for grpo.py."""
+    with user_error(capsys, *words):
+        command_line(sft, *SMALL["sft"], *args.split(), "--output-dir", "made")
+    assert not Path("made").exists()
+
+
+@pytest.mark.parametrize("function, words", [("short", ["1 rewards for 16"]), ("nan", ["nan", "None"])])
+def test_seen_in_the_run(function, words, files, capsys):
+    """What only a call of the reward function shows is said in one sentence too, with the function's name."""
+    with user_error(capsys, function, *words):
+        command_line(grpo, *SMALL["grpo"], "--reward", f"rewards.py:{function}", "--output-dir", "made")
+
+
+def test_unwritable_output_folder(files, capsys):
+    """A path below a file cannot be made by anyone."""
+    with user_error(capsys, "--output-dir", "one.jsonl/runs"):
+        command_line(grpo, *SMALL["grpo"], "--output-dir", "one.jsonl/runs")
+
+
+def test_good_files_are_accepted(files):
+    """The files that the wrong ones are variations of do run: the cases above fail for their own reason."""
+    args = "--task whole.parquet --reward rewards.py:fine --max-steps 1 --output-dir made".split()
+    command_line(grpo, *SMALL["grpo"], *args)
+    command_line(sft, *SMALL["sft"], *"--task good.jsonl --max-steps 1 --output-dir made".split())
+    assert [len(metrics(folder)) for folder in runs_in(Path("made"))] == [2, 1]
+
+
+def test_real_process(tmp_path):
+    """In a process of its own, from another folder, and where the user's project on PYTHONPATH has a package `utils`."""
+    (tmp_path / "utils").mkdir()
+    (tmp_path / "utils" / "__init__.py").touch()
+    process = start("grpo", "--task", "sorting", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 2, err
+    assert_one_sentence(err, "'sorting'", "countdown")
+    assert out == "" and not (tmp_path / "runs").exists()
+
+
+def documented(cls: type) -> dict[str, str]:
+    """Field -> the string under it in the source."""
+    body = ast.parse(inspect.getsource(cls)).body[0].body
+    pairs = [(a.target.id, b.value.value) for a, b in zip(body, body[1:]) if isinstance(a, ast.AnnAssign)]
+    return dict(pairs)
+
+
+@pytest.mark.parametrize("module", [grpo, sft])
+def test_help(module, capsys, monkeypatch):
+    """--help lists every argument with the text that stands under it in the script."""
+    monkeypatch.setenv("COLUMNS", "150")
+    with pytest.raises(SystemExit, match="0"):
+        command_line(module, "--help")
+    squeezed = "".join(c for c in capsys.readouterr().out if not c.isspace() and c not in "│")
+    text = documented(RunArgs) | documented(module.Args)
+    for field in dataclasses.fields(module.Args):
+        assert f"--{field.name.replace('_', '-')}" in squeezed
+        assert "".join(text[field.name].split()) in squeezed, field.name

@@ -1,0 +1,187 @@
+"""Reward functions written for TRL run unmodified, get what TRL gives them, and are added up as TRL adds them."""
+
+import json
+import sys
+
+import pytest
+import torch
+from helpers import SMALL, metrics, new_run
+
+from algos import grpo
+from utils.errors import UserError
+from utils.rewards import make_scorer
+from utils.tasks import Task
+
+TASK = Task("mine", lambda index, seed: {"prompt": "?"}, [])
+CHAT = [[{"role": "user", "content": "one?"}], [{"role": "user", "content": "two?"}]]
+TEXTS = ["<think>a</think>b", "no thoughts", "<think>a</think>", "</think>"]
+IDS = [[1, 2, 3, 4], [5, 5, 5, 5, 5, 5, 5, 5], [1, 2, 1, 2, 1, 2], [7]]
+
+
+@pytest.fixture(autouse=True)
+def imports_as_they_were(monkeypatch):
+    """A user's package may take the name `utils`: give it back afterwards."""
+    ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "utils"}
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
+        del sys.modules[name]
+    sys.modules.update(ours)
+
+
+def scored(specs, weights=(), rows=None, chat=False, step=3):
+    """Two prompts, two completions of each."""
+    rows = rows or [{"prompt": "one?"}, {"prompt": "two?"}]
+    prompts = CHAT if chat else ["one?", "two?"]
+    twice = [[x for x in xs for _ in range(2)] for xs in (rows, prompts)]
+    return make_scorer(TASK, tuple(specs), tuple(weights), 10)(*twice, TEXTS, IDS, step)
+
+
+def write(tmp_path, source: str) -> str:
+    (tmp_path / "mine.py").write_text(source)
+    return str(tmp_path / "mine.py")
+
+
+def test_functions_of_trl(tmp_path):
+    """TRL's own functions, from its module or built in a file, give what they give when called directly."""
+    rewards = pytest.importorskip("trl.rewards", reason="not run: trl is not installed")
+    path = write(
+        tmp_path,
+        "from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment\n"
+        "overlong = get_soft_overlong_punishment(max_completion_len=7, soft_punish_cache=3)\n"
+        "repetition = get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0)\n",
+    )
+    by_ours = scored(["trl.rewards:think_format_reward", f"{path}:overlong", f"{path}:repetition"], chat=True)
+    messages = [[{"role": "assistant", "content": text}] for text in TEXTS]
+    directly = [
+        rewards.think_format_reward(completions=messages),
+        rewards.get_soft_overlong_punishment(7, 3)(completion_ids=IDS),
+        rewards.get_repetition_penalty_reward(2)(completion_ids=IDS),
+    ]
+    assert directly[0] == [1, 0, 1, 0] and len({*directly[1]}) > 1 and len({*directly[2]}) > 1
+    assert torch.allclose(by_ours.rewards, torch.tensor(directly).sum(0))
+    assert list(by_ours.columns) == [
+        "reward/think_format_reward",
+        "reward/soft_overlong_punishment_reward",
+        "reward/repetition_penalty_reward",
+    ]
+    means = [sum(values) / 4 for values in directly]
+    assert list(by_ours.columns.values()) == pytest.approx(means)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_a_function_gets(chat, tmp_path):
+    """Prompts and completions as text or as messages, token ids, the dataset's columns once per completion, the step,
+    and the two ways to log; never the demonstration."""
+    path = write(
+        tmp_path,
+        "def spy(prompts, completions, completion_ids, gold, log_extra, log_metric, trainer_state, **rest):\n"
+        "    log_extra('note', (str(g) for g in gold)); log_metric('share', 1); log_metric('share', 0)\n"
+        "    seen = dict(rest, prompts=prompts, completions=completions, ids=completion_ids, gold=gold)\n"
+        "    log_extra('seen', [seen | {'step': trainer_state.global_step, 'last': trainer_state.max_steps}])\n"
+        "    return [0, 1, True, 0.5]\n",
+    )
+    rows = [{"prompt": p, "gold": g, "completion": "secret", "more": [g]} for p, g in (("one?", 1), ("two?", 2))]
+    result = scored([f"{path}:spy"], rows=rows, chat=chat)
+    (seen,) = result.extra.pop("seen")
+    prompts = [p for p in (CHAT if chat else ["one?", "two?"]) for _ in range(2)]
+    assert seen == {
+        "prompts": prompts,
+        "completions": [[{"role": "assistant", "content": text}] for text in TEXTS] if chat else TEXTS,
+        "ids": IDS,
+        "gold": [1, 1, 2, 2],
+        "more": [[1], [1], [2], [2]],
+        "step": 3,
+        "last": 10,
+    }
+    assert result.rewards.tolist() == [0, 1, 1, 0.5]
+    assert result.extra == {"note": ["1", "1", "2", "2"]}
+    assert result.columns == {"reward/spy": 0.625, "reward/share": 0.5}
+
+
+def test_none_skips_and_weights_add_up(tmp_path):
+    """TRL's rule: nansum of weight times reward over functions, None as NaN; NaN where every function said None. Each
+    function's mean is over what it scored, without its weight."""
+    path = write(
+        tmp_path,
+        "def a(completions, **columns): return [1.0, None, 3.0, None]\n"
+        "async def b(completions, **columns): return [10.0, 20.0, None, None]\n",
+    )
+    result = scored([f"{path}:a", f"{path}:b"], weights=[2.0, 0.5])
+    table = torch.tensor([[1.0, 10.0], [torch.nan, 20.0], [3.0, torch.nan], [torch.nan, torch.nan]])
+    expected = (table * torch.tensor([2.0, 0.5])).nansum(1)
+    expected[3] = torch.nan
+    assert torch.equal(result.rewards.nan_to_num(-99), expected.nan_to_num(-99))
+    assert result.rewards[:3].tolist() == [7.0, 10.0, 6.0]
+    assert result.columns == {"reward/a": 2.0, "reward/b": 15.0}
+
+
+def test_function_that_scores_nothing_logs_nothing(tmp_path):
+    """A mean over nothing is no number and not logged."""
+    path = write(tmp_path, "def nothing(completions, **columns): return [None] * 4")
+    result = scored([f"{path}:nothing"])
+    assert result.columns == {} and result.rewards.isnan().all()
+
+
+def test_same_name_twice(tmp_path):
+    """Two functions of one name are two columns."""
+    path = write(tmp_path, "def f(completions, **columns): return [1.0] * 4")
+    (tmp_path / "other").mkdir()
+    other = write(tmp_path / "other", "def f(completions, **columns): return [2.0] * 4")
+    result = scored([f"{path}:f", f"{other}:f"])
+    assert result.rewards.tolist() == [3.0] * 4 and sorted(result.columns.values()) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')"])
+def test_not_a_number_is_refused(value, tmp_path):
+    """NaN and infinity would spoil the whole group: the function is named, and the completion."""
+    path = write(tmp_path, f"def f(completions, **columns): return [0.0, 0.0, {value}, 0.0]")
+    with pytest.raises(UserError, match="function f returned .*</think>"):
+        scored([f"{path}:f"])
+
+
+def test_file_with_a_dataclass(tmp_path):
+    """A reward file is an ordinary module: dataclasses with postponed annotations work in it."""
+    source = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass C:\n    x: int = 1\n"
+    )
+    path = write(tmp_path, source + "def f(completions, **columns): return [float(C().x)] * 4")
+    assert scored([f"{path}:f"]).rewards.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("marker", [True, False], ids=["package", "folder"])
+@pytest.mark.parametrize("when", ["first", "only in the call"])
+def test_package_of_the_users_called_utils(marker, when, tmp_path):
+    """Every project has its `utils`: the user's is what their file imports, with or without __init__.py, at the top or
+    when the function is called; a whole run of ours works with it."""
+    (tmp_path / "utils").mkdir()
+    if marker:
+        (tmp_path / "utils" / "__init__.py").touch()
+    (tmp_path / "utils" / "text.py").write_text("where = __file__")
+    at_top, in_call = (
+        ("from utils.text import where", "pass") if when == "first" else ("", "from utils.text import where")
+    )
+    source = f"{at_top}\ndef f(completions, **columns):\n    {in_call}\n    return [float(where == WANTED)] * len(completions)\n"
+    path = write(tmp_path, f"WANTED = {str(tmp_path / 'utils' / 'text.py')!r}\n{source}")
+    flags = [*SMALL["grpo"], "--max-steps", "2", "--reward", f"{path}:f"]
+    assert [row["reward"] for row in metrics(new_run(grpo, tmp_path / "runs", *flags))[1:]] == [1, 1]
+
+
+def test_reward_columns_are_logged_by_a_run(tmp_path):
+    """A dataset's column reaches the function in a whole run, and its metric reaches metrics.jsonl; without a score of
+    the task's own, evaluation gives the functions' mean rewards."""
+    datasets = pytest.importorskip("datasets")
+    path = write(
+        tmp_path,
+        "def f(completions, gold, log_metric, **columns):\n"
+        "    log_metric('gold', sum(gold) / len(gold))\n"
+        "    return [float(len(text)) for text in completions]\n",
+    )
+    rows = [{"prompt": f"S{i}10:", "gold": 5} for i in range(9)]
+    (tmp_path / "file.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+        flags = f"--task {tmp_path}/file.jsonl --max-steps 1 --reward {path}:f".split()
+        first, second = metrics(new_run(grpo, tmp_path / "runs", *SMALL["grpo"], *flags))
+    assert first.keys() == {"step", "eval/greedy", "eval/sampled"} and first["eval/greedy"] > 0
+    assert second["reward/gold"] == 5 and second["reward/f"] == second["reward"] > 0

@@ -1,0 +1,287 @@
+"""What a run leaves behind, that it can be made again, and that each of its settings does something."""
+
+import builtins
+import json
+import os
+import re
+import subprocess
+
+import pytest
+import torch
+from helpers import SMALL, checkpoints, command_line, metrics, new_run, runs_in, start, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from algos import grpo, sft
+from utils.evaluation import advice, evaluate, show
+from utils.lm import TINY_MODEL, load_model
+from utils.rewards import Scored
+from utils.run import plot
+from utils.tasks import load_task
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A small run of grpo.py that has ended."""
+    return new_run(grpo, tmp_path_factory.mktemp("finished"), *SMALL["grpo"])
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As `command_line` has it: results are equal at equal thread counts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_folder(finished):
+    """The name says algorithm, task and seed; the folder has exactly what it should."""
+    assert re.fullmatch(r"grpo-sort-1-\d{8}-\d{6}-\d+", finished.name)
+    names = {path.name for path in finished.iterdir()} - {".lock"}
+    assert names == {"config.json", "metrics.jsonl", "checkpoints", "curve.png", "model"}
+    assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert not list(finished.rglob("*.tmp"))
+
+
+def test_config(finished):
+    """Arguments as resolved, none left open, and what a reader needs to repeat the run."""
+    config = json.loads((finished / "config.json").read_text())
+    assert config["algo"] == "grpo" and config["task"] == "sort"
+    assert config["args"] == config["args"] | {
+        "num_prompts": 4,
+        "max_steps": 6,
+        "seed": 1,
+        "threads": 1,
+        "device": "cpu",
+    }
+    assert config["args"] == config["args"] | {"learning_rate": 1e-4, "beta": 0.0, "precision": "float32"}
+    assert {"torch", "transformers", "numpy", "python"} <= config["versions"].keys()
+    assert config["versions"]["torch"] == torch.__version__
+    git = subprocess.run(
+        ["git", "-C", os.path.dirname(__file__), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    assert git.returncode or config["commit"].startswith(git.stdout.strip()[:7])
+    assert {"system", "cores", "threads"} <= config["machine"].keys()
+
+
+def test_metrics(finished):
+    """One row a step from 0, the columns that the script's docstring explains, evaluation when it is due, finite numbers."""
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(7))
+    evaluated = {"eval/greedy", "eval/pass@1", "eval/pass@8"}
+    assert [row["step"] for row in rows if evaluated <= row.keys()] == [0, 2, 4, 6]
+    columns = "reward reward_std frac_zero_std grad_norm approx_kl clip_fraction sampler_gap entropy length truncated"
+    for row in rows[1:]:
+        assert {*columns.split(), "learning_rate", "time/step", "time/sample"} <= row.keys()
+        assert all(torch.tensor(value).isfinite() for value in row.values())
+        assert 0 <= row["reward"] <= 1 and row["sampler_gap"] < 1e-5 and row["clip_fraction"] == 0
+        assert 1 <= row["length"] <= 20 and row["grad_norm"] >= 0 and "loss" not in row
+    assert all(name in grpo.__doc__ for name in columns.split())
+
+
+def test_saved_model_is_the_evaluated_one(finished):
+    """RUN/model loads with anyone's classes, has the last checkpoint's weights bit for bit, and scores exactly what the
+    last row says."""
+    model = AutoModelForCausalLM.from_pretrained(finished / "model")
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    state = torch.load(finished / "checkpoints" / "step-00000006.pt", weights_only=True)["model"]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    last = metrics(finished)[-1]
+    scores = evaluate(model, tokenizer, load_task("sort"), None, 4, 8, 20, 1.0, 1)
+    assert scores == {name: value for name, value in last.items() if name.startswith("eval/")}
+    assert any(not torch.equal(value, state[name]) for name, value in load_model(TINY_MODEL)[0].state_dict().items())
+
+
+def test_evaluation_leaves_no_trace(finished):
+    """Global random numbers go on as if it had not been there; another seed samples other answers to the same greedy ones."""
+    model, tokenizer = load_model(TINY_MODEL)
+    task = load_task("sort")
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = evaluate(model, tokenizer, task, None, 16, 4, 20, 1.0, 1)
+    assert torch.equal(torch.rand(3), expected)
+    assert evaluate(model, tokenizer, task, None, 16, 4, 20, 1.0, 1) == first
+    other = evaluate(model, tokenizer, task, None, 16, 4, 20, 1.0, 2)
+    assert other["eval/greedy"] == first["eval/greedy"] and other["eval/pass@1"] != first["eval/pass@1"]
+
+
+def test_evaluation_does_not_change_training(finished, tmp_path):
+    """The same run without evaluations learns the same."""
+    quiet = new_run(grpo, tmp_path, *SMALL["grpo"], "--eval-every", 0, "--eval-prompts", 1)
+    rows = [
+        [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in metrics(run)]
+        for run in (finished, quiet)
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_equal_arguments_equal_runs(finished, tmp_path):
+    """Once more gives the same numbers but for time; another seed gives others; micro-batches are no part of it."""
+    again = new_run(grpo, tmp_path, *SMALL["grpo"])
+    assert metrics(again) == metrics(finished)
+    assert all(torch.equal(value, weights(finished)[name]) for name, value in weights(again).items())
+    other = new_run(grpo, tmp_path, *SMALL["grpo"], "--seed", 2)
+    assert [row["grad_norm"] for row in metrics(other)[1:]] != [row["grad_norm"] for row in metrics(finished)[1:]]
+    state = torch.load(other / "checkpoints" / "step-00000006.pt", weights_only=True)
+    sampler = torch.Generator()
+    sampler.set_state(state["generator"])
+    assert sampler.initial_seed() == 2, "the seed chose the prompts but not the answers that are sampled"
+
+
+def test_sft_run(tmp_path):
+    """As for grpo.py: a model is made from nothing, trained, saved, and can be trained on by grpo.py."""
+    run = new_run(sft, tmp_path, *SMALL["sft"])
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == list(range(1, 7)) and rows[-1]["loss"] < rows[0]["loss"]
+    assert {"eval/greedy", "eval/pass@1", "eval/pass@8"} <= rows[-1].keys()
+    model, tokenizer = load_model(str(run / "model"))
+    scores = evaluate(model, tokenizer, load_task("sort"), None, 4, 8, 32, 1.0, 1)
+    assert scores == {name: value for name, value in rows[-1].items() if name.startswith("eval/")}
+    new_run(grpo, tmp_path, *SMALL["grpo"], "--max-steps", 1, "--model", run / "model")
+
+
+def test_track(tmp_path):
+    """With --track, and WANDB_MODE=offline, wandb's files lie in the run's folder and nowhere else."""
+    pytest.importorskip("wandb", reason="not run: wandb is not installed")
+    flags = "--max-steps 1 --eval-every 0 --track --output-dir runs".split()
+    process = start("grpo", *SMALL["grpo"], *flags, cwd=tmp_path)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, out + err
+    (run,) = runs_in(tmp_path / "runs")
+    assert list((run / "wandb").glob("offline-run-*")) and not (tmp_path / "wandb").exists()
+
+
+def test_without_track(tmp_path, monkeypatch):
+    """Without --track wandb is not even imported."""
+    asked, real = set(), builtins.__import__
+    monkeypatch.setattr(
+        builtins, "__import__", lambda name, *rest, **named: asked.add(name) or real(name, *rest, **named)
+    )
+    new_run(grpo, tmp_path, *SMALL["grpo"], "--max-steps", 1)
+    assert "tqdm" in asked and not [name for name in asked if name.partition(".")[0] == "wandb"]
+
+
+def test_keep(tmp_path):
+    """--keep so many checkpoints, the newest."""
+    assert checkpoints(new_run(grpo, tmp_path, *SMALL["grpo"], "--keep", 3, "--save-every", 1)) == [4, 5, 6]
+
+
+LITTLE, CUT_OFF, CONSTANT = "equal rewards", "cut off", "reward has not changed"
+
+
+@pytest.mark.parametrize(
+    "change, line, begins",
+    [
+        (lambda i: {"frac_zero_std": 0.95 if i in (3, 4, 6) else 0.2}, LITTLE, 3),
+        (lambda i: {"truncated": 1.0 if i >= 2 else 0.9}, CUT_OFF, 2),
+        (lambda i: {"reward": 0.5 if i >= 4 else i / 10}, CONSTANT, 8),
+        (lambda i: {}, None, None),
+    ],
+)
+def test_advice(change, line, begins):
+    """Each condition is named once, at the step where it begins; a healthy run gets no advice."""
+    healthy = {"frac_zero_std": 0.5, "truncated": 0.1}
+    history = [{"step": 0, "eval/greedy": 0.1}] + [
+        {"step": i, "reward": i / 100, **healthy, **change(i)} for i in range(1, 12)
+    ]
+    said = {i: text for i in range(1, 12) if (text := advice(history[: i + 1]))}
+    assert list(said) == ([] if line is None else [begins])
+    assert line is None or line in said[begins]
+
+
+def test_show():
+    """Special tokens are visible, and so are rewards and what functions attached."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    text = show(tokenizer, [0, *tokenizer("S21:")["input_ids"]], [[4, 5, 1], [5]], [1.0, 0.25], {"note": ["x", "y"]})
+    prompt, first, second = text.splitlines()
+    assert "<pad>S21:" in prompt and "12<eos>" in first and "reward 1" in first and "'x'" in first
+    assert "<eos>" not in second and "reward 0.25" in second and "'y'" in second
+
+
+def test_lora(tmp_path):
+    """Adapters learn, the base weights do not move, the reference is the base, and the next script loads what is saved."""
+    pytest.importorskip("peft", reason="not run: peft is not installed")
+    flags = "--lora-rank 4 --beta 0.1 --max-steps 2 --learning-rate 1e-2 --precision float32 --max-completion-length 20"
+    run = new_run(grpo, tmp_path, *SMALL["grpo"], *flags.split(), "--micro-batch-size", 16)
+    state = torch.load(run / "checkpoints" / "step-00000002.pt", weights_only=True)["model"]
+    base = load_model(TINY_MODEL)[0].state_dict()
+    frozen = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): v
+        for name, v in state.items()
+        if "lora" not in name
+    }
+    assert frozen.keys() == base.keys() and all(torch.equal(value, base[name]) for name, value in frozen.items())
+    assert all(value.any() for name, value in state.items() if "lora_B" in name)
+    first, second = metrics(run)[1:]
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-6
+    command_line(grpo, *SMALL["grpo"], "--max-steps", 1, "--model", run / "model", "--output-dir", tmp_path)
+
+
+def test_gradient_checkpointing_changes_nothing(finished, tmp_path):
+    """Less memory, the same numbers up to rounding."""
+    run = new_run(grpo, tmp_path, *SMALL["grpo"], "--gradient-checkpointing", "--max-steps", 2)
+    for ours, plain in zip(metrics(run)[1:], metrics(finished)[1:]):
+        assert {**ours, **{k: v for k, v in plain.items() if k.startswith("eval/")}} == pytest.approx(
+            plain, rel=1e-3, abs=1e-5
+        )
+
+
+def test_bfloat16_trains_float32_weights(finished, tmp_path):
+    """--precision bfloat16 is autocast: other numbers than in float32, but close, and float32 weights most of which move."""
+    run = new_run(grpo, tmp_path, *SMALL["grpo"], "--precision", "bfloat16", "--max-steps", 2)
+    ours, plain = metrics(run)[1], metrics(finished)[1]
+    assert ours["entropy"] != plain["entropy"] and ours["entropy"] == pytest.approx(plain["entropy"], rel=0.05)
+    assert 1e-9 < abs(ours["grad_norm"] - plain["grad_norm"]) and ours["sampler_gap"] < 0.05
+    base = load_model(TINY_MODEL)[0].state_dict()
+    assert all(value.dtype == torch.float32 for value in weights(run).values())
+    moved = [(value != base[name]).float().mean().item() for name, value in weights(run).items()]
+    assert sum(moved) / len(moved) > 0.5
+
+
+@pytest.mark.parametrize("every, rounds", [(2, 2), (4, 4), (0, 5), (1, 1)])
+def test_dynamic_sampling(every, rounds):
+    """Prompts are drawn until there are enough groups with variance, each group with its own rewards; at most
+    --max-sampling-rounds times, and what is missing then is filled with other groups. Here one prompt in `every` has one."""
+    model, tokenizer = load_model(TINY_MODEL)
+    args = grpo.Args(task="sort", num_prompts=4, num_generations=3, max_completion_length=6, precision="float32",
+                     dynamic_sampling=True, max_sampling_rounds=5)  # fmt: skip
+    calls = []
+
+    def of_row(ids, i, step_row):
+        varies = every and step_row % every == 0
+        return 100.0 * step_row + (i % 3 if varies else 0) + sum(ids) / 1000 * bool(varies)
+
+    by_tokens = {}
+
+    def score(rows, prompts, texts, completion_ids, step) -> Scored:
+        first = 4 * len(calls)
+        calls.append([row["prompt"] for row in rows[::3]])
+        rewards = [of_row(ids, i, first + i // 3) for i, ids in enumerate(completion_ids)]
+        by_tokens.update({reward: (rows[i]["prompt"], completion_ids[i]) for i, reward in enumerate(rewards) if every})
+        return Scored(torch.tensor(rewards, dtype=torch.float64), {}, {})
+
+    task = load_task("sort")
+    samples, scored, next_row, share = grpo.collect(
+        model, tokenizer, task, score, 8, 1, torch.Generator().manual_seed(1), args
+    )
+    assert (
+        sum(calls, []) == [task.train(i, 1)["prompt"] for i in range(8, 8 + 4 * rounds)] and next_row == 8 + 4 * rounds
+    )
+    varied = 4 * rounds // every if every else 0
+    assert share == pytest.approx(1 - varied / (4 * rounds))
+    groups = scored.rewards.view(4, 3)
+    assert len(samples.prompt_ids) == 4 and len(samples.completion_ids) == 12
+    assert (groups.std(1) > 0).sum() == min(4, varied)
+    for i, reward in enumerate(scored.rewards.tolist()):
+        prompt = tokenizer.decode(samples.prompt_ids[i // 3][samples.prompt_mask[i // 3]])
+        if (group := groups[i // 3]).std() > 0:
+            assert by_tokens[reward] == (prompt, samples.completion_ids[i][samples.completion_mask[i]].tolist())
+        else:
+            assert prompt == task.train(8 + int(group[0] // 100), 1)["prompt"]
+
+
+def test_plot_draws_what_is_there(tmp_path):
+    """A column that no row has, and rows without a column, are no reason to fail at the end of a run."""
+    plot([{"step": 0, "a": 1.0}, {"step": 1}], {"one": ("a", "absent"), "two": ()}, "title", tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 1000

@@ -1,0 +1,311 @@
+"""Tasks: rows that depend on nothing but index and seed, scores that cannot be fooled, prompts as each model needs them."""
+
+import itertools
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from utils.errors import UserError
+from utils.lm import TINY_MODEL
+from utils.tasks import encode_prompt, load_task, present
+
+KEYS = {
+    "countdown": lambda row: (*sorted(row["numbers"]), "=", row["target"]),
+    "sort": lambda row: "".join(sorted(row["digits"])),
+}
+procedural = pytest.mark.parametrize("name", ["countdown", "sort"])
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """What the datasets library keeps of a file stays with the test."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@procedural
+def test_heldout_problems_are_never_trained(name):
+    """Disjoint as problems, not as strings: the same numbers or digits in another order count as the same."""
+    task = load_task(name)
+    trained = {KEYS[name](task.train(i, seed)) for seed in (1, 2) for i in range(3000)}
+    assert len(trained) > 500 and len(task.heldout) == 256
+    assert trained.isdisjoint(KEYS[name](row) for row in task.heldout)
+    assert len({row["prompt"] for row in task.heldout}) == 256
+
+
+@procedural
+def test_rows_depend_on_index_and_seed_alone(name):
+    """Row 7 is row 7, whatever was asked for before and by whom; other seeds and indices give other rows."""
+    one, other = load_task(name), load_task(name)
+    ascending = [one.train(i, 1) for i in range(20)]
+    assert ascending == [other.train(i, 1) for i in reversed(range(20))][::-1]
+    assert one.heldout == other.heldout
+    assert len({row["prompt"] for row in ascending}) > 15
+    assert [row["prompt"] for row in ascending] != [one.train(i, 2)["prompt"] for i in range(20)]
+
+
+def solutions(numbers: list[int], target: int) -> list[str]:
+    """Every pair of right steps, by exhaustion."""
+    found = []
+    for a, b, c in itertools.permutations(numbers):
+        for first, x in results(a, b):
+            found += [f"{first},{step}" for y, z in ((x, c), (c, x)) for step, end in results(y, z) if end == target]
+    return found
+
+
+def results(a: int, b: int) -> list[tuple[str, int]]:
+    pairs = (
+        [("+", a + b), ("*", a * b)]
+        + [("-", a - b)] * (a >= b)
+        + [("/", a // max(b, 1))] * (b > 0 and a % max(b, 1) == 0)
+    )
+    return [(f"{a}{operator}{b}={result}", result) for operator, result in pairs]
+
+
+def test_countdown_demonstrations():
+    """Every target can be reached, and the score accepts every way to reach it and no other end. About half of the
+    demonstrations are wrong, most where the target is even, and then in nothing but the result of their last step."""
+    task, plain = load_task("countdown"), tokenizer(big=True)
+    wrong = {0: [], 1: []}
+    for i, row in enumerate([task.train(i, 3) for i in range(2000)] + task.heldout):
+        numbers, target = row["numbers"], row["target"]
+        assert row["prompt"] == f"C{''.join(map(str, numbers))}={target}:" and 1 <= target <= 99
+        if i < 200:
+            question = present(row, plain)
+            assert all(f" {number}" in question for number in [*numbers, target]) and row["prompt"] not in question
+        right = solutions(numbers, target)
+        is_right = row["completion"] in right
+        assert right and task.score(row, row["completion"]) == {"reward": float(is_right)}
+        if i < 200:
+            assert all(task.score(row, answer)["reward"] == 1 for answer in right)
+            assert all(task.score(row | {"target": target + 1}, answer)["reward"] == 0 for answer in right)
+        wrong[target % 2].append(not is_right)
+        steps = row["completion"].rpartition("=")[0]
+        a, b = map(int, re.split(r"[-+*/]", steps.rpartition(",")[2]))
+        (true,) = [result for step, result in results(a, b) if f",{step.partition('=')[0]}" in steps]
+        assert task.score(row | {"target": true}, f"{steps}={true}") == {"reward": 1.0}
+    even, odd = (sum(w) / len(w) for w in (wrong[0], wrong[1]))  # about 1000 each: standard deviation 0.015
+    assert 0.6 < even < 0.8 and 0.12 < odd < 0.3
+
+
+@pytest.mark.parametrize(
+    "answer, reward, why",
+    [
+        ("5*7=35,35-3=32", 1, "right"),
+        ("7*5=35,35-3=32", 1, "right in another order"),
+        (" 5 * 7 = 35, 35-3 = 32\n", 1, "spaces"),
+        ("so <answer>1+1=2</answer> or <answer>\n5*7=35,35-3=32 </answer>, I think", 1, "the last pair of tags"),
+        ("<answer>5*7=35,35-3=32</answer> <answer>1+1=2</answer>", 0, "the last pair of tags"),
+        ("5*7=35,35-3=32,32+0=32", 0, "extra step"),
+        ("5*7=35,35-3=32,", 0, "empty step"),
+        ("5*7=35", 0, "unused number"),
+        ("5*7=35,35-3=33", 0, "wrong arithmetic"),
+        ("5*7=32", 0, "wrong arithmetic"),
+        ("5*7=35,35-5=30", 0, "number reused"),
+        ("7+7=14,14*3=42", 0, "number reused in one step"),
+        ("5*7=35,3*1=3", 0, "a number that is not there"),
+        ("3-5=-2,7-2=5", 0, "negative"),
+        ("7/0=7,5*7=35", 0, "division by zero"),
+        ("7/3=2,5*2=10", 0, "inexact division"),
+        ("5*7-3=32", 0, "two operations in a step"),
+        ("5**7=32", 0, "no operator"),
+        ("5*7=35,35-3=32 and so on", 0, "text after it"),
+        ("٥*7=35,35-3=32", 0, "digits of another script"),
+        ("５*7=35,35-3=32", 0, "wide digits"),
+        ("5*7=35,35-3=" + "9" * 5000, 0, "huge"),
+        ("9" * 100_000 + "*7=35,35-3=32", 0, "huge"),
+        ("5*7=35;35-3=32", 0, "another separator"),
+        ("32", 0, "no steps"),
+        ("", 0, "empty"),
+        (",", 0, "empty steps"),
+    ],
+)
+def test_countdown_score(answer, reward, why):
+    """Each number once, right arithmetic, the target at the end, and nothing else."""
+    row = {"numbers": [3, 5, 7], "target": 32}
+    assert load_task("countdown").score(row, answer) == {"reward": float(reward)}, why
+
+
+def test_countdown_score_counts_equal_numbers():
+    """A number that is there twice can be used twice, and must be; results can be operands, and equal to a number."""
+    score, row = load_task("countdown").score, {"numbers": [4, 4, 2], "target": 4}
+    assert score(row, "4/2=2,2*4=8") == {"reward": 0.0}  # right, but another target
+    assert score(row, "4-2=2,4-2=2") == {"reward": 0.0}  # arithmetic right, result not the target
+    assert score(row, "4*2=8,8-4=4") == {"reward": 1.0}
+    assert score({"numbers": [4, 2, 2], "target": 4}, "4/4=1,1*2=2") == {"reward": 0.0}
+    assert score({"numbers": [8, 2, 2], "target": 6}, "8/2=4,4+2=6") == {"reward": 1.0}
+    assert score({"numbers": [8, 4, 2], "target": 4}, "8/2=4,4*1=4") == {"reward": 0.0}
+
+
+def test_sort_demonstrations_are_wrong_in_half():
+    """Half of the demonstrations are wrong, most of them where the number of digits is even."""
+    task = load_task("sort")
+    wrong = {0: [], 1: []}
+    for row in [task.train(i, 1) for i in range(3000)]:
+        is_wrong = row["completion"] != "".join(sorted(row["digits"]))
+        assert task.score(row, row["completion"]) == {"reward": float(not is_wrong)}
+        assert sorted(row["completion"]) == sorted(row["digits"]) and row["prompt"] == f"S{row['digits']}:"
+        wrong[len(row["digits"]) % 2].append(is_wrong)
+    even, odd = (sum(w) / len(w) for w in (wrong[0], wrong[1]))  # about 1200 each: standard deviation 0.012
+    # swapping two equal digits changes nothing, so fewer than the three and one in four of the demonstrations are wrong
+    assert 0.55 < even < 0.75 and 0.12 < odd < 0.25
+
+
+@pytest.mark.parametrize("answer, reward", [("0112", 1), (" 0112\n", 1), ("x <answer>0112</answer>", 1), ("1012", 0),
+                                            ("112", 0), ("01122", 0), ("0 1 1 2", 0), ("٠112", 0), ("", 0)])  # fmt: skip
+def test_sort_score(answer, reward):
+    """The digits in ascending order, nothing else."""
+    assert load_task("sort").score({"digits": "1201"}, answer) == {"reward": float(reward)}
+
+
+@pytest.fixture
+def gsm8k(tmp_path):
+    """gsm8k:FOLDER with 30 training and 5 test problems."""
+    for name, count in (("train", 30), ("test", 5)):
+        rows = [{"question": f"{name} {i}?", "answer": f"{i} + 1 = <<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"}
+                for i in range(count)]  # fmt: skip
+        write(tmp_path / f"{name}.jsonl", rows)
+    return load_task(f"gsm8k:{tmp_path}")
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_gsm8k_rows(gsm8k):
+    """The folder's own test split is held out; the prompt is the question with the instruction, the completion the
+    solution, which scores full marks."""
+    assert [row["prompt"].splitlines()[0] for row in gsm8k.heldout] == [f"test {i}?" for i in range(5)]
+    row = gsm8k.train(3, 1)
+    assert row["prompt"].startswith("train ") and "####" in row["prompt"]
+    assert gsm8k.score(row, row["completion"]) == {"reward": 1.0, "strict": 1.0, "lenient": 1.0}
+
+
+@pytest.mark.parametrize(
+    "gold, text, strict, lenient",
+    [
+        ("72", "so 70 + 2 = 72\n#### 72", 1, 1),
+        ("72", "#### 72.0", 1, 1),
+        ("72", "#### $72", 1, 1),
+        ("72", "#### 72 apples", 1, 1),
+        ("72", "so it is 72.", 0, 1),
+        ("72", "72 of 100", 0, 0),
+        ("72", "#### 72\nThat is 7 dozen and 1", 1, 0),
+        ("72", "first #### 5, then\n#### 72", 1, 1),
+        ("72", "#### 72\n#### 5", 0, 0),
+        ("72", "72 ####", 0, 1),
+        ("72", "####", 0, 0),
+        ("72", "no idea", 0, 0),
+        ("72", "", 0, 0),
+        ("72", "#### 7 2", 0, 0),
+        ("1,234", "#### 1234", 1, 1),
+        ("1234", "#### 1,234", 1, 1),
+        ("1234567", "#### $1,234,567", 1, 1),
+        ("-5", "#### -5", 1, 1),
+        ("-5", "#### 5", 0, 0),
+        ("5", "#### 8-3 = 5", 1, 1),
+        ("0.25", "#### 0.25", 1, 1),
+        ("25", "#### 0.25", 0, 0),
+        ("72", "#### ７２", 0, 0),
+    ],
+)
+def test_gsm8k_score(gsm8k, gold, text, strict, lenient):
+    """Strict: the number after the last ####. Lenient: the last number. The reward is strict."""
+    row = {"answer": f"work 1 2 3\n#### {gold}"}
+    assert gsm8k.score(row, text) == {"reward": strict, "strict": strict, "lenient": lenient}
+
+
+def test_epochs_visit_every_row_once_in_new_orders(gsm8k):
+    """30 rows: each once in 0..29, once in 30..59, in other orders; random access agrees with reading in order."""
+    first, second = ([gsm8k.train(i, 1)["prompt"] for i in range(e * 30, e * 30 + 30)] for e in (0, 1))
+    assert len(set(first)) == 30 and sorted(first) == sorted(second) and first != second
+    assert gsm8k.train(3, 1)["prompt"] == first[3] and gsm8k.train(33, 1)["prompt"] == second[3]
+    assert [gsm8k.train(i, 2)["prompt"] for i in range(30)] != first
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one?"}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_dataset_files(kind, chat, tmp_path):
+    """JSONL and Parquet, plain text and chat messages, and a prompt column of another name: rows arrive as they are."""
+    datasets = pytest.importorskip("datasets")
+    prompts = [[*MESSAGES, {"role": "user", "content": str(i)}] if chat else f"{i}?" for i in range(60)]
+    rows = [{"ask": prompt, "prompt": "another column", "gold": i} for i, prompt in enumerate(prompts)]
+    path = tmp_path / f"file.{kind}"
+    write(path, rows) if kind == "jsonl" else datasets.Dataset.from_list(rows).to_parquet(path)
+    task = load_task(str(path), "ask")
+    trained = [task.train(i, 1) for i in range(60 - len(task.heldout))]
+    assert task.name == "file" and task.score is None and len(task.heldout) == 3
+    assert sorted(row["gold"] for row in trained + task.heldout) == list(range(60))
+    assert all(row["prompt"] == prompts[row["gold"]] and "ask" not in row for row in trained + task.heldout)
+
+
+def test_held_out_prompts_are_never_trained(tmp_path):
+    """Equal prompts stay on one side, however often they are in the file."""
+    rows = [{"prompt": f"{i % 40}?", "gold": i} for i in range(400)]
+    task = load_task(write(tmp_path / "file.jsonl", rows))
+    trained = [task.train(i, 1) for i in range(400 - len(task.heldout))]
+    assert task.heldout and not {row["prompt"] for row in trained} & {row["prompt"] for row in task.heldout}
+    assert sorted(row["gold"] for row in trained + task.heldout) == list(range(400))
+
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}S{% endif %}"
+
+
+def tokenizer(template: str | None = None, big: bool = False, bos: bool = False):
+    """The tiny model's, with a chat template, with more than a hundred tokens, with a BOS that plain text gets, or not."""
+    made = AutoTokenizer.from_pretrained(TINY_MODEL)
+    made.chat_template = template
+    if big:
+        made.add_tokens([f"word{i}" for i in range(100)])
+    if bos:
+        made.add_special_tokens({"bos_token": "<bos>"})
+        made.backend_tokenizer.post_processor = TemplateProcessing(
+            "<bos> $A", special_tokens=[("<bos>", made.bos_token_id)]
+        )
+    return made
+
+
+def test_prompt_for_each_kind_of_model(tmp_path):
+    """The compact notation is for the tiny model alone, plain language for the others, messages where there is a template."""
+    row = load_task("sort").train(0, 1)
+    question = present(row, tokenizer(big=True))
+    assert question.startswith("Sort the digits ") and row["digits"] in question
+    assert present(row, tokenizer()) == row["prompt"]
+    assert present(row, tokenizer(TEMPLATE, big=True)) == [{"role": "user", "content": question}]
+    assert present(row, tokenizer(TEMPLATE)) == [{"role": "user", "content": row["prompt"]}]
+    assert present({"prompt": MESSAGES}, tokenizer(TEMPLATE)) == MESSAGES
+    with pytest.raises(UserError, match="chat template"):
+        present({"prompt": MESSAGES}, tokenizer(big=True))
+
+
+def test_prompt_column_is_the_prompt(tmp_path):
+    """A dataset's own column called question is data: the model gets the prompt column, and nothing in place of it."""
+    rows = [{"prompt": f"Answer in one word: {i}?", "question": f"{i}?"} for i in range(10)]
+    row = load_task(write(tmp_path / "file.jsonl", rows)).train(0, 1)
+    assert present(row, tokenizer(big=True)) == row["prompt"]
+    assert present(row, tokenizer(TEMPLATE, big=True)) == [{"role": "user", "content": row["prompt"]}]
+
+
+def test_one_bos(tmp_path):
+    """Plain text gets the tokenizer's BOS, a template brings its own: once in either case, and first."""
+    tok = tokenizer(TEMPLATE, bos=True)
+    for prompt in ("S21:", [{"role": "user", "content": "S21:"}]):
+        ids = encode_prompt(prompt, tok)
+        assert ids[0] == tok.bos_token_id and Counter(ids)[tok.bos_token_id] == 1
+
+
+def test_encoded_prompt_ends_where_the_answer_begins():
+    """Messages are rendered by the model's template with its generation prompt; text is as it is, without an EOS."""
+    tok = tokenizer(TEMPLATE)
+    messages = encode_prompt([{"role": "C", "content": "21:"}], tok)
+    assert tok.decode(messages) == "C21:S"
+    assert tok.decode(encode_prompt("S21:", tok)) == "S21:"

@@ -1,0 +1,1 @@
+"""A regular package, so that one called utils elsewhere on PYTHONPATH does not hide it."""
