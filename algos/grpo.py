@@ -1,4 +1,4 @@
-"""Group Relative Policy Optimization (GRPO).
+r"""Group Relative Policy Optimization (GRPO).
 
 Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models" (arXiv 2402.03300,
 section 4.1, equations 3 and 4). For each prompt x the policy pi_old samples a group of G completions y_1..y_G with rewards
@@ -44,17 +44,23 @@ Metrics
 Run
     python algos/grpo.py                                                            the embedded model learns countdown
     python algos/grpo.py --task sort --max-steps 40                                 the small task of the tests
-    python algos/grpo.py --model deepseek-ai/deepseek-math-7b-instruct --task gsm8k --num-prompts 16 --num-generations 64 --max-completion-length 1024 --learning-rate 1e-6 --beta 0.04 --adam-beta2 0.999
+    python algos/grpo.py --model deepseek-ai/deepseek-math-7b-instruct --task gsm8k --num-prompts 16 \
+        --num-generations 64 --max-completion-length 1024 --learning-rate 1e-6 --beta 0.04
                                                                                     the paper's recipe (section 4.2)
     python algos/grpo.py --aggregation constant --scale-rewards none --beta 0       Dr. GRPO (arXiv 2503.20783)
     python algos/grpo.py --aggregation token --epsilon-high 0.28 --beta 0 --dynamic-sampling
                                                                                     DAPO (arXiv 2503.14476); its soft
                                                                                     overlong penalty is a reward function
     python algos/grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
-    python algos/grpo.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy rewards.py:format --reward-weights 1 0.2
+    python algos/grpo.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy rewards.py:format \
+        --reward-weights 1 0.2
 
 Expect
-    EXPECT_GRPO
+    The default run: held-out countdown goes from greedy 0.19, pass@1 0.18, pass@8 0.68 to greedy 0.55, pass@1 0.53,
+    pass@8 0.66 (seed 1, 128 prompts; greedy 0.55 to 0.58 over 5 seeds and 256 prompts), in about 1 minute on 2 CPU cores.
+    Nearly all of greedy's gain comes in the first 20 steps: the embedded model was shown answers that are one too high for
+    most even targets, and unlearns that. From then on pass@1 closes up to greedy and pass@8 falls: mostly sharpening.
+    --task sort --max-steps 16: greedy 0.64 to 0.99, pass@1 0.60 to 0.96, pass@8 0.98 to 0.99, in about 10 seconds.
 """
 
 import sys
@@ -414,7 +420,8 @@ def train(args: Args) -> list[dict]:
             run.save(*before)  # nothing has been trained in this step: a resumed run repeats it
             raise
         sampled = time.perf_counter()
-        if step == 1:
+        due = step == args.max_steps or (args.eval_every and step % args.eval_every == 0)
+        if step == 1 or due:
             shown = [ids[mask].tolist() for ids, mask in zip(samples.completion_ids[:2], samples.completion_mask[:2])]
             prompt = samples.prompt_ids[0][samples.prompt_mask[0]].tolist()
             run.print(show(tokenizer, prompt, shown, scored.rewards.tolist(), scored.extra))
@@ -439,7 +446,7 @@ def train(args: Args) -> list[dict]:
             "time/step": time.perf_counter() - start,
         }
         columns["time/tokens_per_second"] = lengths.sum().item() / columns["time/step"]
-        if step == args.max_steps or (args.eval_every and step % args.eval_every == 0):
+        if due:
             try:
                 columns |= evaluation()
             except Exception:  # a reward function of the user's: the update is done, only its evaluation is lost

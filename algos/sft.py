@@ -1,4 +1,4 @@
-"""Supervised fine-tuning (SFT) on prompt/completion pairs.
+r"""Supervised fine-tuning (SFT) on prompt/completion pairs.
 
 Behaviour cloning of text, as in Ouyang et al. 2022, "Training language models to follow instructions with human
 feedback" (arXiv 2203.02155, section 3.5 step 1). Minimises
@@ -21,15 +21,19 @@ Metrics
     eval/*          as in grpo.py, for tasks that score answers; with several tasks eval/<task>/*
 
 Run
-    python algos/sft.py                                             makes the embedded model from nothing
+    python algos/sft.py --threads 1                                 makes the embedded model from nothing
     python algos/sft.py --model ORG/NAME --task pairs.jsonl         a real model, columns prompt and completion
     python algos/sft.py --model ORG/NAME --task ORG/DATASET --lora-rank 32 --gradient-checkpointing
-    python algos/sft.py --model ORG/NAME --task pairs.jsonl --max-steps 2000 --batch-size 32 --learning-rate 9.65e-6 --lr-schedule cosine
-                                                                    the paper's recipe (appendix C.1, 1.3B model), but for
-                                                                    its dropout of 0.2 and 16 epochs
+    python algos/sft.py --model ORG/NAME --task pairs.jsonl --max-steps 6500 --batch-size 32 \
+        --learning-rate 9.65e-6 --lr-schedule cosine --warmup-steps 0
+                                                                    the paper's recipe (appendix C.1, 1.3B model: 16
+                                                                    epochs of 13,000 pairs), without its dropout of 0.2
+                                                                    and with a decay to 0 instead of 10 %
 
 Expect
-    EXPECT_SFT
+    The default run: the embedded model, in 3 minutes on one CPU core, 2 on two. Held out, greedy / pass@1 /
+    pass@8: countdown 0.19 / 0.18 / 0.68, sort 0.64 / 0.60 / 0.98. That is meant to be low: the demonstrations of both tasks
+    are wrong where the length or the target is even, three times in four (utils/tasks.py), so that RL has something to do.
 """
 
 import sys

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -134,7 +135,7 @@ class Run:
             self.lock()
             self.state = load_newest(self.dir / "checkpoints")
         else:
-            stamp = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+            stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
             self.dir = Path(args.output_dir).expanduser().resolve() / f"{algo}-{task}-{args.seed}-{stamp}"
             try:
                 self.dir.mkdir(parents=True)
