@@ -4,6 +4,9 @@ import ast
 import importlib
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,3 +109,26 @@ def test_every_option_has_a_docstring_and_the_trl_table_names_real_flags():
     table = README[README.index("## TRL flag") : README.index("## How it is proven")]
     for flag in re.findall(r"`?--([a-z][a-z0-9-]+)", table):
         assert flag.replace("-", "_") in fields, flag
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "curves.py record grpo-sort --seeds 0",
+        "curves.py show",
+        "trl_grpo.py curve --seeds 0",
+        "trl_grpo.py speed --help",
+    ],
+)
+def test_benchmark_commands_run(words, tmp_path):
+    """With nothing to train, on a copy: `show` draws, and recorded rows are neither lost nor added to."""
+    for name in ("algos", "benchmarks", "utils"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    script, *arguments = words.split()
+    done = subprocess.run(
+        [sys.executable, tmp_path / "benchmarks" / script, *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"python benchmarks/{' '.join(words.split()[:2])}" in README
+    for path in (ROOT / "benchmarks/curves").glob("*.jsonl"):
+        assert (tmp_path / "benchmarks/curves" / path.name).read_bytes() == path.read_bytes()

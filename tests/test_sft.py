@@ -89,7 +89,7 @@ def test_the_shipped_model_is_what_readme_says():
 
     model, tokenizer = load_model(TINY_MODEL)
     assert 0.7e6 < sum(p.numel() for p in model.parameters()) < 0.9e6
-    for name, low, high in (("countdown", 0.3, 0.65), ("sort", 0.4, 0.75)):
+    for name, low, high in (("countdown", 0.12, 0.3), ("sort", 0.5, 0.75)):
         scores = evaluate(model, tokenizer, load_task(name), None, 128, 8, 20, 1.0, 1)
         assert low < scores["eval/pass@1"] < high and low < scores["eval/greedy"] < high
         assert scores["eval/pass@8"] > scores["eval/pass@1"] + 0.2
