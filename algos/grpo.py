@@ -77,7 +77,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywher
 from utils.checkpoint import rng_state
 from utils.errors import UserError
 from utils.evaluation import advice, decode, evaluate, show
-from utils.lm import TINY_MODEL, Samples, autocast, completion_logps, eos_ids, load_model, pad_left, sample
+from utils.lm import (
+    TINY_MODEL,
+    Samples,
+    autocast,
+    completion_logps,
+    eos_ids,
+    load_model,
+    pad_left,
+    sample,
+    trained_state,
+)
 from utils.rewards import Scored, make_scorer
 from utils.run import Run, RunArgs, main, prepare
 from utils.schedule import learning_rate
@@ -391,12 +401,12 @@ def train(args: Args) -> list[dict]:
                             args.max_completion_length, args.temperature, args.seed)  # fmt: skip
 
     def state() -> dict:
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "next_row": next_row,
+        return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "next_row": next_row,
                 "generator": generator.get_state()}  # fmt: skip
 
     step, next_row = 0, 0
     if run.state is not None:
-        model.load_state_dict(run.state["model"])
+        model.load_state_dict(run.state["model"], strict=False)
         optimizer.load_state_dict(run.state["optimizer"])
         generator.set_state(run.state["generator"].cpu())
         step, next_row = run.state["step"], run.state["next_row"]

@@ -48,7 +48,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.errors import UserError
 from utils.evaluation import evaluate
-from utils.lm import autocast, completion_logps, eos_ids, load_model, pad_left
+from utils.lm import autocast, completion_logps, eos_ids, load_model, pad_left, trained_state
 from utils.run import Run, RunArgs, main, prepare
 from utils.schedule import learning_rate
 from utils.tasks import encode_prompt, load_task, present
@@ -209,11 +209,11 @@ def train(args: Args) -> list[dict]:
         return columns
 
     def state() -> dict:
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return {"model": trained_state(model), "optimizer": optimizer.state_dict()}
 
     step = 0
     if run.state is not None:
-        model.load_state_dict(run.state["model"])
+        model.load_state_dict(run.state["model"], strict=False)
         optimizer.load_state_dict(run.state["optimizer"])
         step = run.state["step"]
     run.restore_rng()

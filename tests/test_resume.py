@@ -21,6 +21,7 @@ from helpers import (
 )
 
 from algos import grpo, sft
+from utils.run import saved_args
 
 MODULES = {"grpo": grpo, "sft": sft}
 # 11 steps, so that the last one is evaluated out of turn; all checkpoints kept, to resume from any of them
@@ -245,3 +246,18 @@ def test_failing_reward_function(tmp_path):
     (tmp_path / "broken").unlink()
     command_line(grpo, "--resume", folder)
     assert_same_result(folder, reference)
+
+
+def test_a_lora_run_resumes_from_its_adapters_alone(tmp_path):
+    """The checkpoint holds what is trained, not the frozen model, and the resumed run equals the uninterrupted one."""
+    settings = dict(task="sort", lora_rank=4, beta=0.1, num_prompts=4, num_generations=4, micro_batch_size=8,
+                    max_completion_length=12, eval_prompts=4, eval_every=0, precision="float32")  # fmt: skip
+    grpo.train(grpo.Args(max_steps=4, output_dir=str(tmp_path / "whole"), **settings))
+    grpo.train(grpo.Args(max_steps=2, output_dir=str(tmp_path / "parts"), **settings))
+    [whole], [run] = (tmp_path / "whole").iterdir(), (tmp_path / "parts").iterdir()
+    grpo.train(grpo.Args(**saved_args(run) | {"resume": str(run), "max_steps": 4}))
+    rows, resumed = metrics(whole), metrics(run)
+    assert rows[:2] + rows[3:] == resumed[:2] + resumed[3:]  # but for the evaluation where the first part ended
+    assert (
+        (run / "checkpoints/step-00000004.pt").stat().st_size < 2**20 < (run / "model/model.safetensors").stat().st_size
+    )

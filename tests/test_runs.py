@@ -85,11 +85,12 @@ def test_saved_model_is_the_evaluated_one(finished):
     model = AutoModelForCausalLM.from_pretrained(finished / "model")
     tokenizer = AutoTokenizer.from_pretrained(finished / "model")
     state = torch.load(finished / "checkpoints" / "step-00000006.pt", weights_only=True)["model"]
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert state.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.named_parameters())
     last = metrics(finished)[-1]
     scores = evaluate(model, tokenizer, load_task("sort"), None, 4, 8, 20, 1.0, 1)
     assert scores == {name: value for name, value in last.items() if name.startswith("eval/")}
-    assert any(not torch.equal(value, state[name]) for name, value in load_model(TINY_MODEL)[0].state_dict().items())
+    assert any(not torch.equal(value, state[name]) for name, value in load_model(TINY_MODEL)[0].named_parameters())
 
 
 def test_evaluation_leaves_no_trace(finished):
@@ -205,13 +206,12 @@ def test_lora(tmp_path):
     flags = "--lora-rank 4 --beta 0.1 --max-steps 2 --learning-rate 1e-2 --precision float32 --max-completion-length 20"
     run = new_run(grpo, tmp_path, *SMALL["grpo"], *flags.split(), "--micro-batch-size", 16)
     state = torch.load(run / "checkpoints" / "step-00000002.pt", weights_only=True)["model"]
-    base = load_model(TINY_MODEL)[0].state_dict()
-    frozen = {
-        name.removeprefix("base_model.model.").replace(".base_layer", ""): v
-        for name, v in state.items()
-        if "lora" not in name
-    }
-    assert frozen.keys() == base.keys() and all(torch.equal(value, base[name]) for name, value in frozen.items())
+    assert all("lora_" in name for name in state)
+    base, saved = (dict(load_model(str(path))[0].named_parameters()) for path in (TINY_MODEL, run / "model"))
+    for name, value in saved.items():  # the base as it was, plus alpha / rank B A where there are adapters
+        lora = [state.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.default.weight") for x in "BA"]
+        expected = base[name] if lora[0] is None else base[name] + 2 * lora[0] @ lora[1]
+        torch.testing.assert_close(value, expected, rtol=0, atol=0 if lora[0] is None else 1e-6)
     assert all(value.any() for name, value in state.items() if "lora_B" in name)
     first, second = metrics(run)[1:]
     assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-6

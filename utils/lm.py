@@ -71,6 +71,11 @@ def load_model(path: str, device: torch.device | str = "cpu", precision: str = "
     return model.to(device), tokenizer
 
 
+def trained_state(model) -> dict[str, Tensor]:
+    """What a checkpoint needs of a model: the parameters that are trained. The frozen rest comes from --model again."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
 def autocast(device: torch.device, precision: str):
     """bfloat16 matrix products over float32 weights where `precision` is bfloat16, else nothing."""
     return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else contextlib.nullcontext()

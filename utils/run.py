@@ -118,6 +118,7 @@ class Run:
                  schedule_depends_on_budget: bool = False):  # fmt: skip
         self.args, self.total, self.headline = args, total, headline
         self.history: list[dict] = []
+        self.shown: dict[str, str] = {}  # the newest value of each headline column
         self.signal = self.state = self.wandb = None
         self.saved_step = -1
         if args.resume:
@@ -154,7 +155,10 @@ class Run:
         if args.track:
             import wandb  # an extra, and never needed for anything but --track
 
-            self.wandb = wandb.init(project="plainrl", name=self.dir.name, dir=self.dir, config=config["args"])
+            name = self.dir.name  # also the id, so that a resumed run goes on where it was
+            self.wandb = wandb.init(
+                project="plainrl", name=name, id=name, resume="allow", dir=self.dir, config=config["args"]
+            )
         from tqdm import tqdm
 
         start = self.state["step"] if self.state is not None else 0
@@ -192,11 +196,11 @@ class Run:
         self.metrics.flush()
         if self.wandb is not None:
             self.wandb.log(columns, step=step)
-        self.bar.set_postfix({name: f"{columns[name]:.3g}" for name in self.headline if name in columns}, refresh=False)
+        self.shown |= {name: f"{columns[name]:.3g}" for name in self.headline if name in columns}
+        self.bar.set_postfix(self.shown, refresh=False)
         self.bar.update(step - self.bar.n)
         if self.bar.disable and (step == self.total or step % max(1, self.total // 10) == 0):
-            shown = "  ".join(f"{name} {columns[name]:.3g}" for name in self.headline if name in columns)
-            print(f"step {step}/{self.total}  {shown}", flush=True)
+            print(f"step {step}/{self.total}  " + "  ".join(f"{k} {v}" for k, v in self.shown.items()), flush=True)
 
     def save(self, step: int, state: dict, rng: dict | None = None) -> None:
         """One checkpoint: the script's own state, the generators (`rng` where they are to be those of an earlier moment)
