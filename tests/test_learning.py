@@ -41,9 +41,9 @@ def test_the_default_run_reaches_its_band():
     test_fresh_seeds_reach_the_band("grpo-countdown")
 
 
-def misses_all_bands(name: str, numbers: tuple[str, ...] = ()) -> None:
+def misses_all_bands(name: str) -> None:
     row = run_once(name, fresh_seeds()[0])
-    for number in numbers or CURVES[name][3]:
+    for number in CURVES[name][3]:
         assert row[number] < band(name, number)["lower"], f"{number} is {row[number]}"
 
 
@@ -64,9 +64,19 @@ def test_grpo_learns_nothing_from_shuffled_rewards(monkeypatch):
 
 
 def test_minimising_entropy_does_not_pass_for_learning(monkeypatch):
-    """The reward is the completion's own log-probability: pure sharpening of what the warm start does."""
-    with_rewards(monkeypatch, lambda samples, rewards: (samples.logps * samples.completion_mask).sum(1))
-    misses_all_bands("grpo-sort", ("eval/greedy",))
+    """The reward is the completion's own log-probability: pure sharpening of what the warm start does. Its true reward
+    stays below the band. Its greedy accuracy alone would not tell: three demonstrations in five are right over all lengths,
+    and by seed the sharpened mode ends anywhere from 0.50 to 0.99."""
+    true = []
+
+    def sharpen(samples, rewards):
+        true.append(rewards.mean().item())
+        return (samples.logps * samples.completion_mask).sum(1)
+
+    with_rewards(monkeypatch, sharpen)
+    for seed in fresh_seeds():
+        run_once("grpo-sort", seed)
+    assert statistics.mean(true) < band("grpo-sort", "mean reward")["lower"]
 
 
 def test_grpo_with_flipped_advantages_does_not_learn(monkeypatch):
