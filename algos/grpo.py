@@ -13,9 +13,11 @@ R_1..R_G. Maximises
 
 Differences
     - The paper does not say which standard deviation: here the unbiased one (ddof 1) plus 1e-4, as in TRL and most code.
-    - Sequence aggregation (the paper's 1/G 1/T_i) with group scaling is biased by design: at rho = 1, beta = 0 and without
-      std its expected gradient is (G-1)/G E[(R - J)/T grad log pi], which is no policy gradient. Constant aggregation
-      without std gives (G-1)/(G L_max) times the policy gradient. tests/test_exact_grpo.py holds both.
+    - Sequence aggregation (the paper's 1/G 1/T_i) is biased by design: at rho = 1, beta = 0 and --scale-rewards none its
+      expected gradient is (G-1)/G E[(R - J)/T grad log pi], which is no policy gradient; group scaling adds a bias of its
+      own. Constant aggregation without scaling gives (G-1)/(G L_max) times the policy gradient (tests/test_exact_grpo.py).
+    - Token aggregation divides by the tokens of the whole step, as TRL and verl do; DAPO's formula by those of each group.
+    - With --dynamic-sampling, reward, reward_std, length and entropy describe the groups that were kept.
     - beta is 0 for the embedded model (no reference is loaded then), 0.04 as in the paper otherwise. TRL: 0.
     - The gradient of k3 in the loss is that of KL(pi_ref || pi_theta) per token, not of the KL that its value estimates.
     - pi_old is the sampler's own log-probability, so a difference between sampler and scorer (bfloat16) is corrected, and

@@ -135,6 +135,10 @@ class Run:
                     )
             self.lock()
             self.state = load_newest(self.dir / "checkpoints")
+            if self.state["step"] > total:
+                raise UserError(
+                    f"--{budget.replace('_', '-')} is {total} but the run is at step {self.state['step']}: give no less"
+                )
         else:
             stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
             self.dir = Path(args.output_dir).expanduser().resolve() / f"{algo}-{task}-{args.seed}-{stamp}"
@@ -281,8 +285,12 @@ def environment() -> dict:
         except importlib.metadata.PackageNotFoundError:
             continue
     here = Path(__file__).resolve().parent
-    git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    try:
+        git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
+        commit = git.stdout.strip() or None
+    except OSError:  # no git on this machine
+        commit = None
     machine = {"system": platform.platform(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
-    return {"versions": versions, "commit": git.stdout.strip() or None, "machine": machine, "command": sys.argv}
+    return {"versions": versions, "commit": commit, "machine": machine, "command": sys.argv}

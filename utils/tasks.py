@@ -248,7 +248,7 @@ def present(row: dict, tokenizer) -> str | list[dict]:
         if tokenizer.chat_template is None:
             raise UserError("the prompts are chat messages but the model has no chat template: give an instruct model")
         return prompt
-    compact = set(tokenizer.get_vocab()) >= set(CHARACTERS) and len(tokenizer) < 100
+    compact = len(tokenizer) < 100 and set(tokenizer.get_vocab()) >= set(CHARACTERS)  # get_vocab is slow
     text = prompt if compact else row.get("plain_prompt", prompt)
     return text if tokenizer.chat_template is None else [{"role": "user", "content": text}]
 
