@@ -21,7 +21,8 @@ from helpers import (
 )
 
 from algos import grpo, sft
-from utils.run import saved_args
+from utils.errors import UserError
+from utils.run import environment, saved_args
 
 MODULES = {"grpo": grpo, "sft": sft}
 # 11 steps, so that the last one is evaluated out of turn; all checkpoints kept, to resume from any of them
@@ -261,3 +262,17 @@ def test_a_lora_run_resumes_from_its_adapters_alone(tmp_path):
     assert (
         (run / "checkpoints/step-00000004.pt").stat().st_size < 2**20 < (run / "model/model.safetensors").stat().st_size
     )
+
+
+def test_a_budget_below_the_saved_step_is_refused(uninterrupted, tmp_path):
+    """Nothing would be trained, and the finished model would be replaced by itself under another budget."""
+    run = shutil.copytree(uninterrupted("grpo"), tmp_path / "run")
+    config = (run / "config.json").read_bytes()
+    with pytest.raises(UserError, match="max-steps"):
+        grpo.train(grpo.Args(**saved_args(run) | {"resume": str(run), "max_steps": 5}))
+    assert (run / "config.json").read_bytes() == config
+
+
+def test_a_machine_without_git_has_no_commit(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment()["commit"] is None
