@@ -34,7 +34,7 @@ Metrics
     reward         mean over the batch; rises. reward_std: mean within groups
     frac_zero_std  share of groups with equal rewards, which teach nothing; below 0.9
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: likeliest answer, a sample, the best of eight. pass@1
-                   that rises towards a flat greedy is sharpening; greedy that rises is learning
+                   that rises towards a flat greedy is sharpening; greedy that rises may still be
     grad_norm      before clipping; steady
     kl             k3 against the reference (beta > 0 only); grows slowly
     approx_kl      k3 of new against old in the last update epoch; near 0 with one epoch
@@ -48,7 +48,8 @@ Run
     python algos/grpo.py --task sort --max-steps 40                                 the small task of the tests
     python algos/grpo.py --model deepseek-ai/deepseek-math-7b-instruct --task gsm8k --num-prompts 16 \
         --num-generations 64 --max-completion-length 1024 --learning-rate 1e-6 --beta 0.04
-                                                                                    the paper's recipe (section 4.2)
+                                                                                    the paper's hyper-parameters (section
+                                                                                    4.2; it used a learned reward model)
     python algos/grpo.py --aggregation constant --scale-rewards none --beta 0       Dr. GRPO (arXiv 2503.20783)
     python algos/grpo.py --aggregation token --epsilon-high 0.28 --beta 0 --dynamic-sampling
                                                                                     DAPO (arXiv 2503.14476); its soft

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from utils.errors import UserError
 
-HELDOUT_ROWS = 256  # held-out rows of procedural tasks, and the most that is held out of a dataset without a test split
+HELDOUT_ROWS = 256  # held-out rows of procedural tasks, and the most that is kept of a dataset's (gsm8k: all)
 CHARACTERS = "0123456789+-*/=,:CS"  # the alphabet of the compact notation, hence of the tiny model's tokenizer
 
 
@@ -132,7 +132,7 @@ def procedural(name: str) -> Task:
 def countdown_row(rng: random.Random) -> tuple[dict, str]:
     """Three numbers from 1 to 9 and a target from 1 to 99 that two steps reach, larger operand first. Half of the
     demonstrations end one too high: three in four where the target is even, one in four where it is odd. So the warm
-    start's likeliest answer is wrong for even targets, and sharpening what it does already cannot pass for learning."""
+    start's likeliest answer is wrong for even targets."""
     target = 100
     while target > 99:
         numbers = [rng.randint(1, 9) for _ in range(3)]
@@ -182,8 +182,8 @@ def countdown_score(row: dict, text: str) -> dict[str, float]:
 
 def sort_row(rng: random.Random) -> tuple[dict, str]:
     """Three to eight digits. Half of the demonstrations swap the first two of the sorted digits: three in four where the
-    number of digits is even, one in four where it is odd. So the warm start's likeliest answer is wrong for even lengths,
-    and sharpening what it does already cannot pass for learning."""
+    number of digits is even, one in four where it is odd. So the warm start's likeliest answer is wrong for even lengths;
+    over all lengths three in five are right, so sharpening alone can still end at the right answer."""
     digits = [rng.randint(0, 9) for _ in range(rng.randint(3, 8))]
     answer = sorted(digits)
     if rng.random() < (0.75 if len(digits) % 2 == 0 else 0.25):
