@@ -89,6 +89,7 @@ from utils.lm import (
     load_model,
     pad_left,
     sample,
+    save_model,
     trained_state,
 )
 from utils.rewards import Scored, make_scorer
@@ -473,7 +474,7 @@ def train(args: Args) -> list[dict]:
 
     evals = tuple(name for name in run.history[-1] if name.startswith("eval/"))
     curves = {"reward": ("reward",), "held-out": evals, "entropy per token": ("entropy",)}
-    return run.finish(model, tokenizer, curves, f"GRPO on {task.name}")
+    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"GRPO on {task.name}")
 
 
 if __name__ == "__main__":

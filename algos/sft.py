@@ -48,7 +48,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.errors import UserError
 from utils.evaluation import evaluate
-from utils.lm import autocast, completion_logps, eos_ids, load_model, pad_left, trained_state
+from utils.lm import autocast, completion_logps, eos_ids, load_model, pad_left, save_model, trained_state
 from utils.run import Run, RunArgs, main, prepare
 from utils.schedule import learning_rate
 from utils.tasks import encode_prompt, load_task, present
@@ -235,7 +235,7 @@ def train(args: Args) -> list[dict]:
 
     evals = [name for name in run.history[-1] if name.startswith("eval/")]
     curves = {"loss": ("loss",)} | ({"held-out accuracy": tuple(evals)} if evals else {})
-    return run.finish(model, tokenizer, curves, f"SFT on {', '.join(names)}")
+    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"SFT on {', '.join(names)}")
 
 
 if __name__ == "__main__":

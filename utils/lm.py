@@ -71,6 +71,14 @@ def load_model(path: str, device: torch.device | str = "cpu", precision: str = "
     return model.to(device), tokenizer
 
 
+def save_model(model, tokenizer, folder: Path) -> None:
+    """The folder that anyone's `from_pretrained` loads."""
+    if hasattr(model, "merge_and_unload"):  # LoRA: the next script, and anyone, loads an ordinary model
+        model = model.merge_and_unload()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def trained_state(model) -> dict[str, Tensor]:
     """What a checkpoint needs of a model: the parameters that are trained. The frozen rest comes from --model again."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

@@ -165,8 +165,8 @@ class Run:
             )
         from tqdm import tqdm
 
-        start = self.state["step"] if self.state is not None else 0
-        self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None)
+        self.logged = self.ended = self.state["step"] if self.state is not None else 0  # last row, last iteration's end
+        self.bar = tqdm(total=total, initial=self.ended, unit="step", dynamic_ncols=True, disable=None)
         self.print(f"run folder: {self.dir}")
 
     def lock(self) -> None:
@@ -202,9 +202,10 @@ class Run:
             self.wandb.log(columns, step=step)
         self.shown |= {name: f"{columns[name]:.3g}" for name in self.headline if name in columns}
         self.bar.set_postfix(self.shown, refresh=False)
-        self.bar.update(step - self.bar.n)
-        if self.bar.disable and (step == self.total or step % max(1, self.total // 10) == 0):
+        if self.bar.disable and (step == self.total or crosses(step, self.logged, max(1, self.total // 10))):
             print(f"step {step}/{self.total}  " + "  ".join(f"{k} {v}" for k, v in self.shown.items()), flush=True)
+        self.bar.update(step - self.logged)
+        self.logged = step
 
     def save(self, step: int, state: dict, rng: dict | None = None) -> None:
         """One checkpoint: the script's own state, the generators (`rng` where they are to be those of an earlier moment)
@@ -218,8 +219,9 @@ class Run:
 
     def end_step(self, step: int, state: Callable[[], dict]) -> None:
         """Called where an iteration ends: saves when it is time, and leaves when a signal asked for it."""
-        if step % self.args.save_every == 0 or step >= self.total or self.signal is not None:
+        if crosses(step, self.ended, self.args.save_every) or step >= self.total or self.signal is not None:
             self.save(step, state())
+        self.ended = step
         if self.signal is not None and step < self.total:
             self.bar.close()
             print(f"stopped after step {step}; continue with --resume {self.dir}", flush=True)
@@ -230,15 +232,13 @@ class Run:
         if self.state is not None:
             set_rng_state(self.state["rng"])
 
-    def finish(self, model, tokenizer, curves: dict[str, tuple[str, ...]], title: str) -> list[dict]:
-        """Writes RUN/model (the folder that anyone's `from_pretrained` loads) and RUN/curve.png; returns the history.
+    def finish(self, save_model: Callable[[Path], None], curves: dict[str, tuple[str, ...]], title: str) -> list[dict]:
+        """Writes RUN/model, which `save_model(folder)` fills, and RUN/curve.png; returns the history.
         curves: title of a panel -> its columns."""
         self.bar.close()
         part, folder = self.dir / "model.tmp", self.dir / "model"
-        if hasattr(model, "merge_and_unload"):  # LoRA: the next script, and anyone, loads an ordinary model
-            model = model.merge_and_unload()
-        model.save_pretrained(part)
-        tokenizer.save_pretrained(part)
+        part.mkdir(exist_ok=True)
+        save_model(part)
         if folder.exists():  # a resumed run that had already finished
             folder.rename(self.dir / f"model.{time.time_ns()}.old")
         part.rename(folder)
@@ -251,6 +251,11 @@ class Run:
         for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
             signal.signal(number, handler)
         return self.history
+
+
+def crosses(step: int, before: int, every: int) -> bool:
+    """Whether a multiple of `every` lies in (before, step]: an iteration may be more than one step."""
+    return step // every > before // every
 
 
 def plot(history: list[dict], curves: dict[str, tuple[str, ...]], title: str, path: Path) -> None:
