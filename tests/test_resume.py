@@ -1,5 +1,6 @@
 """A run that was stopped, in whatever way, and resumed equals the run that was not, bit for bit on a CPU."""
 
+import errno
 import fcntl
 import random
 import shutil
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import (
     SMALL,
     assert_same_result,
@@ -21,6 +23,7 @@ from helpers import (
 )
 
 from algos import grpo, sft
+from utils.checkpoint import load_newest
 from utils.errors import UserError
 from utils.run import environment, saved_args
 
@@ -178,15 +181,45 @@ def test_damaged_checkpoint(algo, share, uninterrupted, tmp_path, capsys):
     newest.write_bytes(newest.read_bytes()[: int(share * newest.stat().st_size)])
     command_line(MODULES[algo], "--resume", folder)
     assert f"{newest} cannot be read" in capsys.readouterr().out
+    assert newest.with_suffix(".damaged").exists()
     assert_same_result(folder, uninterrupted(algo))
 
 
 def test_no_readable_checkpoint(uninterrupted, tmp_path, capsys):
-    """Where nothing can be read, the user is told so."""
+    """Where nothing can be read, the user is told so, and the only checkpoint keeps its name."""
     folder = stopped_after(0, uninterrupted("grpo"), tmp_path)
     (folder / "checkpoints" / "step-00000000.pt").write_bytes(b"")
     with user_error(capsys, "no readable checkpoint"):
         command_line(grpo, "--resume", folder)
+    assert checkpoints(folder) == [0]
+
+
+def test_a_small_damaged_checkpoint(tmp_path):
+    """torch says EINVAL of an archive of a few kilobytes that is cut: damage, although it is an OSError."""
+    for step in (1, 2):
+        torch.save({"step": step, "weights": torch.zeros(1000)}, tmp_path / f"step-{step}.pt")
+    whole = (tmp_path / "step-2.pt").read_bytes()
+    (tmp_path / "step-2.pt").write_bytes(whole[:-100])
+    with pytest.raises(OSError):
+        torch.load(tmp_path / "step-2.pt", weights_only=True)
+    assert load_newest(tmp_path)["step"] == 1
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "input/output error"), MemoryError()], ids=repr)
+def test_a_disk_that_fails_for_a_moment_costs_no_checkpoint(error, uninterrupted, tmp_path, monkeypatch):
+    """The file may be whole: no older one is taken in its place, and none is set aside."""
+    folder = shutil.copytree(uninterrupted("grpo") / "checkpoints", tmp_path / "checkpoints")
+    names = sorted(folder.iterdir())
+
+    def load(path, **_):
+        if path == names[-1]:
+            raise error
+        return {"step": 0}
+
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(torch, "load", load)
+        load_newest(folder)
+    assert sorted(folder.iterdir()) == names and load_newest(folder)["step"] == 11
 
 
 def test_finished_run(uninterrupted, tmp_path):

@@ -1,5 +1,6 @@
 """Checkpoints: written whole or not at all, read back without pickles, and every generator of random numbers in them."""
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -29,17 +30,25 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
     return path
 
 
-def load_newest(folder: Path, device: torch.device | str = "cpu") -> dict:
-    """The newest checkpoint that can be read; unreadable newer ones are named and set aside.
+def load_newest(folder: Path) -> dict:
+    """The newest checkpoint that can be read. Damaged newer ones are named, and set aside once an older one has loaded, so
+    that a run never loses its only one.
 
-    Raises UserError where there is none.
+    Raises UserError where there is none. Errors of the disk and of memory are raised as they are: the file may be whole.
     """
+    damaged = []
     for path in sorted(folder.glob("step-*.pt"), reverse=True):
         try:
-            return torch.load(path, map_location=device, weights_only=True)
-        except Exception as error:  # a damaged archive fails in many ways
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged archive fails in many ways, a small one with EINVAL
+            if isinstance(error, (OSError, MemoryError)) and getattr(error, "errno", None) != errno.EINVAL:
+                raise
             print(f"{path} cannot be read ({type(error).__name__}); falling back to the checkpoint before it")
-            path.rename(path.with_suffix(".damaged"))
+            damaged.append(path)
+            continue
+        for newer in damaged:
+            newer.rename(newer.with_suffix(".damaged"))
+        return state
     raise UserError(f"{folder.parent} has no readable checkpoint: start afresh without --resume")
 
 
