@@ -15,6 +15,7 @@ from pathlib import Path
 from utils.errors import UserError
 
 HELDOUT_ROWS = 256  # held-out rows of procedural tasks, and the most that is kept of a dataset's (gsm8k: all)
+WRONG_SHARE = 0.75  # of the demonstrations of countdown and sort
 CHARACTERS = "0123456789+-*/=,:CS"  # the alphabet of the compact notation, hence of the tiny model's tokenizer
 
 
@@ -130,9 +131,8 @@ def procedural(name: str) -> Task:
 
 
 def countdown_row(rng: random.Random) -> tuple[dict, str]:
-    """Three numbers from 1 to 9 and a target from 1 to 99 that two steps reach, larger operand first. Half of the
-    demonstrations end one too high: three in four where the target is even, one in four where it is odd. So the warm
-    start's likeliest answer is wrong for even targets."""
+    """Three numbers from 1 to 9 and a target from 1 to 99 that two steps reach, larger operand first. Three in four
+    demonstrations end one too high, so what the warm start thinks likeliest is wrong, and sharpening it stays wrong."""
     target = 100
     while target > 99:
         numbers = [rng.randint(1, 9) for _ in range(3)]
@@ -144,7 +144,7 @@ def countdown_row(rng: random.Random) -> tuple[dict, str]:
             steps.append(f"{a}{operator}{b}={result}")
             left.append(result)
         target = left[0]
-    if rng.random() < (0.75 if target % 2 == 0 else 0.25):
+    if rng.random() < WRONG_SHARE:
         steps[-1] = f"{steps[-1].partition('=')[0]}={target + 1}"
     question = (
         f"Use each of the numbers {numbers[0]}, {numbers[1]} and {numbers[2]} exactly once, with + - * /, to reach "
@@ -181,12 +181,11 @@ def countdown_score(row: dict, text: str) -> dict[str, float]:
 
 
 def sort_row(rng: random.Random) -> tuple[dict, str]:
-    """Three to eight digits. Half of the demonstrations swap the first two of the sorted digits: three in four where the
-    number of digits is even, one in four where it is odd. So the warm start's likeliest answer is wrong for even lengths;
-    over all lengths three in five are right, so sharpening alone can still end at the right answer."""
+    """Three to eight digits. Three in four demonstrations swap the first two of the sorted digits, so what the warm start
+    thinks likeliest is wrong (unless those two are equal), and sharpening it stays wrong."""
     digits = [rng.randint(0, 9) for _ in range(rng.randint(3, 8))]
     answer = sorted(digits)
-    if rng.random() < (0.75 if len(digits) % 2 == 0 else 0.25):
+    if rng.random() < WRONG_SHARE:
         answer[0], answer[1] = answer[1], answer[0]
     shown = "".join(map(str, digits))
     question = f"Sort the digits {shown} in ascending order and give them in the form <answer>0123</answer>."
