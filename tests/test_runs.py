@@ -1,6 +1,7 @@
 """What a run leaves behind, that it can be made again, and that each of its settings does something."""
 
 import builtins
+import dataclasses
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import torch
 from helpers import SMALL, checkpoints, command_line, metrics, new_run, runs_in, start, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import utils.run
 from algos import grpo, sft
 from utils.evaluation import advice, evaluate, show
 from utils.lm import TINY_MODEL, load_model
@@ -41,6 +43,32 @@ def test_folder(finished):
     assert names == {"config.json", "metrics.jsonl", "checkpoints", "curve.png", "model"}
     assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert not list(finished.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", ["NAME:CONFIG", "a b", "../up", "two+three"])
+def test_folder_of_any_task(name, tmp_path, monkeypatch):
+    """Whatever a task is called, one folder is made in --output-dir, with a name that wandb takes as an id."""
+    task = dataclasses.replace(load_task("sort"), name=name)
+    monkeypatch.setattr(grpo, "load_task", lambda *_: task)
+    run = new_run(grpo, tmp_path, *SMALL["grpo"], "--max-steps", 1)
+    assert re.fullmatch(r"grpo-[A-Za-z0-9_.]+-1-\d{8}-\d{6}-\d+", run.name)
+
+
+def test_no_folder_where_the_machine_cannot_be_described(tmp_path, monkeypatch):
+    """Everything that config.json says is known before the folder is made."""
+    monkeypatch.setattr(utils.run, "environment", lambda: {"not": {"json"}})
+    with pytest.raises(TypeError, match="JSON"):
+        command_line(grpo, *SMALL["grpo"], "--output-dir", tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_threads_are_the_cores_that_may_be_used(monkeypatch):
+    """As many as taskset or a batch system leaves to the process, not as the machine has."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 6}, raising=False)
+    args = utils.run.RunArgs()
+    utils.run.prepare(args)
+    assert args.threads == 3 == torch.get_num_threads()
 
 
 def test_config(finished):

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -93,7 +94,7 @@ def prepare(args: RunArgs) -> torch.device:
     if args.resume:
         saved = saved_args(Path(args.resume))
         args.threads = args.threads or saved["threads"]
-    args.threads = args.threads or int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    args.threads = args.threads or int(os.environ.get("OMP_NUM_THREADS") or cores())
     torch.set_num_threads(args.threads)
     random.seed(args.seed)
     np.random.seed(args.seed % 2**32)
@@ -105,6 +106,11 @@ def prepare(args: RunArgs) -> torch.device:
         names = ", ".join(name for name, there in found.items() if there)
         raise UserError(f"--device {args.device} is not to be had on this machine: use {names}")
     return torch.device(args.device)
+
+
+def cores() -> int:
+    """The cores that this process may use, which under taskset or a batch system are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Run:
@@ -121,6 +127,7 @@ class Run:
         self.shown: dict[str, str] = {}  # the newest value of each headline column
         self.signal = self.state = self.wandb = None
         self.saved_step = -1
+        config = json.dumps({"algo": algo, "task": task, "args": dataclasses.asdict(args), **environment()}, indent=1)
         if args.resume:
             self.dir = Path(args.resume).resolve()
             free = LOGGING_FLAGS + (() if schedule_depends_on_budget else (budget,))
@@ -140,8 +147,9 @@ class Run:
                     f"--{budget.replace('_', '-')} is {total} but the run is at step {self.state['step']}: give no less"
                 )
         else:
-            stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-            self.dir = Path(args.output_dir).expanduser().resolve() / f"{algo}-{task}-{args.seed}-{stamp}"
+            name = f"{algo}-{task}-{args.seed}-{datetime.now().strftime('%Y%m%d-%H%M%S-%f')}"
+            name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # wandb's ids and other people's file systems take no more
+            self.dir = Path(args.output_dir).expanduser().resolve() / name
             try:
                 self.dir.mkdir(parents=True)
             except OSError as error:
@@ -149,8 +157,7 @@ class Run:
                     f"cannot write to --output-dir {args.output_dir} ({error.strerror}): name a writable folder"
                 ) from error
             self.lock()
-        config = {"algo": algo, "task": task, "args": dataclasses.asdict(args), **environment()}
-        write_atomically(self.dir / "config.json", lambda path: path.write_text(json.dumps(config, indent=1)))
+        write_atomically(self.dir / "config.json", lambda path: path.write_text(config))
         self.metrics = open(self.dir / "metrics.jsonl", "a+b")
         if self.state is not None:
             self.rewind_metrics(self.state["metrics_bytes"])
@@ -161,7 +168,7 @@ class Run:
 
             name = self.dir.name  # also the id, so that a resumed run goes on where it was
             self.wandb = wandb.init(
-                project="plainrl", name=name, id=name, resume="allow", dir=self.dir, config=config["args"]
+                project="plainrl", name=name, id=name, resume="allow", dir=self.dir, config=dataclasses.asdict(args)
             )
         from tqdm import tqdm
 
@@ -295,7 +302,7 @@ def environment() -> dict:
         commit = git.stdout.strip() or None
     except OSError:  # no git on this machine
         commit = None
-    machine = {"system": platform.platform(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    machine = {"system": platform.platform(), "cores": cores(), "threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
     return {"versions": versions, "commit": commit, "machine": machine, "command": sys.argv}
