@@ -78,7 +78,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
-from utils.errors import UserError
+from utils.errors import UserError, check_numbers
 from utils.evaluation import advice, decode, evaluate, show
 from utils.lm import (
     TINY_MODEL,
@@ -105,6 +105,13 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
     "lora": dict(learning_rate=1e-5, adam_beta2=0.999, num_prompts=16, num_generations=8, micro_batch_size=4,
                  max_completion_length=512, beta=0.04, precision="bfloat16"),
 }  # fmt: skip
+RANGES = {  # what numbers must be
+    "at least 1": "max_steps num_prompts max_completion_length micro_batch_size num_iterations max_sampling_rounds "
+    "eval_prompts eval_samples",
+    "at least 0": "beta warmup_steps weight_decay lora_rank eval_every",
+    "above 0": "temperature epsilon epsilon_high learning_rate max_grad_norm",
+    "at least 0 and below 1": "adam_beta2",
+}
 STD_DDOF, STD_EPSILON = 1, 1e-4  # advantage = (reward - mean) / (std + STD_EPSILON)
 
 
@@ -353,12 +360,8 @@ def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
     return out
 
 
-def check(args: Args) -> None:
-    """Raises UserError for settings that no run can have."""
-    for name in ("max_steps", "num_prompts", "max_completion_length", "micro_batch_size", "num_iterations",
-                 "max_sampling_rounds", "eval_prompts", "eval_samples"):  # fmt: skip
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
+def check_groups(args: Args) -> None:
+    """Raises UserError for groups that cannot be compared or split."""
     if args.num_generations < 2:
         raise UserError("--num-generations must be at least 2: a group of one has no other reward to compare with")
     if args.micro_batch_size % args.num_generations and args.num_generations % args.micro_batch_size:
@@ -366,12 +369,11 @@ def check(args: Args) -> None:
             f"--micro-batch-size {args.micro_batch_size} must be a multiple or a divisor of --num-generations "
             f"{args.num_generations}"
         )
-    if args.temperature <= 0:
-        raise UserError(f"--temperature is {args.temperature}: training needs samples, so it must be above 0")
 
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
+    check_numbers(args, RANGES)
     task = load_task(args.task, args.prompt_column)
     score = make_scorer(task, args.reward, args.reward_weights, args.max_steps)
     model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
@@ -381,7 +383,7 @@ def train(args: Args) -> list[dict]:
     resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
     for name, value in resolved.items():
         setattr(args, name, value)
-    check(args)
+    check_groups(args)
     encode_prompt(present(task.train(0, args.seed), tokenizer), tokenizer)  # prompts that cannot be rendered fail here
     ref_model = None
     if args.beta > 0 and not args.lora_rank:

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.errors import UserError
+from utils.errors import UserError, check_numbers
 from utils.evaluation import evaluate
 from utils.lm import autocast, completion_logps, eos_ids, load_model, pad_left, save_model, trained_state
 from utils.run import Run, RunArgs, main, prepare
@@ -58,6 +58,11 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
     "tiny": dict(learning_rate=2e-3, batch_size=128, micro_batch_size=128, max_length=64, precision="float32"),
     "full": dict(learning_rate=1e-5, batch_size=32, micro_batch_size=4, max_length=2048, precision="bfloat16"),
     "lora": dict(learning_rate=1e-4, batch_size=32, micro_batch_size=4, max_length=2048, precision="bfloat16"),
+}
+RANGES = {  # what numbers must be
+    "at least 1": "max_steps batch_size micro_batch_size max_length eval_prompts eval_samples eval_max_new_tokens",
+    "at least 0": "warmup_steps weight_decay lora_rank eval_every",
+    "above 0": "learning_rate max_grad_norm",
 }
 
 
@@ -159,8 +164,7 @@ def sft_loss(logps: Tensor, mask: Tensor, total: int) -> Tensor:
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    if min(args.max_steps, args.eval_samples, args.eval_prompts) < 1:
-        raise UserError("--max-steps, --eval-samples and --eval-prompts must be at least 1")
+    check_numbers(args, RANGES)
     tasks = [load_task(spec, args.prompt_column) for spec in args.task]
     if args.model == "new":
         model, tokenizer = new_tiny_model(args.seed)
@@ -173,8 +177,6 @@ def train(args: Args) -> list[dict]:
     resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
     for name, value in resolved.items():
         setattr(args, name, value)
-    if min(args.batch_size, args.micro_batch_size) < 1:
-        raise UserError("--batch-size and --micro-batch-size must be at least 1")
     eos = eos_ids(model, tokenizer)
     names = list(dict.fromkeys(task.name for task in tasks))
     scored = {task.name: task for task in tasks if task.score is not None}

@@ -27,7 +27,7 @@ import torch
 import tyro
 
 from utils.checkpoint import load_newest, rng_state, save_checkpoint, set_rng_state, write_atomically
-from utils.errors import UserError
+from utils.errors import UserError, check_numbers
 
 try:
     import fcntl
@@ -88,9 +88,7 @@ def saved_args(folder: Path) -> dict:
 def prepare(args: RunArgs) -> torch.device:
     """Seeds every global generator, pins the thread count, and chooses the device. Raises UserError for a device that
     this machine does not have."""
-    for name, low in (("save_every", 1), ("keep", 1), ("threads", 0)):
-        if getattr(args, name) < low:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least {low}")
+    check_numbers(args, {"at least 1": "save_every keep", "at least 0": "threads"})
     if args.resume:
         saved = saved_args(Path(args.resume))
         args.threads = args.threads or saved["threads"]
