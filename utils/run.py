@@ -58,18 +58,16 @@ class RunArgs:
 
 
 def main(args_class: type, train: Callable) -> None:
-    """The command line of a script. Wrong input ends with one sentence and exit code 2; with --resume the defaults are
-    the saved run's arguments, so that only what is typed can differ."""
+    """The command line of a script. Wrong input ends with one sentence and exit code 2; with --resume or --evaluate the
+    defaults are the saved run's arguments, so that only what is typed can differ."""
     try:
-        resume = tyro.cli(dataclasses.make_dataclass("Resume", [("resume", str, "")]), return_unknown_args=True,
-                          add_help=False, args=sys.argv[1:])[0].resume  # fmt: skip
+        early = dataclasses.make_dataclass("Early", [("resume", str, ""), ("evaluate", str, "")])
+        given = tyro.cli(early, return_unknown_args=True, add_help=False, args=sys.argv[1:])[0]
         default = args_class()
-        if resume:
-            saved = saved_args(Path(resume))
+        if folder := given.resume or given.evaluate:
+            saved = saved_args(Path(folder))
             if foreign := saved.keys() - {field.name for field in dataclasses.fields(args_class)}:
-                raise UserError(
-                    f"--resume {resume} is a run of another script or version: it has {', '.join(sorted(foreign))}"
-                )
+                raise UserError(f"{folder} is a run of another script or version: it has {', '.join(sorted(foreign))}")
             default = args_class(**saved)
         train(tyro.cli(args_class, default=default, description=sys.modules["__main__"].__doc__))
     except UserError as error:
@@ -81,7 +79,7 @@ def saved_args(folder: Path) -> dict:
     try:
         args = json.loads((folder / "config.json").read_text())["args"]
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--resume {folder} is not the folder of a run: it has no readable config.json") from error
+        raise UserError(f"{folder} is not the folder of a run: it has no readable config.json") from error
     return {k: tuple(v) if isinstance(v, list) else v for k, v in args.items()}
 
 

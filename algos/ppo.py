@@ -1,0 +1,454 @@
+r"""Proximal Policy Optimization (PPO).
+
+Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv 1707.06347, equations 7 and 9), with generalised
+advantages (arXiv 1506.02438, equation 16) and the details of OpenAI's baselines that make it work (Huang et al. 2022,
+"The 37 Implementation Details of PPO"). From T steps of N environments under pi_old, maximises
+
+    J(theta) = E { min[ rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t ] + c_ent H(pi_theta(s_t)) - c_vf (V(s_t) - R_t)^2 / 2 }
+
+    rho_t   = pi_theta(a_t | s_t) / pi_old(a_t | s_t)            probability ratio
+    delta_t = r_t + gamma V(s'_t) (1 - terminated_t) - V(s_t)    s'_t: the true next observation, never that of a reset
+    A_t     = delta_t + gamma lambda (1 - done_t) A_t+1          done = terminated or truncated
+    R_t     = A_t + V(s_t)                                       target of the critic
+    H       = entropy of the policy
+
+Differences
+    - A truncated episode is bootstrapped from its last observation. CleanRL treats truncation as termination.
+    - The paper shares no parameters between policy and value for MuJoCo and neither do we; CleanRL's and SB3's agree.
+    - Values, and log-probabilities under pi_old, are computed for the whole rollout at once, before the first epoch.
+    - Advantages are normalised per minibatch (mean 0, unbiased standard deviation 1, plus 1e-8), as in baselines; the
+      paper does not. That scales gradients by a number that depends on the data; --no-normalize-advantages is without.
+    - The value loss is not clipped unless --clip-vloss (baselines clip it; arXiv 2006.05990 found that it hurts).
+    - Observations are normalised by running statistics and clipped to +-10, rewards are divided by the running standard
+      deviation of the discounted return and clipped to +-10. Baselines do so for MuJoCo only; without it CartPole needs
+      three times the steps. One set of statistics for all environments, frozen in evaluation, part of the agent.
+    - Observations are flattened (make_env). For a network that takes them apart, change `flat` of make_env and Agent.
+    - Gaussian actions are clipped to the environment's bounds when they are executed, not in their log-probability.
+    - --target-kl stops after an epoch whose mean approx_kl exceeds it. SB3 stops between minibatches, at 1.5 times it.
+    - The learning rate falls linearly to 0 (--no-anneal-lr: not); the paper anneals for Atari only.
+
+Metrics
+    return, length      of the training episodes that ended in the iteration; absent where none did
+    eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
+    explained_variance  of R_t by V(s_t); rises towards 1, below 0 is worse than a constant
+    approx_kl           mean of rho - 1 - log rho in the last epoch; 0.001 to 0.03
+    clip_fraction       share of samples outside the clip in the last epoch; 0.05 to 0.3
+    entropy             nats; falls slowly. grad_norm: before clipping, mean
+    epochs              that were run; less than --update-epochs where --target-kl stopped
+
+Run
+    python algos/ppo.py                                                           CartPole-v1
+    python algos/ppo.py --env-id Pendulum-v1 --num-envs 4 --num-steps 1024 --learning-rate 1e-3 --gamma 0.9 \
+        --total-timesteps 200000                                                  continuous actions, truncated episodes
+    python algos/ppo.py --env-id HalfCheetah-v5 --threads 1                       the paper's recipe for MuJoCo (table 3)
+    python algos/ppo.py --env-id package.module:Name-v0 --env-kwargs size=5       your own environment
+    python algos/ppo.py --env-id Hopper-v5 --num-envs 8 --num-steps 256 --vector async   for environments slower than 1 ms;
+                                                                                  sync is faster for all others
+    python algos/ppo.py --evaluate RUN --eval-episodes 100 --capture-video        scores a saved agent
+
+Expect
+    EXPECT
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.checkpoint import rng_state
+from utils.envs import EnvArgs, evaluate, make_env, make_vector, restore_vector, saved_agent, step_vector
+from utils.errors import UserError
+from utils.normalize import RunningMeanStd
+from utils.run import Run, crosses, main, prepare
+
+PRESETS = {  # what depends on the kind of actions: taken for every argument that is left at None
+    "discrete": dict(total_timesteps=100_000, num_envs=8, num_steps=128, learning_rate=1e-3, num_minibatches=4,
+                     update_epochs=8, ent_coef=0.0),
+    "continuous": dict(total_timesteps=1_000_000, num_envs=1, num_steps=2048, learning_rate=3e-4, num_minibatches=32,
+                       update_epochs=10, ent_coef=0.0),
+}  # fmt: skip
+CLIP_NORMALIZED = 10.0  # bounds of normalised observations and rewards
+
+
+@dataclass
+class Args(EnvArgs):
+    env_id: str = "CartPole-v1"
+    """a Gymnasium environment, or MODULE:NAME of one that MODULE registers"""
+    total_timesteps: int | None = None
+    """environment steps, over all environments"""
+    num_envs: int | None = None
+    """environments that are stepped together: N"""
+    num_steps: int | None = None
+    """steps of each environment between updates: T"""
+    vector: Literal["sync", "async"] = "sync"
+    """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
+    learning_rate: float | None = None
+    """learning rate of Adam, at the start"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to 0"""
+    gamma: float = 0.99
+    """discount"""
+    gae_lambda: float = 0.95
+    """lambda of the advantages"""
+    num_minibatches: int | None = None
+    """minibatches per epoch"""
+    update_epochs: int | None = None
+    """epochs over each rollout"""
+    clip_coef: float = 0.2
+    """clip of the ratio: epsilon"""
+    clip_vloss: bool = False
+    """clip the change of the value by clip_coef, too"""
+    ent_coef: float | None = None
+    """weight of the entropy bonus: c_ent"""
+    vf_coef: float = 0.5
+    """weight of the value loss: c_vf"""
+    max_grad_norm: float = 0.5
+    """gradients are clipped to this norm"""
+    target_kl: float | None = None
+    """end the epochs of a rollout when approx_kl exceeds this"""
+    normalize: bool = True
+    """normalise observations and rewards by running statistics"""
+    normalize_advantages: bool = True
+    """normalise advantages in every minibatch"""
+    hidden_size: int = 64
+    """units of the two hidden layers of policy and value network"""
+    compile: bool = False
+    """compile the networks and the loss (half a minute at the start)"""
+    save_every: int = 20_000
+    """environment steps between checkpoints"""
+
+
+class Agent(nn.Module):
+    """Separate networks for policy and value: two tanh layers, orthogonal weights (gain sqrt 2; policy head 0.01, value
+    head 1), zero biases. Box actions: diagonal Gaussian with a state-independent log_std. Discrete and multi-discrete
+    actions: categorical, `parts` the number of choices of each."""
+
+    def __init__(self, obs_size: int, space: gym.Space, hidden_size: int):
+        super().__init__()
+        self.space, self.continuous = space, isinstance(space, gym.spaces.Box)
+        if self.continuous:
+            self.parts = [int(np.prod(space.shape))]
+            self.log_std = nn.Parameter(torch.zeros(self.parts[0]))
+        else:
+            self.parts = [int(space.n)] if isinstance(space, gym.spaces.Discrete) else space.nvec.flatten().tolist()
+        self.actor = network(obs_size, hidden_size, sum(self.parts), 0.01)
+        self.critic = network(obs_size, hidden_size, 1, 1.0)
+
+    def value(self, obs: Tensor) -> Tensor:
+        """(..., D) -> (...)"""
+        return self.critic(obs)[..., 0]
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """What makes `act` a sample: normal for Gaussian actions, Gumbel for categorical ones (the maximum of logits plus
+        Gumbel noise is a draw from the softmax). Times 0, `act` gives the likeliest action."""
+        noise = torch.empty(*shape, sum(self.parts), device=generator.device)
+        return noise.normal_(generator=generator) if self.continuous else -noise.exponential_(generator=generator).log()
+
+    def act(self, obs: Tensor, noise: Tensor) -> Tensor:
+        """Actions (N, A) of observations (N, D): floats, or the index of each choice."""
+        out = self.actor(obs)
+        if self.continuous:
+            return out + self.log_std.exp() * noise
+        return torch.stack([part.argmax(-1) for part in (out + noise).split(self.parts, -1)], -1)
+
+    def log_prob(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability (of continuous actions: density) of actions (..., A), and the entropy, in nats: (...), (...)."""
+        out = self.actor(obs)
+        if self.continuous:
+            z = (actions - out) * (-self.log_std).exp()
+            log_norm = self.log_std + 0.5 * np.log(2 * np.pi)
+            return -(0.5 * z * z + log_norm).sum(-1), (0.5 + log_norm).sum().expand(out.shape[:-1])
+        logp, entropy = 0.0, 0.0
+        for i, part in enumerate(out.split(self.parts, -1)):
+            logps = part.log_softmax(-1)
+            logp = logp + logps.gather(-1, actions[..., i : i + 1].long())[..., 0]
+            entropy = entropy - (logps.exp() * logps).sum(-1)
+        return logp, entropy
+
+    def to_env(self, actions: np.ndarray) -> np.ndarray:
+        """Actions (N, A) as the vector environment takes them: Gaussian ones clipped to the bounds."""
+        if self.continuous:
+            return actions.reshape(-1, *self.space.shape).clip(self.space.low, self.space.high)
+        return actions.reshape(-1, *self.space.shape) + self.space.start
+
+
+def network(size_in: int, hidden_size: int, size_out: int, gain: float) -> nn.Sequential:
+    layers = [nn.Linear(size_in, hidden_size), nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, size_out)]
+    for layer, layer_gain in zip(layers, (2**0.5, 2**0.5, gain)):
+        nn.init.orthogonal_(layer.weight, layer_gain)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+class Statistics:
+    """Running statistics of observations and of discounted returns. Without --normalize they change nothing."""
+
+    def __init__(self, obs_size: int, num_envs: int, gamma: float, enabled: bool):
+        self.obs, self.returns, self.enabled = RunningMeanStd((obs_size,)), RunningMeanStd(), enabled
+        self.gamma, self.discounted = gamma, np.zeros(num_envs)
+
+    def observe(self, obs: np.ndarray, count: bool = False) -> np.ndarray:
+        """Normalises observations (N, D). Only training counts them, and only those that it acts on."""
+        if not self.enabled:
+            return obs
+        if count:
+            self.obs.update(obs)
+        return np.clip((obs - self.obs.mean) / np.sqrt(self.obs.var + 1e-8), -CLIP_NORMALIZED, CLIP_NORMALIZED)
+
+    def reward(self, rewards: np.ndarray, done: np.ndarray) -> np.ndarray:
+        """Counts rewards (N,) and divides them by the standard deviation of the discounted return so far."""
+        if not self.enabled:
+            return rewards
+        self.discounted = self.discounted * self.gamma + rewards
+        self.returns.update(self.discounted)
+        self.discounted = self.discounted * ~done
+        return np.clip(rewards / np.sqrt(self.returns.var + 1e-8), -CLIP_NORMALIZED, CLIP_NORMALIZED)
+
+    def state_dict(self) -> dict:
+        return {"obs": self.obs.state_dict(), "returns": self.returns.state_dict(),
+                "discounted": torch.tensor(self.discounted)}  # fmt: skip
+
+    def load_state_dict(self, state: dict) -> None:
+        self.obs.load_state_dict(state["obs"])
+        self.returns.load_state_dict(state["returns"])
+        self.discounted = state["discounted"].numpy()
+
+
+class Batch(NamedTuple):
+    """What one iteration learns from: T steps of N environments."""
+
+    obs: Tensor  # (T, N, D) float32, normalised
+    actions: Tensor  # (T, N, A), before clipping
+    rewards: Tensor  # (T, N) float32, normalised
+    next_obs: Tensor  # (T, N, D): what the step led to, before any reset
+    terminated: Tensor  # (T, N) bool
+    truncated: Tensor  # (T, N) bool
+
+
+def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor, gamma: float,
+        gae_lambda: float) -> Tensor:  # fmt: skip
+    """Generalised advantages (arXiv 1506.02438, equation 16), all (T, N). Termination ends the bootstrap from
+    `next_values`, truncation does not; the recursion ends at both, because the next row is another episode."""
+    deltas = rewards + gamma * next_values * ~terminated - values
+    decay = gamma * gae_lambda * ~done
+    advantages, last = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):
+        advantages[t] = last = deltas[t] + decay[t] * last
+    return advantages
+
+
+def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, advantages: Tensor, returns: Tensor,
+             old_values: Tensor, args: Args) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Loss of one minibatch, to be minimised (equation 9 with the sign turned), and (approx_kl, clip_fraction, entropy).
+    obs (B, D), actions (B, A), the others (B,)."""
+    logps, entropy = agent.log_prob(obs, actions)
+    values = agent.value(obs)
+    log_ratio = logps - old_logps
+    ratio = log_ratio.exp()
+    if args.normalize_advantages:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
+    errors = (values - returns) ** 2
+    if args.clip_vloss:
+        near = old_values + (values - old_values).clamp(-args.clip_coef, args.clip_coef)
+        errors = torch.max(errors, (near - returns) ** 2)
+    loss = policy_loss - args.ent_coef * entropy.mean() + args.vf_coef * 0.5 * errors.mean()
+    with torch.no_grad():
+        outside = ((ratio - 1).abs() > args.clip_coef).float()
+        metrics = torch.stack([(ratio - 1 - log_ratio).mean(), outside.mean(), entropy.mean()])
+    return loss, metrics
+
+
+def update(agent: Agent, optimizer, batch: Batch, generator: torch.Generator, args: Args,
+           loss_function: Callable = ppo_loss) -> dict[str, float]:  # fmt: skip
+    """`update_epochs` passes over one rollout in minibatches. Returns metrics."""
+    with torch.no_grad():
+        values, next_values = agent.value(batch.obs), agent.value(batch.next_obs)
+        old_logps, _ = agent.log_prob(batch.obs, batch.actions)
+        done = batch.terminated | batch.truncated
+        advantages = gae(batch.rewards, values, next_values, batch.terminated, done, args.gamma, args.gae_lambda)
+        returns = advantages + values
+    rows = [x.flatten(0, 1) for x in (batch.obs, batch.actions, old_logps, advantages, returns, values)]
+    size = len(rows[0]) // args.num_minibatches
+    norms, epochs = [], 0
+    while epochs < args.update_epochs:
+        epochs += 1
+        order, metrics = torch.randperm(len(rows[0]), generator=generator, device=rows[0].device), []
+        for minibatch in zip(*(x[order].split(size) for x in rows)):
+            loss, numbers = loss_function(agent, *minibatch, args)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            norms.append(nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm))
+            optimizer.step()
+            metrics.append(numbers)
+        approx_kl, clip_fraction, entropy = torch.stack(metrics).mean(0).tolist()
+        if args.target_kl is not None and approx_kl > args.target_kl:
+            break
+    unexplained = ((returns - values).var() / returns.var().clamp(min=1e-12)).item()
+    return {"explained_variance": 1 - unexplained, "approx_kl": approx_kl, "clip_fraction": clip_fraction,
+            "entropy": entropy, "grad_norm": torch.stack(norms).mean().item(), "epochs": epochs}  # fmt: skip
+
+
+@torch.no_grad()
+def collect(
+    agent: Agent, envs, obs: np.ndarray, statistics: Statistics, generator: torch.Generator, step: int, args: Args
+):
+    """T steps of N environments from observations `obs` (N, D), which the statistics have counted.
+
+    Returns a Batch, the observations to go on from, and (return, length) of the episodes that ended.
+    """
+    device, shape = generator.device, (args.num_steps, args.num_envs)
+    noise = agent.noise(shape, generator)
+    seen, led_to = (np.empty((*shape, obs.shape[-1]), np.float32) for _ in range(2))
+    rewards, terminated, truncated = np.empty(shape, np.float32), np.empty(shape, bool), np.empty(shape, bool)
+    actions, episodes, current = [], [], statistics.observe(obs)
+    for t in range(args.num_steps):
+        seen[t] = current
+        actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
+        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(
+            envs, agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
+        )
+        rewards[t] = statistics.reward(reward, terminated[t] | truncated[t])
+        current = statistics.observe(obs, count=True)
+        led_to[t] = statistics.observe(true_obs) if ended else current
+        episodes += ended
+    rewards, led_to, terminated, truncated, seen = (
+        torch.from_numpy(x).to(device) for x in (rewards, led_to, terminated, truncated, seen)
+    )
+    return Batch(seen, torch.stack(actions), rewards, led_to, terminated, truncated), obs.copy(), episodes
+
+
+def check(args: Args, space: gym.Space) -> None:
+    """Raises UserError for settings that no run can have."""
+    if not isinstance(space, (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
+        raise UserError(
+            f"--env-id {args.env_id} has the action space {space}: PPO needs Box, Discrete or MultiDiscrete"
+        )
+    for name in ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "hidden_size",
+                 "eval_episodes"):  # fmt: skip
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be from 0 to 1")
+    rows = args.num_envs * args.num_steps
+    if rows % args.num_minibatches or rows // args.num_minibatches < 2:
+        raise UserError(f"--num-minibatches {args.num_minibatches} must divide the {rows} rows of a rollout (num_envs * "
+                        "num_steps) into parts of at least 2")  # fmt: skip
+    if args.total_timesteps < rows:
+        raise UserError(f"--total-timesteps {args.total_timesteps} is less than one rollout of {rows} steps")
+
+
+def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor, generator: torch.Generator):
+    """What utils.envs.evaluate calls: actions (N, A) of raw observations (N, D)."""
+    normalized = torch.from_numpy(statistics.observe(obs).astype(np.float32)).to(generator.device)
+    with torch.no_grad():
+        actions = agent.act(normalized, agent.noise((len(obs),), generator) * scale)
+    return agent.to_env(actions.cpu().numpy())
+
+
+def train(args: Args) -> list[dict]:
+    device = prepare(args)
+    make = partial(make_env, args.env_id, args.env_kwargs)
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
+    env.close()
+    preset = "continuous" if isinstance(space, gym.spaces.Box) else "discrete"
+    resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
+    for name, value in resolved.items():
+        setattr(args, name, value)
+    check(args, space)
+    agent = Agent(obs_size, space, args.hidden_size).to(device)
+    statistics = Statistics(obs_size, args.num_envs, args.gamma, args.normalize)
+    scored = partial(
+        evaluate, make, partial(act_in_evaluation, agent, statistics), args.eval_episodes, args.seed, device
+    )
+    if args.evaluate:
+        saved = saved_agent(Path(args.evaluate))
+        agent.load_state_dict(saved["agent"])
+        statistics.load_state_dict(saved["statistics"])
+        print(json.dumps(scored(Path(args.evaluate) / "video" if args.capture_video else None)))
+        return []
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    rollout = args.num_envs * args.num_steps
+    iterations = args.total_timesteps // rollout
+    run = Run(args, "ppo", args.env_id, iterations * rollout, ("return", "eval/return", "explained_variance"),
+              "total_timesteps", schedule_depends_on_budget=args.anneal_lr)  # fmt: skip
+    run.print(f"settings for {preset} actions: {resolved}")
+    loss_function = ppo_loss
+    if args.compile:
+        agent.actor.compile()
+        agent.critic.compile()
+        loss_function = torch.compile(ppo_loss)
+    envs = make_vector(make, args.num_envs, args.seed, args.vector)
+
+    def state() -> dict:
+        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "statistics": statistics.state_dict(),
+                "generator": generator.get_state(), "obs": torch.from_numpy(obs), "envs": list(envs.call("snapshot"))}  # fmt: skip
+
+    step = 0
+    if run.state is not None:
+        agent.load_state_dict(run.state["agent"])
+        optimizer.load_state_dict(run.state["optimizer"])
+        statistics.load_state_dict(run.state["statistics"])
+        generator.set_state(run.state["generator"].cpu())
+        step, obs = run.state["step"], restore_vector(envs, run.state["envs"])
+    else:
+        obs = envs.reset()[0].copy()
+        statistics.observe(obs, count=True)
+    run.restore_rng()
+    while step < run.total:
+        start, before = time.perf_counter(), (step, state(), rng_state())
+        if args.anneal_lr:
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * (1 - step / run.total)
+
+        # collect
+        try:
+            batch, obs, episodes = collect(agent, envs, obs, statistics, generator, step, args)
+        except UserError:
+            raise
+        except Exception:
+            run.save(*before)  # nothing has been trained in this iteration: a resumed run repeats it
+            raise
+        collected, step = time.perf_counter(), step + rollout
+
+        # update
+        columns = update(agent, optimizer, batch, generator, args, loss_function)
+        columns |= {"learning_rate": optimizer.param_groups[0]["lr"]}
+        if episodes:
+            columns |= dict(zip(("return", "length"), np.mean(episodes, 0).tolist()))
+        columns |= {"time/collect": collected - start, "time/iteration": time.perf_counter() - start}
+        columns["time/steps_per_second"] = rollout / columns["time/iteration"]
+
+        # evaluate
+        if step == run.total or (args.eval_every and crosses(step, step - rollout, args.eval_every)):
+            columns |= scored()
+        run.log(step, **columns)
+        run.end_step(step, state)
+
+    envs.close()
+    curves = {
+        "return": ("return", "eval/return"),
+        "explained variance": ("explained_variance",),
+        "entropy": ("entropy",),
+    }
+    return run.finish(lambda folder: save_file(agent.state_dict(), folder / "model.safetensors"), curves,
+                      f"PPO on {args.env_id}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(Args, train)
