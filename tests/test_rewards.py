@@ -10,7 +10,7 @@ from helpers import SMALL, metrics, new_run
 from algos import grpo
 from utils.errors import UserError
 from utils.rewards import make_scorer
-from utils.tasks import Task
+from utils.tasks import Task, load_task
 
 TASK = Task("mine", lambda index, seed: {"prompt": "?"}, [])
 CHAT = [[{"role": "user", "content": "one?"}], [{"role": "user", "content": "two?"}]]
@@ -121,6 +121,29 @@ def test_function_that_scores_nothing_logs_nothing(tmp_path):
     path = write(tmp_path, "def nothing(completions, **columns): return [None] * 4")
     result = scored([f"{path}:nothing"])
     assert result.columns == {} and result.rewards.isnan().all()
+
+
+def test_steps_without_any_reward_are_logged_without_one(tmp_path, capsys):
+    """Where every reward is None there is no mean: no column, neither of training nor of evaluation, and no NaN, which
+    JSON does not have; the terminal says so, and what is known is logged."""
+    path = write(
+        tmp_path,
+        "def f(completions, trainer_state, **columns):\n"
+        "    return [None if trainer_state.global_step < 2 else float(len(text)) for text in completions]\n",
+    )
+    task = Task("mine", load_task("sort").train, load_task("sort").heldout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "load_task", lambda *_: task)
+        run = new_run(
+            grpo, tmp_path / "runs", *SMALL["grpo"], "--eval-every", 1, "--max-steps", 2, "--reward", f"{path}:f"
+        )
+    assert "NaN" not in (run / "metrics.jsonl").read_text()
+    start, first, second = metrics(run)
+    unknown = {"reward", "reward_std", "reward/f", "eval/greedy", "eval/sampled"}
+    assert not unknown & (start.keys() | first.keys()) and {"entropy", "grad_norm", "frac_zero_std"} <= first.keys()
+    assert first["frac_zero_std"] == 1 and first["grad_norm"] == 0
+    assert {"reward", "reward_std", "reward/f"} <= second.keys()
+    assert "step 1: not finite, so not logged: reward, reward_std, eval/greedy, eval/sampled" in capsys.readouterr().out
 
 
 def test_same_name_twice(tmp_path):

@@ -205,15 +205,17 @@ LITTLE, CUT_OFF, CONSTANT = "equal rewards", "cut off", "reward has not changed"
         (lambda i: {"frac_zero_std": 0.95 if i in (3, 4, 6) else 0.2}, LITTLE, 3),
         (lambda i: {"truncated": 1.0 if i >= 2 else 0.9}, CUT_OFF, 2),
         (lambda i: {"reward": 0.5 if i >= 4 else i / 10}, CONSTANT, 8),
+        (lambda i: {"reward": None} if i >= 4 else {}, CONSTANT, 8),
         (lambda i: {}, None, None),
     ],
 )
 def test_advice(change, line, begins):
-    """Each condition is named once, at the step where it begins; a healthy run gets no advice."""
+    """Each condition is named once, at the step where it begins; a healthy run gets no advice. None: no reward is known."""
     healthy = {"frac_zero_std": 0.5, "truncated": 0.1}
     history = [{"step": 0, "eval/greedy": 0.1}] + [
         {"step": i, "reward": i / 100, **healthy, **change(i)} for i in range(1, 12)
     ]
+    history = [{name: value for name, value in row.items() if value is not None} for row in history]
     said = {i: text for i in range(1, 12) if (text := advice(history[: i + 1]))}
     assert list(said) == ([] if line is None else [begins])
     assert line is None or line in said[begins]
@@ -307,6 +309,15 @@ def test_dynamic_sampling(every, rounds):
             assert by_tokens[reward] == (prompt, samples.completion_ids[i][samples.completion_mask[i]].tolist())
         else:
             assert prompt == task.train(8 + int(group[0] // 100), 1)["prompt"]
+
+
+def test_a_diverged_run_is_seen(tmp_path, monkeypatch, capsys):
+    """A number that is not finite is named in the terminal and left out of metrics.jsonl, which stays JSON."""
+    update = grpo.update
+    monkeypatch.setattr(grpo, "update", lambda *args: update(*args) | {"grad_norm": float("inf")})
+    rows = metrics(new_run(grpo, tmp_path, *SMALL["grpo"], "--max-steps", 1))
+    assert "grad_norm" not in rows[1] and "entropy" in rows[1]
+    assert "step 1: not finite, so not logged: grad_norm" in capsys.readouterr().out
 
 
 def test_plot_draws_what_is_there(tmp_path):

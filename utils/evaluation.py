@@ -21,8 +21,8 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: 
     """Scores greedy answers and `num_samples` sampled ones for each of the first `num_prompts` held-out rows.
 
     Where the task scores itself: eval/greedy, eval/pass@1 and eval/pass@n, and the task's further scores of greedy answers.
-    Else `score` (as make_scorer returns it) gives eval/greedy and eval/sampled, mean rewards. Uses a generator of its own
-    and leaves the global ones as it found them.
+    Else `score` (as make_scorer returns it) gives eval/greedy and eval/sampled, mean rewards, NaN where none is known.
+    Uses a generator of its own and leaves the global ones as it found them.
     """
     before = rng_state()
     generator = torch.Generator(model.device).manual_seed(seed)
@@ -60,9 +60,9 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: 
 
 
 def mean(values: list[float]) -> float:
-    """The mean without NaN (skipped samples); 0 where nothing is left."""
+    """The mean without NaN (skipped samples); NaN where nothing is left."""
     kept = [value for value in values if not math.isnan(value)]
-    return sum(kept) / max(1, len(kept))
+    return sum(kept) / len(kept) if kept else math.nan
 
 
 def decode(samples, tokenizer) -> tuple[list[str], list[list[int]]]:
@@ -84,7 +84,7 @@ def show(tokenizer, prompt_ids: list[int], token_lists: list[list[int]], rewards
 def advice(history: list[dict]) -> str | None:
     """One line with cause and remedy where the newest step shows that little can be learnt; each is said once in a run.
 
-    Reads the columns frac_zero_std, truncated and reward.
+    Reads the columns frac_zero_std, truncated and, where any reward was known, reward.
     """
     checks = {
         "nearly all groups have equal rewards, so there is little to learn from: use easier or harder prompts, more "
@@ -92,9 +92,9 @@ def advice(history: list[dict]) -> str | None:
         "nearly all completions are cut off before they end: raise --max-completion-length, or check that the prompt "
         "shown above makes the model stop": lambda h: h[-1]["truncated"] > 0.9,
         "the reward has not changed for five steps: check that the reward function reads the right columns and that "
-        "answers can earn different rewards": lambda h: len(h) == 5 and len({row["reward"] for row in h}) == 1,
+        "answers can earn different rewards": lambda h: len(h) == 5 and len({row.get("reward") for row in h}) == 1,
     }
-    steps = [row for row in history if "reward" in row]
+    steps = [row for row in history if "frac_zero_std" in row]
     for line, holds in checks.items():
         if holds(steps[-5:]) and not any(holds(steps[max(0, end - 5) : end]) for end in range(1, len(steps))):
             return line

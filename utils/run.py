@@ -9,6 +9,7 @@ RUN/curve.png, RUN/model/
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import random
@@ -196,7 +197,11 @@ class Run:
         self.bar.write(text) if hasattr(self, "bar") else print(text, flush=True)
 
     def log(self, step: int, **columns: float) -> None:
-        """Appends one row to metrics.jsonl and moves the progress bar."""
+        """Appends one row to metrics.jsonl and moves the progress bar. A number that is not finite, which JSON does not
+        have (a mean over nothing, a run that diverged), is left out of the row and named in the terminal."""
+        if left_out := [name for name, value in columns.items() if not math.isfinite(value)]:
+            self.print(f"step {step}: not finite, so not logged: {', '.join(left_out)}")
+        columns = {name: value for name, value in columns.items() if name not in left_out}
         row = {"step": step, **columns}
         self.history.append(row)
         self.metrics.write((json.dumps(row) + "\n").encode())
