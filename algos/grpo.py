@@ -401,10 +401,10 @@ def train(args: Args) -> list[dict]:
             "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
         )
 
-    def evaluation() -> dict[str, float]:
+    def evaluation(step: int) -> dict[str, float]:
         with autocast(device, args.precision):
             return evaluate(model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
-                            args.max_completion_length, args.temperature, args.seed)  # fmt: skip
+                            args.max_completion_length, args.temperature, args.seed, step)  # fmt: skip
 
     def state() -> dict:
         return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "next_row": next_row,
@@ -417,7 +417,7 @@ def train(args: Args) -> list[dict]:
         generator.set_state(run.state["generator"].cpu())
         step, next_row = run.state["step"], run.state["next_row"]
     else:
-        run.log(0, **evaluation())
+        run.log(0, **evaluation(0))
         run.save(0, state())
     run.restore_rng()
     model.train()
@@ -464,7 +464,7 @@ def train(args: Args) -> list[dict]:
         columns["time/tokens_per_second"] = lengths.sum().item() / columns["time/step"]
         if due:
             try:
-                columns |= evaluation()
+                columns |= evaluation(step)
             except Exception:  # a reward function of the user's: the update is done, only its evaluation is lost
                 run.log(step, **columns)
                 run.save(step, state())

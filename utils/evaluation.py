@@ -17,12 +17,12 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: int, num_samples: int, max_new_tokens: int,
-             temperature: float, seed: int, rows_at_once: int = 512) -> dict[str, float]:  # fmt: skip
+             temperature: float, seed: int, step: int = 0, rows_at_once: int = 512) -> dict[str, float]:  # fmt: skip
     """Scores greedy answers and `num_samples` sampled ones for each of the first `num_prompts` held-out rows.
 
     Where the task scores itself: eval/greedy, eval/pass@1 and eval/pass@n, and the task's further scores of greedy answers.
-    Else `score` (as make_scorer returns it) gives eval/greedy and eval/sampled, mean rewards, NaN where none is known.
-    Uses a generator of its own and leaves the global ones as it found them.
+    Else `score` (as make_scorer returns it, called with the training step) gives eval/greedy and eval/sampled, mean
+    rewards, NaN where none is known. Uses a generator of its own and leaves the global ones as it found them.
     """
     before = rng_state()
     generator = torch.Generator(model.device).manual_seed(seed)
@@ -38,7 +38,7 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: 
             repeated = [row for row in some for _ in range(count)]
             if task.score is None:
                 shown = [prompt for prompt in prompts for _ in range(count)]
-                scores = [{"reward": r} for r in score(repeated, shown, texts, token_lists, 0).rewards.tolist()]
+                scores = [{"reward": r} for r in score(repeated, shown, texts, token_lists, step).rewards.tolist()]
             else:
                 scores = [task.score(row, text) for row, text in zip(repeated, texts)]
             into += [s["reward"] for s in scores]
