@@ -155,6 +155,18 @@ def test_same_name_twice(tmp_path):
     assert result.rewards.tolist() == [3.0] * 4 and sorted(result.columns.values()) == [1.0, 2.0]
 
 
+def test_a_file_is_run_once(tmp_path, monkeypatch):
+    """Two functions of one file share what it holds (a loaded model, a cache), however its path is written."""
+    path = write(
+        tmp_path,
+        "seen = []\n"
+        "def f(completions, **columns): seen.append(1); return [0.0] * 4\n"
+        "def g(completions, **columns): return [float(len(seen))] * 4",
+    )
+    monkeypatch.chdir(tmp_path)
+    assert scored([f"{path}:f", "mine.py:g"]).rewards.tolist() == [1.0] * 4
+
+
 @pytest.mark.parametrize("value", ["float('nan')", "float('inf')"])
 def test_not_a_number_is_refused(value, tmp_path):
     """NaN and infinity would spoil the whole group: the function is named, and the completion."""

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -23,9 +23,28 @@ class Scored(NamedTuple):
     extra: dict[str, list]  # columns that reward functions attached to the samples by log_extra
 
 
-def load_function(spec: str) -> Callable:
-    """`file.py:name` or `package.module:name`. The file's own folder comes first on sys.path while it is imported, and a
-    package called `utils` there is found instead of ours. Raises UserError where there is no such file or function."""
+def load_file(path: Path) -> ModuleType:
+    """The file as a module. Its own folder comes first on sys.path while it is imported, and a package called `utils` there
+    is found instead of ours."""
+    theirs = (path.parent / "utils").is_dir() or (path.parent / "utils.py").is_file()
+    ours = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == "utils"}
+    search, root = list(sys.path), Path(__file__).resolve().parents[1]
+    sys.path[:] = [str(path.parent), *(p for p in search if Path(p).resolve() != root)]
+    module_spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses look their module up there
+    try:
+        module_spec.loader.exec_module(module)
+    finally:
+        if "utils" not in sys.modules and not theirs:  # else the name is the user's from here: ours is all loaded
+            sys.modules.update(ours)
+            sys.path[:] = [*search, str(path.parent)]  # last, for what the functions import when they are called
+    return module
+
+
+def load_function(spec: str, loaded: dict[Path, ModuleType]) -> Callable:
+    """`file.py:name` or `package.module:name`; a file that is in `loaded` is not run again, so its functions share what
+    it holds. Raises UserError where there is no such file or function."""
     source, _, name = spec.rpartition(":")
     if not source:
         raise UserError(f"--reward {spec} names no function: write FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
@@ -33,19 +52,7 @@ def load_function(spec: str) -> Callable:
         path = Path(source).expanduser().resolve()
         if not path.is_file():
             raise UserError(f"--reward {spec}: there is no file {path}")
-        theirs = (path.parent / "utils").is_dir() or (path.parent / "utils.py").is_file()
-        ours = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == "utils"}
-        search, root = list(sys.path), Path(__file__).resolve().parents[1]
-        sys.path[:] = [str(path.parent), *(p for p in search if Path(p).resolve() != root)]
-        module_spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules[module_spec.name] = module  # dataclasses look their module up there
-        try:
-            module_spec.loader.exec_module(module)
-        finally:
-            if "utils" not in sys.modules and not theirs:  # else the name is the user's from here: ours is all loaded
-                sys.modules.update(ours)
-                sys.path[:] = [*search, str(path.parent)]  # last, for what the functions import when they are called
+        module = loaded[path] = loaded.get(path) or load_file(path)
     else:
         sys.path.append(str(Path.cwd()))  # where the user's own package is, as with python -m
         try:
@@ -70,7 +77,8 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
         raise UserError(f"--reward-weights are {' '.join(map(str, weights))}: they must be finite")
     if not specs and task.score is None:
         raise UserError(f"the task {task.name} cannot score answers itself: give --reward FILE.py:FUNCTION")
-    functions = [load_function(spec) for spec in specs]
+    loaded = {}
+    functions = [load_function(spec, loaded) for spec in specs]
     names = [getattr(f, "__name__", spec.rpartition(":")[2]) for f, spec in zip(functions, specs)]
     names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
     weight = torch.tensor(weights or [1.0] * len(specs))
