@@ -22,6 +22,7 @@ Differences
     - The gradient of k3 in the loss is that of KL(pi_ref || pi_theta) per token, not of the KL that its value estimates.
     - pi_old is the sampler's own log-probability, so a difference between sampler and scorer (bfloat16) is corrected, and
       no extra forward pass is needed. TRL recomputes it or takes rho = 1.
+    - Dropout is off, so that the policy that is updated is the one that sampled. TRL keeps the model's own.
     - Sampling and scoring both divide logits by --temperature; there is no top-k or top-p.
     - One optimizer step per update epoch on the whole batch. Denominators are those of the whole step, so micro-batches
       do not change the result. Completions cut off by the length limit are trained unless --mask-truncated-completions;
@@ -91,6 +92,7 @@ from utils.lm import (
     sample,
     save_model,
     trained_state,
+    without_dropout,
 )
 from utils.rewards import Scored, make_scorer
 from utils.run import Run, RunArgs, main, prepare
@@ -378,6 +380,7 @@ def train(args: Args) -> list[dict]:
     score = make_scorer(task, args.reward, args.reward_weights, args.max_steps)
     model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
                                   args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
+    without_dropout(model)
     size = sum(p.numel() for p in model.parameters())
     preset = "lora" if args.lora_rank else "tiny" if size < 10e6 else "full"
     resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}

@@ -13,6 +13,7 @@ Differences
       means of micro-batches weight tokens by the split.
     - TRL's SFTTrainer packs or trains on the prompt by configuration; here prompts never enter the loss.
     - The paper does not mask the prompt explicitly; masking it is today's convention.
+    - Dropout is what the model's own configuration says: none in most models of today, 0.1 in GPT-2.
     - Chat completions are cut after their first EOS, so that a template's trailing newline is not trained.
 
 Metrics

@@ -7,11 +7,12 @@ import copy
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import utils.lm
 from algos import grpo
-from utils.lm import TINY_MODEL, Samples, completion_logps, load_model, pad_left, sample
+from utils.lm import TINY_MODEL, Samples, completion_logps, load_model, pad_left, sample, without_dropout
 
 G, T = 4, 6
 PROMPTS = [[5, 6, 7], [4, 8, 9, 10, 11, 12], [3], [13, 5]]
@@ -273,6 +274,30 @@ def test_sampling_follows_the_model():
             expected = (model(torch.tensor([prompt])).logits[0, -1] / 1.5).softmax(-1)
         found = torch.bincount(first[row], minlength=16) / count
         assert ((found - expected).abs() < 5 * (expected * (1 - expected) / count).sqrt() + 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GPT2Config(vocab_size=16, n_embd=32, n_layer=2, n_head=2, attn_implementation="eager"),
+        transformers.GPT2Config(vocab_size=16, n_embd=32, n_layer=2, n_head=2, attn_implementation="sdpa"),
+        transformers.OPTConfig(vocab_size=16, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2,
+                               word_embed_proj_dim=32, attention_dropout=0.1),
+        LlamaConfig(vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                    attention_dropout=0.1),
+    ],
+    ids=["GPT-2", "GPT-2 sdpa", "OPT", "Llama"],
+)  # fmt: skip
+def test_without_dropout_training_mode_is_evaluation_mode(config):
+    """Whatever an architecture calls it, and wherever it keeps the number: the scorer's policy is the sampler's."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    inputs = [*pad_left(PROMPTS, "cpu"), torch.randint(0, 16, (P, T)), torch.ones(P, T, dtype=torch.bool)]
+    with torch.no_grad():
+        expected = completion_logps(model.eval(), *inputs)[0]
+        assert not torch.equal(completion_logps(model.train(), *inputs)[0], expected)
+        without_dropout(model)
+        assert torch.equal(completion_logps(model, *inputs)[0], expected) and model.training
 
 
 @pytest.mark.parametrize("eos", [[1], EOS_IDS, [0]])

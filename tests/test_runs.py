@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 from helpers import SMALL, checkpoints, command_line, metrics, new_run, runs_in, start, weights
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import utils.run
 from algos import grpo, sft
@@ -255,6 +255,18 @@ def test_gradient_checkpointing_changes_nothing(finished, tmp_path):
         assert {**ours, **{k: v for k, v in plain.items() if k.startswith("eval/")}} == pytest.approx(
             plain, rel=1e-3, abs=1e-5
         )
+
+
+def test_dropout_is_off_but_stays_in_the_configuration(tmp_path):
+    """A model with dropout is sampled and trained without it, and saved with it, for whoever trains it next."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=22, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(tmp_path / "model")
+    flags = ["--max-steps", 1, "--gradient-checkpointing", "--model", tmp_path / "model"]
+    run = new_run(grpo, tmp_path / "runs", *SMALL["grpo"], *flags)
+    assert metrics(run)[1]["sampler_gap"] < 1e-5
+    assert json.loads((run / "model" / "config.json").read_text())["resid_pdrop"] == 0.1
 
 
 def test_bfloat16_trains_float32_weights(finished, tmp_path):

@@ -79,6 +79,16 @@ def save_model(model, tokenizer, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def without_dropout(model) -> None:
+    """Turns dropout off in training mode too, which gradient checkpointing needs. The configuration that is saved keeps it."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "drop" in name:  # of functional dropout
+                setattr(module, name, 0.0)
+
+
 def trained_state(model) -> dict[str, Tensor]:
     """What a checkpoint needs of a model: the parameters that are trained. The frozen rest comes from --model again."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
