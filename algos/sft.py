@@ -56,10 +56,13 @@ from utils.tasks import encode_prompt, load_task, present
 from utils.tiny import new_tiny_model
 
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
-    "tiny": dict(learning_rate=2e-3, batch_size=128, micro_batch_size=128, max_length=64, precision="float32"),
-    "full": dict(learning_rate=1e-5, batch_size=32, micro_batch_size=4, max_length=2048, precision="bfloat16"),
-    "lora": dict(learning_rate=1e-4, batch_size=32, micro_batch_size=4, max_length=2048, precision="bfloat16"),
-}
+    "tiny": dict(learning_rate=2e-3, batch_size=128, micro_batch_size=128, max_length=64, precision="float32",
+                 eval_max_new_tokens=32),
+    "full": dict(learning_rate=1e-5, batch_size=32, micro_batch_size=4, max_length=2048, precision="bfloat16",
+                 eval_max_new_tokens=512),
+    "lora": dict(learning_rate=1e-4, batch_size=32, micro_batch_size=4, max_length=2048, precision="bfloat16",
+                 eval_max_new_tokens=512),
+}  # fmt: skip
 RANGES = {  # what numbers must be
     "at least 1": "max_steps batch_size micro_batch_size max_length eval_prompts eval_samples eval_max_new_tokens",
     "at least 0": "warmup_steps weight_decay lora_rank eval_every",
@@ -108,7 +111,7 @@ class Args(RunArgs):
     """held-out prompts per evaluation"""
     eval_samples: int = 8
     """sampled answers per held-out prompt"""
-    eval_max_new_tokens: int = 32
+    eval_max_new_tokens: int | None = None
     """length limit of answers in evaluation"""
 
 

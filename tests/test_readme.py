@@ -20,7 +20,7 @@ SCRIPTS = sorted(path.stem for path in (ROOT / "algos").glob("*.py"))
 TINY = {  # what makes a command of any size run in seconds, on what is here
     "grpo": dict(max_steps=2, num_prompts=4, num_generations=4, micro_batch_size=4, max_completion_length=12,
                  eval_prompts=4, eval_every=0),
-    "sft": dict(max_steps=2, batch_size=4, micro_batch_size=2, eval_prompts=4, eval_every=0),
+    "sft": dict(max_steps=2, batch_size=4, micro_batch_size=2, eval_prompts=4, eval_every=0, eval_max_new_tokens=12),
 }  # fmt: skip
 
 

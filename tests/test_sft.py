@@ -83,6 +83,18 @@ def test_a_template_that_rewrites_its_prompt_is_refused():
         sft.completion_ids({"prompt": "21", "completion": "12"}, tokenizer, [1])
 
 
+@pytest.mark.parametrize("lora_rank, limit", [(0, 32), (2, 512)])
+def test_answers_in_evaluation_are_as_long_as_the_model_needs(lora_rank, limit, tmp_path, monkeypatch):
+    """The embedded model's limit would cut off nearly every answer of a real model."""
+    if lora_rank:
+        pytest.importorskip("peft", reason="not run: peft is not installed")
+    limits = []
+    monkeypatch.setattr(sft, "evaluate", lambda *args: limits.append(args[6]) or {})
+    sft.train(sft.Args(model=TINY_MODEL, task=("sort",), max_steps=1, batch_size=2, lora_rank=lora_rank,
+                       output_dir=str(tmp_path)))  # fmt: skip
+    assert limits == [limit]
+
+
 def test_the_shipped_model_is_what_readme_says():
     """Small, ordinary, and a warm start: room above it, and not by sharpening alone."""
     from utils.evaluation import evaluate
