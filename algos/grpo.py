@@ -87,6 +87,7 @@ from utils.lm import (
     autocast,
     completion_logps,
     eos_ids,
+    join,
     load_model,
     pad_left,
     sample,
@@ -100,16 +101,16 @@ from utils.schedule import learning_rate
 from utils.tasks import Task, encode_prompt, load_task, present
 
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
-    "tiny": dict(learning_rate=1e-4, adam_beta2=0.999, num_prompts=64, num_generations=8, micro_batch_size=256,
-                 max_completion_length=20, beta=0.0, precision="float32"),
-    "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=16, num_generations=8, micro_batch_size=4,
-                 max_completion_length=512, beta=0.04, precision="bfloat16"),
-    "lora": dict(learning_rate=1e-5, adam_beta2=0.999, num_prompts=16, num_generations=8, micro_batch_size=4,
-                 max_completion_length=512, beta=0.04, precision="bfloat16"),
+    "tiny": dict(learning_rate=1e-4, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=512,
+                 micro_batch_size=256, max_completion_length=20, beta=0.0, precision="float32"),
+    "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=16, num_generations=8, sample_batch_size=64,
+                 micro_batch_size=4, max_completion_length=512, beta=0.04, precision="bfloat16"),
+    "lora": dict(learning_rate=1e-5, adam_beta2=0.999, num_prompts=16, num_generations=8, sample_batch_size=64,
+                 micro_batch_size=4, max_completion_length=512, beta=0.04, precision="bfloat16"),
 }  # fmt: skip
 RANGES = {  # what numbers must be
-    "at least 1": "max_steps num_prompts max_completion_length micro_batch_size num_iterations max_sampling_rounds "
-    "eval_prompts eval_samples",
+    "at least 1": "max_steps num_prompts sample_batch_size max_completion_length micro_batch_size num_iterations "
+    "max_sampling_rounds eval_prompts eval_samples",
     "at least 0": "beta warmup_steps weight_decay lora_rank eval_every",
     "above 0": "temperature epsilon epsilon_high learning_rate max_grad_norm",
     "at least 0 and below 1": "adam_beta2",
@@ -135,6 +136,8 @@ class Args(RunArgs):
     """prompts per step"""
     num_generations: int | None = None
     """completions per prompt: G"""
+    sample_batch_size: int | None = None
+    """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
     max_completion_length: int | None = None
     """new tokens at most"""
     temperature: float = 1.0
@@ -297,14 +300,18 @@ def collect(model, tokenizer, task: Task, score: Callable, first: int, step: int
     Returns samples, what `score` said, the next row, and the share of groups without variance among all sampled ones.
     """
     kept, without_variance, seen = [], [], 0
+    at_once = max(1, args.sample_batch_size // args.num_generations)
     for _ in range(args.max_sampling_rounds if args.dynamic_sampling else 1):
         rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
         first += args.num_prompts
         prompts = [present(row, tokenizer) for row in rows]
-        ids, mask = pad_left([encode_prompt(prompt, tokenizer) for prompt in prompts], model.device)
+        tokens = [encode_prompt(prompt, tokenizer) for prompt in prompts]
         with autocast(model.device, args.precision):
-            samples = sample(model, ids, mask, args.num_generations, args.max_completion_length,
-                             eos_ids(model, tokenizer), args.temperature, generator)  # fmt: skip
+            samples = join([
+                sample(model, *pad_left(tokens[i : i + at_once], model.device), args.num_generations,
+                       args.max_completion_length, eos_ids(model, tokenizer), args.temperature, generator)
+                for i in range(0, len(tokens), at_once)
+            ])  # fmt: skip
         texts, token_lists = decode(samples, tokenizer)
         repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
         scored = score(repeated, shown, texts, token_lists, step)
@@ -327,24 +334,14 @@ def zero_std(groups: Tensor) -> Tensor:
 
 
 def merge(groups: list[tuple[Samples, Scored, int]], size: int) -> tuple[Samples, Scored]:
-    """One Samples and one Scored of the chosen groups, padded to the widest prompt and the longest completion. The logged
-    columns of reward functions are those of the last round of sampling, discarded groups included."""
-
-    def stack(field: str, per_prompt: bool, at_left: bool = False) -> Tensor:
-        parts = [getattr(samples, field)[g : g + 1] if per_prompt else getattr(samples, field)[g * size : (g + 1) * size]
-                 for samples, _, g in groups]  # fmt: skip
-        if parts[0].dim() == 1:
-            return torch.cat(parts)
-        width = max(part.shape[1] for part in parts)
-        missing = [width - part.shape[1] for part in parts]
-        pads = [(m, 0) if at_left else (0, m) for m in missing]
-        return torch.cat([torch.nn.functional.pad(part, pad) for part, pad in zip(parts, pads)])
-
-    fields = [stack("prompt_ids", True, True), stack("prompt_mask", True, True)]
-    fields += [stack(field, False) for field in ("completion_ids", "completion_mask", "logps", "ended")]
+    """One Samples and one Scored of the chosen groups. The logged columns of reward functions are those of the last round
+    of sampling, discarded groups included."""
+    parts = [
+        Samples(*(x[g : g + 1] for x in samples[:2]), *(x[g * size : (g + 1) * size] for x in samples[2:]))
+        for samples, _, g in groups
+    ]
     rewards = torch.cat([scored.rewards[g * size : (g + 1) * size] for _, scored, g in groups])
-    last = groups[-1][1]
-    return Samples(*fields), Scored(rewards, last.columns, {})
+    return join(parts), Scored(rewards, groups[-1][1].columns, {})
 
 
 @torch.no_grad()
@@ -407,7 +404,8 @@ def train(args: Args) -> list[dict]:
     def evaluation(step: int) -> dict[str, float]:
         with autocast(device, args.precision):
             return evaluate(model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
-                            args.max_completion_length, args.temperature, args.seed, step)  # fmt: skip
+                            args.max_completion_length, args.temperature, args.seed, step,
+                            args.sample_batch_size)  # fmt: skip
 
     def state() -> dict:
         return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "next_row": next_row,

@@ -57,14 +57,15 @@ from utils.tiny import new_tiny_model
 
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
     "tiny": dict(learning_rate=2e-3, batch_size=128, micro_batch_size=128, max_length=64, precision="float32",
-                 eval_max_new_tokens=32),
+                 eval_max_new_tokens=32, sample_batch_size=512),
     "full": dict(learning_rate=1e-5, batch_size=32, micro_batch_size=4, max_length=2048, precision="bfloat16",
-                 eval_max_new_tokens=512),
+                 eval_max_new_tokens=512, sample_batch_size=64),
     "lora": dict(learning_rate=1e-4, batch_size=32, micro_batch_size=4, max_length=2048, precision="bfloat16",
-                 eval_max_new_tokens=512),
+                 eval_max_new_tokens=512, sample_batch_size=64),
 }  # fmt: skip
 RANGES = {  # what numbers must be
-    "at least 1": "max_steps batch_size micro_batch_size max_length eval_prompts eval_samples eval_max_new_tokens",
+    "at least 1": "max_steps batch_size micro_batch_size max_length eval_prompts eval_samples eval_max_new_tokens "
+    "sample_batch_size",
     "at least 0": "warmup_steps weight_decay lora_rank eval_every",
     "above 0": "learning_rate max_grad_norm",
 }
@@ -113,6 +114,8 @@ class Args(RunArgs):
     """sampled answers per held-out prompt"""
     eval_max_new_tokens: int | None = None
     """length limit of answers in evaluation"""
+    sample_batch_size: int | None = None
+    """answers sampled at once in evaluation, rounded to whole prompts; limits the cache's memory"""
 
 
 def completion_ids(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int]]:
@@ -209,7 +212,8 @@ def train(args: Args) -> list[dict]:
         for task in scored.values():
             with autocast(device, args.precision):
                 scores = evaluate(model, tokenizer, task, None, args.eval_prompts, args.eval_samples,
-                                  args.eval_max_new_tokens, 1.0, args.seed)  # fmt: skip
+                                  args.eval_max_new_tokens, 1.0, args.seed,
+                                  rows_at_once=args.sample_batch_size)  # fmt: skip
             prefix = f"eval/{task.name}/" if len(scored) > 1 else "eval/"
             columns |= {name.replace("eval/", prefix, 1): value for name, value in scores.items()}
         return columns

@@ -98,8 +98,8 @@ def time_ours(warmup: int, steps: int) -> dict:
 
     grpo.eos_ids = lambda model, tokenizer: []
     task, args = speed_task(), grpo.Args(
-        num_prompts=PROMPTS, num_generations=GROUP, micro_batch_size=PROMPTS * GROUP, beta=0.0, precision="float32",
-        max_completion_length=NEW_TOKENS, learning_rate=1e-4,
+        num_prompts=PROMPTS, num_generations=GROUP, sample_batch_size=PROMPTS * GROUP, micro_batch_size=PROMPTS * GROUP,
+        beta=0.0, precision="float32", max_completion_length=NEW_TOKENS, learning_rate=1e-4,
     )  # fmt: skip
     score = make_scorer(task, (), (), warmup + steps)
     model, tokenizer = load_model(TINY_MODEL)

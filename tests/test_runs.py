@@ -12,10 +12,11 @@ import torch
 from helpers import SMALL, checkpoints, command_line, metrics, new_run, runs_in, start, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
+import utils.evaluation
 import utils.run
 from algos import grpo, sft
 from utils.evaluation import advice, evaluate, show
-from utils.lm import TINY_MODEL, load_model
+from utils.lm import TINY_MODEL, completion_logps, load_model, sample
 from utils.rewards import Scored
 from utils.run import plot
 from utils.tasks import load_task
@@ -287,7 +288,7 @@ def test_dynamic_sampling(every, rounds):
     --max-sampling-rounds times, and what is missing then is filled with other groups. Here one prompt in `every` has one."""
     model, tokenizer = load_model(TINY_MODEL)
     args = grpo.Args(task="sort", num_prompts=4, num_generations=3, max_completion_length=6, precision="float32",
-                     dynamic_sampling=True, max_sampling_rounds=5)  # fmt: skip
+                     sample_batch_size=12, dynamic_sampling=True, max_sampling_rounds=5)  # fmt: skip
     calls = []
 
     def of_row(ids, i, step_row):
@@ -330,6 +331,39 @@ def test_a_diverged_run_is_seen(tmp_path, monkeypatch, capsys):
     rows = metrics(new_run(grpo, tmp_path, *SMALL["grpo"], "--max-steps", 1))
     assert "grad_norm" not in rows[1] and "entropy" in rows[1]
     assert "step 1: not finite, so not logged: grad_norm" in capsys.readouterr().out
+
+
+def test_sampling_in_parts(monkeypatch):
+    """--sample-batch-size rounded to whole prompts, at least one: the parts are put together in order, whatever their
+    widths, each token with its own log-probability."""
+    model, tokenizer = load_model(TINY_MODEL)
+    settings = dict(task="sort", num_prompts=5, num_generations=4, max_completion_length=12, precision="float32")
+    score = lambda *columns: Scored(torch.zeros(20), {}, {})  # noqa: E731
+    monkeypatch.setattr(grpo, "sample", lambda *inputs: parts.append(sample(*inputs)) or parts[-1])
+    task = load_task("sort")
+    for limit, prompts in ((11, [2, 2, 1]), (1, [1] * 5), (20, [5])):
+        args, parts = grpo.Args(sample_batch_size=limit, **settings), []
+        samples, *_ = grpo.collect(model, tokenizer, task, score, 0, 1, torch.Generator().manual_seed(1), args)
+        assert [len(part.prompt_ids) for part in parts] == prompts
+        assert len({part.prompt_ids.shape[1] for part in parts}) > 1 or prompts == [5]
+        texts = [tokenizer.decode(ids[mask]) for ids, mask in zip(samples.prompt_ids, samples.prompt_mask)]
+        assert texts == [task.train(i, 1)["prompt"] for i in range(5)]
+        with torch.no_grad():
+            logps, _ = completion_logps(model, *samples[:4])
+        mask = samples.completion_mask
+        torch.testing.assert_close(samples.logps[mask], logps[mask], rtol=0, atol=1e-5)
+        assert samples.ended.tolist() == sum((part.ended.tolist() for part in parts), [])
+
+
+@pytest.mark.parametrize("module", [grpo, sft])
+def test_evaluation_samples_in_parts_too(module, tmp_path, monkeypatch):
+    """Memory that suffices for training's samples suffices for evaluation's."""
+    rows = []
+    spy = lambda *inputs: rows.append(len(inputs[1]) * inputs[3]) or sample(*inputs)  # noqa: E731
+    monkeypatch.setattr(utils.evaluation, "sample", spy)
+    algo = module.__name__.rpartition(".")[2]
+    new_run(module, tmp_path, *SMALL[algo], "--max-steps", 1, "--eval-samples", 3, "--sample-batch-size", 8)
+    assert max(rows) == 6 and set(rows) == {2, 6}
 
 
 def test_plot_draws_what_is_there(tmp_path):

@@ -89,7 +89,7 @@ def test_answers_in_evaluation_are_as_long_as_the_model_needs(lora_rank, limit, 
     if lora_rank:
         pytest.importorskip("peft", reason="not run: peft is not installed")
     limits = []
-    monkeypatch.setattr(sft, "evaluate", lambda *args: limits.append(args[6]) or {})
+    monkeypatch.setattr(sft, "evaluate", lambda *args, **_: limits.append(args[6]) or {})
     sft.train(sft.Args(model=TINY_MODEL, task=("sort",), max_steps=1, batch_size=2, lora_rank=lora_rank,
                        output_dir=str(tmp_path)))  # fmt: skip
     assert limits == [limit]

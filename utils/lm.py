@@ -122,7 +122,8 @@ def pad_left(prompts: list[list[int]], device: torch.device | str) -> tuple[Tens
 def prefill(model, prompt_ids: Tensor, prompt_mask: Tensor, repeats: int):
     """Runs each prompt once and repeats its cache for the completions of its group.
 
-    Returns the cache of B = P * repeats rows and the logits of the first completion token, (B, 1, V).
+    Returns the cache of B = P * repeats rows and the logits of the first completion token, (B, 1, V). Under bfloat16
+    autocast most architectures' caches are float32 all the same, for rotary position embeddings are: count with that.
     """
     out = model(input_ids=prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions(prompt_mask),
                 use_cache=True, logits_to_keep=1)  # fmt: skip
@@ -175,6 +176,19 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     length = int(lengths.max())
     completion_mask = torch.arange(length, device=device) < lengths[:, None]
     return Samples(prompt_ids, prompt_mask, ids[:, :length], completion_mask, logps[:, :length], ended)
+
+
+def join(parts: list[Samples]) -> Samples:
+    """The samples of several batches of prompts as one batch, prompts padded to the widest and completions to the longest."""
+
+    def cat(field: str, at_left: bool = False) -> Tensor:
+        tensors = [getattr(part, field) for part in parts]
+        missing = [max(t.shape[1] for t in tensors) - t.shape[1] for t in tensors]
+        return torch.cat([torch.nn.functional.pad(t, (m, 0) if at_left else (0, m)) for t, m in zip(tensors, missing)])
+
+    prompts = (cat(field, at_left=True) for field in ("prompt_ids", "prompt_mask"))
+    completions = (cat(field) for field in ("completion_ids", "completion_mask", "logps"))
+    return Samples(*prompts, *completions, torch.cat([part.ended for part in parts]))
 
 
 def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor,
