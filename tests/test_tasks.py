@@ -257,6 +257,39 @@ def test_held_out_prompts_are_never_trained(tmp_path):
     assert sorted(row["gold"] for row in trained + task.heldout) == list(range(400))
 
 
+@pytest.mark.parametrize(
+    "names, train, heldout",
+    [
+        ("train test", "train", "test"),
+        ("train_sft test_sft train_gen test_gen", "train_sft", "test_sft"),
+        ("test_prefs train_prefs train", "train", "test_prefs"),
+        ("train validation_matched test", "train", "test"),
+        ("train valid", "train", "valid"),
+        ("default test", "default", "test"),
+    ],
+)
+def test_a_dataset_with_a_test_split_of_its_own(names, train, heldout, monkeypatch, capsys):
+    """Split names as on the hub; training rows with a held-out prompt are dropped, also beyond the rows that are kept."""
+    datasets = pytest.importorskip("datasets")
+    rows = {name: [{"prompt": f"{name} {i}?"} for i in range(300)] for name in names.split()}
+    rows[train] += [{"prompt": f"{heldout} 7?"}, {"prompt": f"{heldout} 299?"}]
+    made = datasets.DatasetDict({name: datasets.Dataset.from_list(part) for name, part in rows.items()})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: made)
+    task = load_task("ORG/NAME")
+    assert [row["prompt"] for row in task.heldout] == [f"{heldout} {i}?" for i in range(256)]
+    assert {task.train(i, 1)["prompt"] for i in range(400)} == {f"{train} {i}?" for i in range(300)}
+    assert "2 training rows are dropped" in capsys.readouterr().out
+
+
+def test_a_test_split_that_is_the_training_split(monkeypatch):
+    """Nothing would be left to train on."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"prompt": f"{i}?"} for i in range(9)])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(train=rows, test=rows))
+    with pytest.raises(UserError, match="test split"):
+        load_task("ORG/NAME")
+
+
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}S{% endif %}"
 
 

@@ -34,7 +34,9 @@ class Task:
 def load_task(spec: str, prompt_column: str = "prompt") -> Task:
     """`countdown`, `sort`, `gsm8k`, `gsm8k:FOLDER`, a .jsonl/.json/.parquet file, or a dataset of the hub.
 
-    Raises UserError for an unknown name, a file that is missing, empty or unreadable, or a missing prompt column.
+    Of a dataset's own test or validation split the first HELDOUT_ROWS rows are held out, and training rows with a prompt
+    of that split are dropped; without one, a twentieth of the prompts is held out. Raises UserError for an unknown name, a
+    file that is missing, empty or unreadable, or a missing prompt column.
     """
     name, _, rest = spec.partition(":")
     if name in ("countdown", "sort"):
@@ -56,10 +58,12 @@ def load_task(spec: str, prompt_column: str = "prompt") -> Task:
         row["prompt"] = row.pop(prompt_column)
         if not isinstance(row["prompt"], (str, list)) or not row["prompt"]:
             raise UserError(f"{spec} has the prompt {row['prompt']!r}: each must be text or a list of chat messages")
-    train = splits.get("train") or next(iter(splits.values()))
-    heldout = splits.get("test") or splits.get("validation")
+    train = named(splits, "train") or next(iter(splits.values()))
+    heldout = named(splits, "test", "valid")
     if heldout is None or heldout is train:
         train, heldout = hold_out(train, spec)
+    else:
+        train = without(heldout, train, spec)
     return Task(path.stem, epochs(train), heldout[:HELDOUT_ROWS])
 
 
@@ -87,6 +91,23 @@ def read_splits(spec: str) -> dict:
     if not splits:
         raise UserError(f"the dataset {spec} is empty: it needs at least two rows")
     return splits
+
+
+def named(splits: dict, *prefixes: str) -> list[dict] | None:
+    """The split of that name, else the first whose name begins so, as the hub's train_sft does; earlier prefixes win."""
+    names = [name for prefix in prefixes for name in (prefix, *splits) if name in splits and name.startswith(prefix)]
+    return splits[names[0]] if names else None
+
+
+def without(heldout: list[dict], rows: list[dict], spec: str) -> list[dict]:
+    """The rows whose prompts are not held out."""
+    prompts = {repr(row["prompt"]) for row in heldout}
+    kept = [row for row in rows if repr(row["prompt"]) not in prompts]
+    if not kept:
+        raise UserError(f"the dataset {spec} trains on nothing but prompts of its test split: they must differ")
+    if len(kept) < len(rows):
+        print(f"{spec}: {len(rows) - len(kept)} training rows are dropped, whose prompts are in the test split")
+    return kept
 
 
 def hold_out(rows: list[dict], spec: str) -> tuple[list[dict], list[dict]]:
@@ -222,7 +243,7 @@ def gsm8k(folder: str = "") -> Task:
             raise UserError(f"gsm8k needs the columns question and answer: there are {', '.join(sorted(row))}")
         row["prompt"] = f"{row.pop('question')}\n\n{GSM8K_INSTRUCTION}"
         row["completion"] = row["answer"]
-    return Task("gsm8k", epochs(train), test, gsm8k_score)
+    return Task("gsm8k", epochs(without(test, train, "gsm8k")), test, gsm8k_score)
 
 
 def gsm8k_score(row: dict, text: str) -> dict[str, float]:
