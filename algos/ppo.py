@@ -162,6 +162,10 @@ class Agent(nn.Module):
             return out + self.log_std.exp() * noise
         return torch.stack([part.argmax(-1) for part in (out + noise).split(self.parts, -1)], -1)
 
+    def forward(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """log_prob's two and the value, each (...)."""
+        return *self.log_prob(obs, actions), self.value(obs)
+
     def log_prob(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability (of continuous actions: density) of actions (..., A), and the entropy, in nats: (...), (...)."""
         out = self.actor(obs)
@@ -201,10 +205,11 @@ class Statistics:
     def observe(self, obs: np.ndarray, count: bool = False) -> np.ndarray:
         """Normalises observations (N, D). Only training counts them, and only those that it acts on."""
         if not self.enabled:
-            return obs
+            return obs.astype(np.float32)
         if count:
             self.obs.update(obs)
-        return np.clip((obs - self.obs.mean) / np.sqrt(self.obs.var + 1e-8), -CLIP_NORMALIZED, CLIP_NORMALIZED)
+        scaled = (obs - self.obs.mean) / np.sqrt(self.obs.var + 1e-8)
+        return scaled.clip(-CLIP_NORMALIZED, CLIP_NORMALIZED).astype(np.float32)
 
     def reward(self, rewards: np.ndarray, done: np.ndarray) -> np.ndarray:
         """Counts rewards (N,) and divides them by the standard deviation of the discounted return so far."""
@@ -228,7 +233,7 @@ class Statistics:
 class Batch(NamedTuple):
     """What one iteration learns from: T steps of N environments."""
 
-    obs: Tensor  # (T, N, D) float32, normalised
+    obs: Tensor  # (T, N, D), normalised
     actions: Tensor  # (T, N, A), before clipping
     rewards: Tensor  # (T, N) float32, normalised
     next_obs: Tensor  # (T, N, D): what the step led to, before any reset
@@ -252,8 +257,7 @@ def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, adva
              old_values: Tensor, args: Args) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Loss of one minibatch, to be minimised (equation 9 with the sign turned), and (approx_kl, clip_fraction, entropy).
     obs (B, D), actions (B, A), the others (B,)."""
-    logps, entropy = agent.log_prob(obs, actions)
-    values = agent.value(obs)
+    logps, entropy, values = agent(obs, actions)
     log_ratio = logps - old_logps
     ratio = log_ratio.exp()
     if args.normalize_advantages:
@@ -275,8 +279,8 @@ def update(agent: Agent, optimizer, batch: Batch, generator: torch.Generator, ar
            loss_function: Callable = ppo_loss) -> dict[str, float]:  # fmt: skip
     """`update_epochs` passes over one rollout in minibatches. Returns metrics."""
     with torch.no_grad():
-        values, next_values = agent.value(batch.obs), agent.value(batch.next_obs)
-        old_logps, _ = agent.log_prob(batch.obs, batch.actions)
+        old_logps, _, values = agent(batch.obs, batch.actions)
+        next_values = agent.value(batch.next_obs)
         done = batch.terminated | batch.truncated
         advantages = gae(batch.rewards, values, next_values, batch.terminated, done, args.gamma, args.gae_lambda)
         returns = advantages + values
@@ -311,9 +315,9 @@ def collect(
     """
     device, shape = generator.device, (args.num_steps, args.num_envs)
     noise = agent.noise(shape, generator)
-    seen, led_to = (np.empty((*shape, obs.shape[-1]), np.float32) for _ in range(2))
-    rewards, terminated, truncated = np.empty(shape, np.float32), np.empty(shape, bool), np.empty(shape, bool)
     actions, episodes, current = [], [], statistics.observe(obs)
+    seen, led_to = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
+    rewards, terminated, truncated = np.empty(shape, np.float32), np.empty(shape, bool), np.empty(shape, bool)
     for t in range(args.num_steps):
         seen[t] = current
         actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
@@ -353,7 +357,7 @@ def check(args: Args, space: gym.Space) -> None:
 
 def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor, generator: torch.Generator):
     """What utils.envs.evaluate calls: actions (N, A) of raw observations (N, D)."""
-    normalized = torch.from_numpy(statistics.observe(obs).astype(np.float32)).to(generator.device)
+    normalized = torch.from_numpy(statistics.observe(obs)).to(generator.device)
     with torch.no_grad():
         actions = agent.act(normalized, agent.noise((len(obs),), generator) * scale)
     return agent.to_env(actions.cpu().numpy())

@@ -41,7 +41,7 @@ class Episode(gym.Wrapper):
     """Outermost wrapper of every environment. Episode k of environment i always starts from the seed that (seed, i, k)
     gives, so the seed and the actions since are all that a resume needs to be inside the same episode again, in any
     environment that keeps Gymnasium's promise that a seed determines what follows. Reports return and length of ended
-    episodes as info["episode"] and drops every other info, which vectors are slow to gather."""
+    episodes as info["episode"], passes on info["life_lost"], and drops every other info: vectors are slow to gather it."""
 
     def __init__(self, env: gym.Env, seed: int, index: int):
         super().__init__(env)
@@ -58,11 +58,13 @@ class Episode(gym.Wrapper):
         return self.obs, {}
 
     def step(self, action):
-        self.obs, reward, terminated, truncated, _ = self.env.step(action)
+        self.obs, reward, terminated, truncated, theirs = self.env.step(action)
         self.actions.append(np.array(action))  # a copy: a vector may reuse the array
         self.total += float(reward)
         done = terminated or truncated
-        info = {"episode": (self.total, len(self.actions))} if done else {}
+        info = {"life_lost": True} if theirs.get("life_lost") else {}
+        if done:
+            info["episode"] = (self.total, len(self.actions))
         return self.obs, reward, terminated, truncated, info
 
     def snapshot(self) -> dict:
@@ -85,8 +87,10 @@ class Episode(gym.Wrapper):
         return False
 
 
-def make_env(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None) -> gym.Env:
-    """One environment, its observations flattened to a vector where they are not one: images, dictionaries, tuples,
+def make_env(
+    env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None, flatten: bool = True
+) -> gym.Env:
+    """One environment, with `flatten` its observations flattened to a vector where they are not one: images, dictionaries, tuples,
     discrete numbers (one-hot). `module:Name-v0` imports `module` first, also from the working directory.
 
     Raises UserError for an unknown name, arguments that it does not take, and spaces that have no vector form.
@@ -107,7 +111,7 @@ def make_env(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | N
         raise UserError(f"cannot make --env-id {env_id} ({reason}): give a registered Gymnasium name, or MODULE:NAME "
                         "of a module that registers it") from error  # fmt: skip
     space = env.observation_space
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+    if flatten and (not isinstance(space, gym.spaces.Box) or len(space.shape) != 1):
         if not space.is_np_flattenable:
             raise UserError(
                 f"--env-id {env_id} has the observation space {space}: it must have a fixed number of values"
@@ -141,12 +145,15 @@ def make_vector(make: Callable[[], gym.Env], num_envs: int, seed: int, kind: str
 def step_vector(envs, actions: np.ndarray, step: int):
     """One step of a SAME_STEP vector: (observations to act on next, true next observations, rewards, terminated,
     truncated, episodes that ended as (return, length)). The two observations differ where an episode ended: there the
-    second is the last one of the old episode, which a bootstrap needs.
+    second is the last one of the old episode, which a bootstrap needs. info["life_lost"] counts as terminated, too,
+    though the episode goes on.
 
     Raises UserError where the environment returns NaN or infinity, with `step` and what it returned.
     """
     obs, rewards, terminated, truncated, infos = envs.step(actions)
     true_obs, episodes = obs, []
+    if "life_lost" in infos:
+        terminated = terminated | infos["life_lost"]
     if "final_obs" in infos:
         true_obs = obs.copy()
         for i in np.flatnonzero(infos["_final_obs"]):
@@ -189,8 +196,8 @@ def evaluate(
     scale = torch.cat([torch.zeros(episodes, 1), torch.ones(episodes, 1)]).to(device)
     returns, lengths, first = np.zeros(2 * episodes), np.zeros(2 * episodes), np.ones(2 * episodes, bool)
     obs, _ = envs.reset()
-    for step in range(LONGEST_EVALUATION):
-        obs, _, rewards, terminated, truncated, _ = step_vector(envs, act(obs, scale, generator), step)
+    for _ in range(LONGEST_EVALUATION):
+        obs, rewards, terminated, truncated, _ = envs.step(act(obs, scale, generator))
         returns += rewards * first
         lengths += first
         first &= ~(terminated | truncated)

@@ -1,0 +1,460 @@
+r"""Proximal Policy Optimization (PPO) on Atari.
+
+Parent: ppo.py. Changed: PRESETS, Args (env_id, clip_coef, normalize, hidden_size, eval_every, save_every), Agent (one
+convolutional network with two heads), Statistics (images as they are, the sign of rewards), train (make_atari for make_env,
+what is compiled, the name of the run). Gone: network, CLIP_NORMALIZED. Added: SeededGame, Lives, make_atari.
+
+Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv 1707.06347, table 5 for Atari), with the network and
+the frames of Mnih et al. 2015, "Human-level control through deep reinforcement learning". The objective is ppo.py's.
+
+Differences
+    - Frames (Gymnasium's AtariPreprocessing): up to 30 no-ops at the start, each action for 4 frames, the maximum of the last
+      two, grey, 84 x 84, and 4 of those stacked. Actions are never sticky, as in CleanRL and unlike ALE v5's default.
+    - A lost life ends bootstrap and recursion but not the game, which goes on from there; the score of a game is over all its
+      lives. Gymnasium's terminal_on_life_loss would start a new game at every lost life.
+    - Games that begin with FIRE get it pressed at their start and after each lost life.
+    - The network is shared by policy and value, as in the paper: orthogonal weights, zero biases.
+    - Settings are those of CleanRL and baselines (4 epochs of 4 minibatches; entropy 0.01; value loss 0.5, not clipped), the
+      learning rate and the clip are the paper's; the paper anneals both, makes 3 epochs and weighs the value loss by 1.
+    - A game is restored on resume by its actions, as in ppo.py: exact, since nothing in it is left to chance but the no-ops.
+
+Metrics
+    as in ppo.py; return is the score of the game, not the sign of rewards that is trained on
+
+Run
+    python algos/ppo_atari.py                                                     Pong for 10M steps (40M frames): for a GPU
+    python algos/ppo_atari.py --env-id ALE/Breakout-v5 --total-timesteps 100000   minutes on a CPU
+    python algos/ppo_atari.py --vector async                                      a process for each game
+    python algos/ppo_atari.py --evaluate RUN --capture-video
+
+Expect
+    EXPECT
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.checkpoint import rng_state
+from utils.envs import EnvArgs, evaluate, make_env, make_vector, restore_vector, saved_agent, step_vector
+from utils.errors import UserError
+from utils.run import Run, crosses, main, prepare
+
+PRESETS = {  # taken for every argument that is left at None
+    "discrete": dict(total_timesteps=10_000_000, num_envs=8, num_steps=128, learning_rate=2.5e-4, num_minibatches=4,
+                     update_epochs=4, ent_coef=0.01),
+}  # fmt: skip
+
+
+@dataclass
+class Args(EnvArgs):
+    env_id: str = "ALE/Pong-v5"
+    """a game of the Arcade Learning Environment"""
+    total_timesteps: int | None = None
+    """environment steps, over all environments"""
+    num_envs: int | None = None
+    """environments that are stepped together: N"""
+    num_steps: int | None = None
+    """steps of each environment between updates: T"""
+    vector: Literal["sync", "async"] = "sync"
+    """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
+    learning_rate: float | None = None
+    """learning rate of Adam, at the start"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to 0"""
+    gamma: float = 0.99
+    """discount"""
+    gae_lambda: float = 0.95
+    """lambda of the advantages"""
+    num_minibatches: int | None = None
+    """minibatches per epoch"""
+    update_epochs: int | None = None
+    """epochs over each rollout"""
+    clip_coef: float = 0.1
+    """clip of the ratio: epsilon"""
+    clip_vloss: bool = False
+    """clip the change of the value by clip_coef, too"""
+    ent_coef: float | None = None
+    """weight of the entropy bonus: c_ent"""
+    vf_coef: float = 0.5
+    """weight of the value loss: c_vf"""
+    max_grad_norm: float = 0.5
+    """gradients are clipped to this norm"""
+    target_kl: float | None = None
+    """end the epochs of a rollout when approx_kl exceeds this"""
+    normalize: bool = True
+    """train on the sign of rewards"""
+    normalize_advantages: bool = True
+    """normalise advantages in every minibatch"""
+    hidden_size: int = 512
+    """units of the layer between convolutions and heads"""
+    compile: bool = False
+    """compile the networks and the loss (half a minute at the start)"""
+    eval_every: int = 250_000
+    """environment steps between evaluations; 0: at the end only"""
+    save_every: int = 50_000
+    """environment steps between checkpoints"""
+
+
+class SeededGame(gym.Wrapper):
+    """A reset with a seed draws from it what Gymnasium draws (the number of no-ops). ALE itself is not seeded, which would
+    load the game anew in every episode: it draws nothing where actions are not sticky."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.env.unwrapped.np_random = np.random.default_rng(seed)
+        return self.env.reset(options=options)
+
+
+class Lives(gym.Wrapper):
+    """Reports a lost life as info["life_lost"], and presses FIRE where the game waits for it."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.fire = "FIRE" in env.unwrapped.get_action_meanings()[1:2]
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        self.lives = self.env.unwrapped.ale.lives()
+        return self.env.step(1)[0] if self.fire else obs, info
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        lives, before = self.env.unwrapped.ale.lives(), self.lives
+        self.lives = lives
+        if lives < before and not (terminated or truncated):
+            info["life_lost"] = True
+            if self.fire:
+                obs, more, terminated, truncated, _ = self.env.step(1)
+                reward += more
+        return obs, reward, terminated, truncated, info
+
+
+def make_atari(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None) -> gym.Env:
+    """A game with its standard preprocessing: observations (4, 84, 84) uint8. Raises UserError where there is none."""
+    try:
+        import ale_py
+        import cv2
+    except ImportError as error:
+        raise UserError(
+            f"Atari needs ale-py and opencv-python ({error}): pip install ale-py opencv-python-headless"
+        ) from error
+
+    cv2.setNumThreads(1)
+    gym.register_envs(ale_py)
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+    fixed = ("frameskip=1", "repeat_action_probability=0.0")
+    game = gym.wrappers.AtariPreprocessing(
+        SeededGame(make_env(env_id, (*env_kwargs, *fixed), render_mode, flatten=False))
+    )
+    return gym.wrappers.FrameStackObservation(Lives(game), 4)
+
+
+class Agent(nn.Module):
+    """The convolutions of Mnih et al. 2015 and a linear layer, then a head for the policy and one for the value.
+    obs_size: number of stacked frames. Actions are categorical, `parts` the number of choices."""
+
+    continuous = False
+
+    def __init__(self, obs_size: int, space: gym.Space, hidden_size: int):
+        super().__init__()
+        self.space, self.parts = space, [int(space.n)]
+        layers = [nn.Conv2d(obs_size, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3, 1),
+                  nn.Linear(64 * 7 * 7, hidden_size)]  # fmt: skip
+        self.actor_head, self.critic_head = nn.Linear(hidden_size, self.parts[0]), nn.Linear(hidden_size, 1)
+        gains = [2**0.5] * 4 + [0.01, 1.0]
+        for layer, gain in zip([*layers, self.actor_head, self.critic_head], gains):
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+        self.body = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2], nn.ReLU(), nn.Flatten(), layers[3],
+                                  nn.ReLU())  # fmt: skip
+
+    def features(self, obs: Tensor) -> Tensor:
+        """(..., 4, 84, 84) uint8 -> (..., hidden_size)"""
+        flat = self.body(obs.flatten(0, -4).float() / 255)
+        return flat.view(*obs.shape[:-3], -1)
+
+    def value(self, obs: Tensor) -> Tensor:
+        """(..., 4, 84, 84) -> (...)"""
+        return self.critic_head(self.features(obs))[..., 0]
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """What makes `act` a sample: normal for Gaussian actions, Gumbel for categorical ones (the maximum of logits plus
+        Gumbel noise is a draw from the softmax). Times 0, `act` gives the likeliest action."""
+        noise = torch.empty(*shape, sum(self.parts), device=generator.device)
+        return noise.normal_(generator=generator) if self.continuous else -noise.exponential_(generator=generator).log()
+
+    def act(self, obs: Tensor, noise: Tensor) -> Tensor:
+        """Actions (N, 1), the index of each choice, of observations (N, 4, 84, 84)."""
+        return (self.actor_head(self.features(obs)) + noise).argmax(-1, keepdim=True)
+
+    def forward(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability of actions (..., 1), entropy in nats, and value, each (...)."""
+        features = self.features(obs)
+        logps = self.actor_head(features).log_softmax(-1)
+        logp = logps.gather(-1, actions)[..., 0]
+        return logp, -(logps.exp() * logps).sum(-1), self.critic_head(features)[..., 0]
+
+    def to_env(self, actions: np.ndarray) -> np.ndarray:
+        """Actions (N, 1) as the vector environment takes them."""
+        return actions[:, 0]
+
+
+class Statistics:
+    """What ppo.py does to observations and rewards by running statistics, Atari does without any."""
+
+    def __init__(self, obs_size: int, num_envs: int, gamma: float, enabled: bool):
+        self.enabled = enabled
+
+    def observe(self, obs: np.ndarray, count: bool = False) -> np.ndarray:
+        """Images as they are: the network divides them by 255."""
+        return obs
+
+    def reward(self, rewards: np.ndarray, done: np.ndarray) -> np.ndarray:
+        """The sign of rewards (N,), so that one learning rate fits all games."""
+        return np.sign(rewards) if self.enabled else rewards
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+
+class Batch(NamedTuple):
+    """What one iteration learns from: T steps of N environments."""
+
+    obs: Tensor  # (T, N, D), normalised
+    actions: Tensor  # (T, N, A), before clipping
+    rewards: Tensor  # (T, N) float32, normalised
+    next_obs: Tensor  # (T, N, D): what the step led to, before any reset
+    terminated: Tensor  # (T, N) bool
+    truncated: Tensor  # (T, N) bool
+
+
+def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor, gamma: float,
+        gae_lambda: float) -> Tensor:  # fmt: skip
+    """Generalised advantages (arXiv 1506.02438, equation 16), all (T, N). Termination ends the bootstrap from
+    `next_values`, truncation does not; the recursion ends at both, because the next row is another episode."""
+    deltas = rewards + gamma * next_values * ~terminated - values
+    decay = gamma * gae_lambda * ~done
+    advantages, last = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):
+        advantages[t] = last = deltas[t] + decay[t] * last
+    return advantages
+
+
+def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, advantages: Tensor, returns: Tensor,
+             old_values: Tensor, args: Args) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Loss of one minibatch, to be minimised (equation 9 with the sign turned), and (approx_kl, clip_fraction, entropy).
+    obs (B, D), actions (B, A), the others (B,)."""
+    logps, entropy, values = agent(obs, actions)
+    log_ratio = logps - old_logps
+    ratio = log_ratio.exp()
+    if args.normalize_advantages:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
+    errors = (values - returns) ** 2
+    if args.clip_vloss:
+        near = old_values + (values - old_values).clamp(-args.clip_coef, args.clip_coef)
+        errors = torch.max(errors, (near - returns) ** 2)
+    loss = policy_loss - args.ent_coef * entropy.mean() + args.vf_coef * 0.5 * errors.mean()
+    with torch.no_grad():
+        outside = ((ratio - 1).abs() > args.clip_coef).float()
+        metrics = torch.stack([(ratio - 1 - log_ratio).mean(), outside.mean(), entropy.mean()])
+    return loss, metrics
+
+
+def update(agent: Agent, optimizer, batch: Batch, generator: torch.Generator, args: Args,
+           loss_function: Callable = ppo_loss) -> dict[str, float]:  # fmt: skip
+    """`update_epochs` passes over one rollout in minibatches. Returns metrics."""
+    with torch.no_grad():
+        old_logps, _, values = agent(batch.obs, batch.actions)
+        next_values = agent.value(batch.next_obs)
+        done = batch.terminated | batch.truncated
+        advantages = gae(batch.rewards, values, next_values, batch.terminated, done, args.gamma, args.gae_lambda)
+        returns = advantages + values
+    rows = [x.flatten(0, 1) for x in (batch.obs, batch.actions, old_logps, advantages, returns, values)]
+    size = len(rows[0]) // args.num_minibatches
+    norms, epochs = [], 0
+    while epochs < args.update_epochs:
+        epochs += 1
+        order, metrics = torch.randperm(len(rows[0]), generator=generator, device=rows[0].device), []
+        for minibatch in zip(*(x[order].split(size) for x in rows)):
+            loss, numbers = loss_function(agent, *minibatch, args)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            norms.append(nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm))
+            optimizer.step()
+            metrics.append(numbers)
+        approx_kl, clip_fraction, entropy = torch.stack(metrics).mean(0).tolist()
+        if args.target_kl is not None and approx_kl > args.target_kl:
+            break
+    unexplained = ((returns - values).var() / returns.var().clamp(min=1e-12)).item()
+    return {"explained_variance": 1 - unexplained, "approx_kl": approx_kl, "clip_fraction": clip_fraction,
+            "entropy": entropy, "grad_norm": torch.stack(norms).mean().item(), "epochs": epochs}  # fmt: skip
+
+
+@torch.no_grad()
+def collect(
+    agent: Agent, envs, obs: np.ndarray, statistics: Statistics, generator: torch.Generator, step: int, args: Args
+):
+    """T steps of N environments from observations `obs` (N, D), which the statistics have counted.
+
+    Returns a Batch, the observations to go on from, and (return, length) of the episodes that ended.
+    """
+    device, shape = generator.device, (args.num_steps, args.num_envs)
+    noise = agent.noise(shape, generator)
+    actions, episodes, current = [], [], statistics.observe(obs)
+    seen, led_to = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
+    rewards, terminated, truncated = np.empty(shape, np.float32), np.empty(shape, bool), np.empty(shape, bool)
+    for t in range(args.num_steps):
+        seen[t] = current
+        actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
+        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(
+            envs, agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
+        )
+        rewards[t] = statistics.reward(reward, terminated[t] | truncated[t])
+        current = statistics.observe(obs, count=True)
+        led_to[t] = statistics.observe(true_obs) if ended else current
+        episodes += ended
+    rewards, led_to, terminated, truncated, seen = (
+        torch.from_numpy(x).to(device) for x in (rewards, led_to, terminated, truncated, seen)
+    )
+    return Batch(seen, torch.stack(actions), rewards, led_to, terminated, truncated), obs.copy(), episodes
+
+
+def check(args: Args, space: gym.Space) -> None:
+    """Raises UserError for settings that no run can have."""
+    if not isinstance(space, (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
+        raise UserError(
+            f"--env-id {args.env_id} has the action space {space}: PPO needs Box, Discrete or MultiDiscrete"
+        )
+    for name in ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "hidden_size",
+                 "eval_episodes"):  # fmt: skip
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be from 0 to 1")
+    rows = args.num_envs * args.num_steps
+    if rows % args.num_minibatches or rows // args.num_minibatches < 2:
+        raise UserError(f"--num-minibatches {args.num_minibatches} must divide the {rows} rows of a rollout (num_envs * "
+                        "num_steps) into parts of at least 2")  # fmt: skip
+    if args.total_timesteps < rows:
+        raise UserError(f"--total-timesteps {args.total_timesteps} is less than one rollout of {rows} steps")
+
+
+def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor, generator: torch.Generator):
+    """What utils.envs.evaluate calls: actions (N, A) of raw observations (N, D)."""
+    normalized = torch.from_numpy(statistics.observe(obs)).to(generator.device)
+    with torch.no_grad():
+        actions = agent.act(normalized, agent.noise((len(obs),), generator) * scale)
+    return agent.to_env(actions.cpu().numpy())
+
+
+def train(args: Args) -> list[dict]:
+    device = prepare(args)
+    make = partial(make_atari, args.env_id, args.env_kwargs)
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
+    env.close()
+    preset = "continuous" if isinstance(space, gym.spaces.Box) else "discrete"
+    resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
+    for name, value in resolved.items():
+        setattr(args, name, value)
+    check(args, space)
+    agent = Agent(obs_size, space, args.hidden_size).to(device)
+    statistics = Statistics(obs_size, args.num_envs, args.gamma, args.normalize)
+    scored = partial(
+        evaluate, make, partial(act_in_evaluation, agent, statistics), args.eval_episodes, args.seed, device
+    )
+    if args.evaluate:
+        saved = saved_agent(Path(args.evaluate))
+        agent.load_state_dict(saved["agent"])
+        statistics.load_state_dict(saved["statistics"])
+        print(json.dumps(scored(Path(args.evaluate) / "video" if args.capture_video else None)))
+        return []
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    rollout = args.num_envs * args.num_steps
+    iterations = args.total_timesteps // rollout
+    run = Run(args, "ppo_atari", args.env_id, iterations * rollout, ("return", "eval/return", "explained_variance"),
+              "total_timesteps", schedule_depends_on_budget=args.anneal_lr)  # fmt: skip
+    run.print(f"settings for {preset} actions: {resolved}")
+    loss_function = ppo_loss
+    if args.compile:
+        agent.body.compile()
+        loss_function = torch.compile(ppo_loss)
+    envs = make_vector(make, args.num_envs, args.seed, args.vector)
+
+    def state() -> dict:
+        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "statistics": statistics.state_dict(),
+                "generator": generator.get_state(), "obs": torch.from_numpy(obs), "envs": list(envs.call("snapshot"))}  # fmt: skip
+
+    step = 0
+    if run.state is not None:
+        agent.load_state_dict(run.state["agent"])
+        optimizer.load_state_dict(run.state["optimizer"])
+        statistics.load_state_dict(run.state["statistics"])
+        generator.set_state(run.state["generator"].cpu())
+        step, obs = run.state["step"], restore_vector(envs, run.state["envs"])
+    else:
+        obs = envs.reset()[0].copy()
+        statistics.observe(obs, count=True)
+    run.restore_rng()
+    while step < run.total:
+        start, before = time.perf_counter(), (step, state(), rng_state())
+        if args.anneal_lr:
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * (1 - step / run.total)
+
+        # collect
+        try:
+            batch, obs, episodes = collect(agent, envs, obs, statistics, generator, step, args)
+        except UserError:
+            raise
+        except Exception:
+            run.save(*before)  # nothing has been trained in this iteration: a resumed run repeats it
+            raise
+        collected, step = time.perf_counter(), step + rollout
+
+        # update
+        columns = update(agent, optimizer, batch, generator, args, loss_function)
+        columns |= {"learning_rate": optimizer.param_groups[0]["lr"]}
+        if episodes:
+            columns |= dict(zip(("return", "length"), np.mean(episodes, 0).tolist()))
+        columns |= {"time/collect": collected - start, "time/iteration": time.perf_counter() - start}
+        columns["time/steps_per_second"] = rollout / columns["time/iteration"]
+
+        # evaluate
+        if step == run.total or (args.eval_every and crosses(step, step - rollout, args.eval_every)):
+            columns |= scored()
+        run.log(step, **columns)
+        run.end_step(step, state)
+
+    envs.close()
+    curves = {
+        "return": ("return", "eval/return"),
+        "explained variance": ("explained_variance",),
+        "entropy": ("entropy",),
+    }
+    return run.finish(lambda folder: save_file(agent.state_dict(), folder / "model.safetensors"), curves,
+                      f"PPO on {args.env_id}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(Args, train)
