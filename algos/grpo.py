@@ -85,6 +85,7 @@ from utils.lm import (
     TINY_MODEL,
     Samples,
     autocast,
+    check_cache,
     completion_logps,
     eos_ids,
     join,
@@ -384,6 +385,7 @@ def train(args: Args) -> list[dict]:
     for name, value in resolved.items():
         setattr(args, name, value)
     check_groups(args)
+    check_cache(model)
     encode_prompt(present(task.train(0, args.seed), tokenizer), tokenizer)  # prompts that cannot be rendered fail here
     ref_model = None
     if args.beta > 0 and not args.lora_rank:

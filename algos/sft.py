@@ -49,7 +49,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.errors import UserError, check_numbers
 from utils.evaluation import evaluate
-from utils.lm import autocast, completion_logps, eos_ids, load_model, pad_left, save_model, trained_state
+from utils.lm import autocast, check_cache, completion_logps, eos_ids, load_model, pad_left, save_model, trained_state
 from utils.run import Run, RunArgs, main, prepare
 from utils.schedule import learning_rate
 from utils.tasks import encode_prompt, load_task, present
@@ -187,6 +187,8 @@ def train(args: Args) -> list[dict]:
     eos = eos_ids(model, tokenizer)
     names = list(dict.fromkeys(task.name for task in tasks))
     scored = {task.name: task for task in tasks if task.score is not None}
+    if scored:
+        check_cache(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
 

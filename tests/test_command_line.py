@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import transformers
 from helpers import SMALL, assert_one_sentence, command_line, metrics, runs_in, start, user_error
 
 from algos import grpo, sft
@@ -122,6 +123,30 @@ def test_sft_seen_before_the_run(args, words, files, capsys):
     with user_error(capsys, *words):
         command_line(sft, *SMALL["sft"], *args.split(), "--output-dir", "made")
     assert not Path("made").exists()
+
+
+HYBRID = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+              layer_types=["conv", "full_attention"])  # fmt: skip
+
+
+@pytest.mark.parametrize("module", [grpo, sft])
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.MambaConfig(vocab_size=22, hidden_size=32, num_hidden_layers=2, state_size=4),
+        transformers.Lfm2Config(vocab_size=22, **HYBRID),
+    ],
+    ids=["mamba", "lfm2"],
+)
+def test_models_without_an_attention_cache(module, config, tmp_path, capsys):
+    """The sentence names the architecture, and nothing has been written."""
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(tmp_path / "model")
+    algo = module.__name__.rpartition(".")[2]
+    with user_error(capsys, config.model_type, "attention"):
+        command_line(module, *SMALL[algo], "--model", tmp_path / "model", "--output-dir", tmp_path / "made")
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("function, words", [("short", ["1 rewards for 16"]), ("nan", ["nan", "None"])])

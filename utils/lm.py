@@ -178,6 +178,17 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     return Samples(prompt_ids, prompt_mask, ids[:, :length], completion_mask, logps[:, :length], ended)
 
 
+def check_cache(model) -> None:
+    """Raises UserError where the cache of a prompt cannot be repeated for its group, as in Mamba and hybrids with it."""
+    try:
+        sample(model, *pad_left([[0], [0, 0]], model.device), 2, 2, [], 0.0)
+    except Exception as error:  # each architecture fails in its own way
+        raise UserError(
+            f"--model is a {model.config.model_type}, whose cache cannot be repeated for several completions ({error}): "
+            "give a model with attention in all layers, such as Llama, Qwen or Gemma"
+        ) from error
+
+
 def join(parts: list[Samples]) -> Samples:
     """The samples of several batches of prompts as one batch, prompts padded to the widest and completions to the longest."""
 
