@@ -64,6 +64,7 @@ class Episode(gym.Wrapper):
         done = terminated or truncated
         info = {"life_lost": True} if theirs.get("life_lost") else {}
         if done:
+            self.obs = np.array(self.obs)  # a copy: many environments reuse their array when they are reset
             info["episode"] = (self.total, len(self.actions))
         return self.obs, reward, terminated, truncated, info
 
