@@ -205,6 +205,38 @@ def test_scores_do_not_depend_on_how_they_are_computed(case, other_path, monkeyp
         assert relative(a, e) < tolerance
 
 
+def test_what_lies_under_padding_cannot_overflow():
+    """A sharp policy finds some token all but impossible; where such a token is padding, its k3 against a flat reference
+    would be infinite, and 0 times infinity is no number."""
+    flat, sharp = llama().float(), llama().float()
+    with torch.no_grad():
+        sharp.lm_head.weight.mul_(300)
+    samples = sample(sharp, *pad_left(PROMPTS, "cpu"), G, T, [int(x) for x in range(8)], 1.0,
+                     torch.Generator().manual_seed(0))  # fmt: skip
+    mask = samples.completion_mask
+    finite = []
+    for token in range(16):  # one of them is impossible there
+        batch = grpo.Batch(samples._replace(completion_ids=torch.where(mask, samples.completion_ids, token)),
+                           torch.arange(float(B)), None)  # fmt: skip
+        args = grpo.Args(num_generations=G, micro_batch_size=B, max_completion_length=T, precision="float32", beta=0.1)
+        batch = batch._replace(ref_logps=grpo.reference_logps(sharp, flat, batch, args))
+        metrics = grpo.update(sharp, torch.optim.SGD(sharp.parameters(), 0.0), batch, args)
+        finite.append(all(torch.tensor(list(metrics.values())).isfinite()))
+    assert not mask.all() and all(finite)
+
+
+def test_a_long_completion_is_normalised_in_pieces(monkeypatch):
+    """What is normalised at once is limited however long a row is, up to one position's vocabulary."""
+    sizes, inner = [], utils.lm.token_logps
+    monkeypatch.setattr(
+        utils.lm, "token_logps", lambda logits, *rest: sizes.append(logits.numel()) or inner(logits, *rest)
+    )
+    monkeypatch.setattr(utils.lm, "CHUNK_ELEMENTS", 4 * 16)
+    with torch.no_grad():
+        completion_logps(llama(), *pad_left(PROMPTS, "cpu"), torch.ones(P, 10, dtype=torch.long), torch.ones(P, 10) > 0)
+    assert max(sizes) == 4 * 16 and sum(sizes) == P * 10 * 16
+
+
 EOS_IDS = [1, 9]
 
 

@@ -208,7 +208,7 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
 
     P may be smaller than B: then row i completes prompt i // (B / P), each prompt is run once, and its cache, gradient
     included, is shared by its group. With gradient checkpointing, which excludes a cache, prompts are repeated instead.
-    Padded positions hold numbers without meaning.
+    Padded positions hold 0: what lies there could be large enough for a ratio to overflow, and infinity times 0 is NaN.
     """
     repeats, width = completion_ids.shape[0] // prompt_ids.shape[0], prompt_ids.shape[1]
     mask = torch.cat([prompt_mask.repeat_interleave(repeats, 0), completion_mask], 1)
@@ -226,17 +226,17 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
         ids = torch.cat([prompt_ids.repeat_interleave(repeats, 0), completion_ids], 1)[:, :-1]
         logits = model(input_ids=ids, attention_mask=mask[:, :-1].long(), position_ids=positions(mask[:, :-1]),
                        use_cache=False, logits_to_keep=completion_ids.shape[1]).logits  # fmt: skip
-    rows = max(1, CHUNK_ELEMENTS // (logits.shape[1] * logits.shape[2]))
+    tokens = max(1, CHUNK_ELEMENTS // logits.shape[2])
     chunks = [
         checkpoint(token_logps, *chunk, temperature, use_reentrant=False)
-        for chunk in zip(logits.split(rows), completion_ids.split(rows))
+        for chunk in zip(logits.flatten(0, 1).split(tokens), completion_ids.flatten().split(tokens))
     ]
-    logps, entropies = (torch.cat(parts) for parts in zip(*chunks))
-    return logps, entropies
+    logps, entropies = (torch.cat(parts).view(completion_ids.shape) for parts in zip(*chunks))
+    return logps.masked_fill(~completion_mask, 0.0), entropies.masked_fill(~completion_mask, 0.0)
 
 
 def token_logps(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at `ids`, and the entropy (no gradient). (B, T, V), (B, T) -> (B, T), (B, T)."""
+    """log softmax(logits / temperature) at `ids`, and the entropy (no gradient). (N, V), (N,) -> (N,), (N,)."""
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     normaliser = logits.logsumexp(-1)
     with torch.no_grad():
