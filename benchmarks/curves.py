@@ -49,7 +49,27 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
         "loss",
         ("negative final loss",),
     ),
-}
+    "ppo-cartpole": (
+        "ppo",
+        dict(total_timesteps=24_576, eval_every=4_096),
+        "eval/return",
+        ("mean eval/return",),
+    ),
+    "ppo-pendulum": (
+        "ppo",
+        dict(env_id="Pendulum-v1", total_timesteps=61_440, num_envs=8, num_steps=256, learning_rate=1e-3, gamma=0.9,
+             eval_every=12_288),
+        "eval/return",
+        ("mean eval/return", "last eval/return"),
+    ),
+    "sac-pendulum": (
+        "sac",
+        dict(total_timesteps=4_000, learning_starts=500, learning_rate=2e-3, tau=0.01, batch_size=64, hidden_size=64,
+             eval_every=1_000),
+        "eval/return",
+        ("mean eval/return", "last eval/return"),
+    ),
+}  # fmt: skip
 
 
 def run_once(name: str, seed: int, **changes) -> dict:
@@ -62,9 +82,9 @@ def run_once(name: str, seed: int, **changes) -> dict:
         history = module.train(args)
     steps = [row[column] for row in history if column in row]
     row = {"seed": seed, column: [round(x, 5) for x in steps]}
-    row |= {key: value for key, value in history[-1].items() if key.startswith("eval/")}
+    row |= {key: value for key, value in history[-1].items() if key.startswith("eval/") and key != column}
     tenth = steps[-max(1, len(steps) // 10) :]
-    row |= {"mean reward": statistics.mean(steps)} if column == "reward" else {}
+    row |= {f"mean {column}": statistics.mean(steps), f"last {column}": steps[-1]}
     row |= {"negative final loss": -statistics.mean(tenth)} if column == "loss" else {}
     return row | {"seconds": round(time.perf_counter() - start, 1)}
 
@@ -88,7 +108,11 @@ def band(name: str, number: str) -> dict[str, float]:
 def record(name: tyro.conf.Positional[str], seeds: int = 30) -> None:
     """Trains seeds 1 to `seeds` of a curve, those that its file lacks, one after the other."""
     FOLDER.mkdir(exist_ok=True)
-    known = {row["seed"] for row in recorded(name)}
+    rows, settings = recorded(name), json.loads(json.dumps(CURVES[name][1]))
+    if any(row["settings"] != settings for row in rows):
+        sys.exit(f"{name}.jsonl was recorded with other settings: move it away, and draw the old curve beside the new")
+    known = {row["seed"] for row in rows}
+    print(f"{name}: seeds {sorted(known)} are recorded already")
     for seed in [seed for seed in range(1, seeds + 1) if seed not in known]:
         row = run_once(name, seed)
         about = {"settings": CURVES[name][1], **{k: environment()[k] for k in ("versions", "commit", "machine")}}
