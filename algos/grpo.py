@@ -1,8 +1,8 @@
 r"""Group Relative Policy Optimization (GRPO).
 
-Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models" (arXiv 2402.03300,
-section 4.1, equations 3 and 4). For each prompt x the policy pi_old samples a group of G completions y_1..y_G with rewards
-R_1..R_G. Maximises
+Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models" (arXiv
+2402.03300, section 4.1, equations 3 and 4). For each prompt x the policy pi_old samples a group of G completions
+y_1..y_G with rewards R_1..R_G. Maximises
 
     J(theta) = E  1/G sum_i 1/T_i sum_t { min[ rho_it A_i, clip(rho_it, 1 - eps, 1 + eps_high) A_i ] - beta k3_it }
 
@@ -12,16 +12,17 @@ R_1..R_G. Maximises
     T_i    = number of tokens of y_i up to and including the first EOS
 
 Differences
-    - The paper does not say which standard deviation: here the unbiased one (ddof 1) plus 1e-4, as in TRL and most code.
-    - Sequence aggregation (the paper's 1/G 1/T_i) is biased by design: at rho = 1, beta = 0 and --scale-rewards none its
-      expected gradient is (G-1)/G E[(R - J)/T grad log pi], which is no policy gradient; group scaling adds a bias of its
-      own. Constant aggregation without scaling gives (G-1)/(G L_max) times the policy gradient (tests/test_exact_grpo.py).
-    - Token aggregation divides by the tokens of the whole step, as TRL and verl do; DAPO's formula by those of each group.
+    - The paper does not say which standard deviation: here the unbiased one (ddof 1) plus 1e-4, as in most code.
+    - Sequence aggregation (the paper's 1/G 1/T_i) is biased by design: at rho = 1, beta = 0 and --scale-rewards none
+      its expected gradient is (G-1)/G E[(R - J)/T grad log pi], which is no policy gradient; group scaling adds a bias
+      of its own. Constant aggregation without scaling gives (G-1)/(G L_max) times the policy gradient
+      (tests/test_exact_grpo.py).
+    - Token aggregation divides by the tokens of the whole step, as TRL and verl do; DAPO's formula by each group's.
     - With --dynamic-sampling, reward, reward_std, length and entropy describe the groups that were kept.
     - beta is 0 for the embedded model (no reference is loaded then), 0.04 as in the paper otherwise. TRL: 0.
-    - The gradient of k3 in the loss is that of KL(pi_ref || pi_theta) per token, not of the KL that its value estimates.
-    - pi_old is the sampler's own log-probability, so a difference between sampler and scorer (bfloat16) is corrected, and
-      no extra forward pass is needed. TRL recomputes it or takes rho = 1.
+    - The gradient of k3 is that of KL(pi_ref || pi_theta) per token, not of the KL that its value estimates.
+    - pi_old is the sampler's own log-probability, so a difference between sampler and scorer (bfloat16) is corrected,
+      and no extra forward pass is needed. TRL recomputes it or takes rho = 1.
     - Dropout is off, so that the policy that is updated is the one that sampled. TRL keeps the model's own.
     - Sampling and scoring both divide logits by --temperature; there is no top-k or top-p.
     - One optimizer step per update epoch on the whole batch. Denominators are those of the whole step, so micro-batches
@@ -49,21 +50,22 @@ Run
     python algos/grpo.py --task sort --max-steps 40                                 the small task of the tests
     python algos/grpo.py --model deepseek-ai/deepseek-math-7b-instruct --task gsm8k --num-prompts 16 \
         --num-generations 64 --max-completion-length 1024 --learning-rate 1e-6 --beta 0.04
-                                                                                    the paper's hyper-parameters (section
-                                                                                    4.2; it used a learned reward model)
+                                                                                the paper's hyper-parameters (section
+                                                                                4.2; it used a learned reward model)
     python algos/grpo.py --aggregation constant --scale-rewards none --beta 0       Dr. GRPO (arXiv 2503.20783)
     python algos/grpo.py --aggregation token --epsilon-high 0.28 --beta 0 --dynamic-sampling
-                                                                                    DAPO (arXiv 2503.14476); its soft
-                                                                                    overlong penalty is a reward function
+                                                                                DAPO (arXiv 2503.14476); its soft
+                                                                                overlong penalty is a reward function
     python algos/grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
     python algos/grpo.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy rewards.py:format \
         --reward-weights 1 0.2
 
 Expect
     The default run: held-out countdown goes from greedy 0.19, pass@1 0.18, pass@8 0.68 to greedy 0.55, pass@1 0.53,
-    pass@8 0.66 (seed 1, 128 prompts; greedy 0.55 to 0.58 over 5 seeds and 256 prompts), in about 1 minute on 2 CPU cores.
-    Nearly all of greedy's gain comes in the first 20 steps: the embedded model was shown answers that are one too high for
-    most even targets, and unlearns that. From then on pass@1 closes up to greedy and pass@8 falls: mostly sharpening.
+    pass@8 0.66 (seed 1, 128 prompts; greedy 0.55 to 0.58 over 5 seeds and 256 prompts), in about 1 minute on 2 CPU
+    cores. Nearly all of greedy's gain comes in the first 20 steps: the embedded model was shown answers that are one
+    too high for most even targets, and unlearns that. From then on pass@1 closes up to greedy and pass@8 falls: mostly
+    sharpening.
     --task sort --max-steps 16: greedy 0.64 to 0.99, pass@1 0.60 to 0.96, pass@8 0.98 to 0.99, in about 10 seconds.
 """
 
@@ -202,7 +204,7 @@ class Batch(NamedTuple):
 def advantages(rewards: Tensor, scale: str) -> Tensor:
     """Rewards minus their group's mean, over (std + STD_EPSILON) of the group or batch. (P, G) -> (P, G).
 
-    NaN rewards are left out of means and deviations and get 0. DeepSeekMath section 4.1.2; scale "none": arXiv 2503.20783.
+    NaN rewards are left out of means and deviations and get 0. DeepSeekMath section 4.1.2; "none": arXiv 2503.20783.
     """
 
     def std(values: Tensor) -> Tensor:
@@ -220,7 +222,7 @@ def advantages(rewards: Tensor, scale: str) -> Tensor:
 def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) -> Tensor:
     """What each token's loss counts in the step's loss: the denominator over all B rows. (B, T) of 0 and 1 -> (B, T).
 
-    sequence: 1 / (B T_i) (DeepSeekMath); token: 1 / sum T_i (DAPO, arXiv 2503.14476); constant: 1 / (B L_max) (Dr. GRPO).
+    sequence: 1 / (B T_i) (DeepSeekMath); token: 1 / sum T_i (DAPO); constant: 1 / (B L_max) (Dr. GRPO).
     """
     if aggregation == "sequence":
         return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))
@@ -238,7 +240,7 @@ def policy_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, low: float
 
 
 def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Estimate of KL(pi_theta || pi_ref) at tokens sampled from pi_theta: non-negative, unbiased in value (equation 4)."""
+    """Estimate of KL(pi_theta || pi_ref) at tokens of pi_theta: non-negative, unbiased in value (equation 4)."""
     difference = ref_logps - logps
     return difference.exp() - difference - 1
 
@@ -335,8 +337,8 @@ def zero_std(groups: Tensor) -> Tensor:
 
 
 def merge(groups: list[tuple[Samples, Scored, int]], size: int) -> tuple[Samples, Scored]:
-    """One Samples and one Scored of the chosen groups. The logged columns of reward functions are those of the last round
-    of sampling, discarded groups included."""
+    """One Samples and one Scored of the chosen groups. The logged columns of reward functions are those of the last
+    round of sampling, discarded groups included."""
     parts = [
         Samples(*(x[g : g + 1] for x in samples[:2]), *(x[g * size : (g + 1) * size] for x in samples[2:]))
         for samples, _, g in groups

@@ -5,8 +5,8 @@ feedback" (arXiv 2203.02155, section 3.5 step 1). Minimises
 
     L(theta) = - 1/N  sum_i sum_t  log pi_theta(y_it | x_i, y_i,<t)
 
-over pairs of a prompt x_i and a completion y_i, whose tokens t run up to and including the first EOS; N is the number of
-completion tokens in the optimizer step. Prompt tokens are conditioned on and never predicted.
+over pairs of a prompt x_i and a completion y_i, whose tokens t run up to and including the first EOS; N is the number
+of completion tokens in the optimizer step. Prompt tokens are conditioned on and never predicted.
 
 Differences
     - N counts the tokens of the whole optimizer step, however it is split into micro-batches; trainers that average the
@@ -33,8 +33,9 @@ Run
 
 Expect
     The default run: the embedded model, in 3 minutes on one CPU core, 2 on two. Held out, greedy / pass@1 /
-    pass@8: countdown 0.19 / 0.18 / 0.68, sort 0.64 / 0.60 / 0.98. That is meant to be low: the demonstrations of both tasks
-    are wrong where the length or the target is even, three times in four (utils/tasks.py), so that RL has something to do.
+    pass@8: countdown 0.19 / 0.18 / 0.68, sort 0.64 / 0.60 / 0.98. That is meant to be low: the demonstrations of both
+    tasks are wrong where the length or the target is even, three times in four (utils/tasks.py), so that RL has
+    something to do.
 """
 
 import sys
@@ -119,8 +120,8 @@ class Args(RunArgs):
 
 
 def completion_ids(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt and of the completion, which ends with its first EOS. Raises UserError where the row has no
-    completion or the chat template does not continue its own prompt."""
+    """Token ids of the prompt and of the completion, which ends with its first EOS. Raises UserError where the row has
+    no completion or the chat template does not continue its own prompt."""
     if not row.get("completion"):
         raise UserError(f"SFT needs a column completion: this dataset has {', '.join(sorted(row))}")
     prompt, completion = present(row, tokenizer), row["completion"]

@@ -4,9 +4,10 @@
     python benchmarks/curves.py show                              bands, false-alarm rates, power; curves/*.png
 
 A band is one-sided: with n recorded seeds of mean m and standard deviation s, the mean of two fresh seeds falls below
-m - t s sqrt(1/2 + 1/n) with probability FALSE_ALARM, where t is that quantile of Student's distribution with n - 1 degrees
-of freedom (a prediction interval; the values are treated as normal). Which numbers are compared was fixed before the
-first recording. A drop is caught with 90 % probability where it is at least (t + 1.28) s sqrt(1/2 + 1/n), about.
+m - t s sqrt(1/2 + 1/n) with probability FALSE_ALARM, where t is that quantile of Student's distribution with n - 1
+degrees of freedom (a prediction interval; the values are treated as normal). Which numbers are compared was fixed
+before the first recording. A drop is caught with 90 % probability where it is at least (t + 1.28) s sqrt(1/2 + 1/n),
+about.
 """
 
 import contextlib
@@ -95,8 +96,8 @@ def recorded(name: str) -> list[dict]:
 
 
 def band(name: str, number: str) -> dict[str, float]:
-    """lower: what the mean of two fresh seeds must reach; power: the drop from the recorded mean that is caught with 90 %
-    probability; mean, sd, n of the recorded seeds."""
+    """lower: what the mean of two fresh seeds must reach; power: the drop from the recorded mean that is caught with
+    90 % probability; mean, sd, n of the recorded seeds."""
     values = [row[number] for row in recorded(name)]
     n, mean, sd = len(values), statistics.mean(values), statistics.stdev(values)
     width = sd * math.sqrt(1 / 2 + 1 / n)

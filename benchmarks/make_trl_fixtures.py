@@ -4,9 +4,9 @@
 
 writes tests/fixtures/trl_grpo.safetensors: the inputs, and for every case of CASES the advantages and the loss mask of
 GRPOTrainer._generate_and_score_completions, and the loss of GRPOTrainer._compute_loss with its gradient with respect to
-the per-token log-probabilities. TRL's own code runs, unchanged, in a trainer on the embedded model, in float64: only the
-completions (its `rollout_func`) and the log-probabilities of the policy are given. The test calls the same functions live
-where TRL is installed.
+the per-token log-probabilities. TRL's own code runs, unchanged, in a trainer on the embedded model, in float64: only
+the completions (its `rollout_func`) and the log-probabilities of the policy are given. The test calls the same
+functions live where TRL is installed.
 """
 
 import itertools
@@ -31,7 +31,7 @@ CASES = [
         LOSS_TYPES, ("group", "batch", "none"), (0.0, 0.04),
         ((0.2, 0.2, False), (0.2, 0.2, True), (0.1, 0.28, True)), (False, True),
     )
-]  # off_policy: old log-probabilities are given (num_iterations > 1); truncated: mask_truncated_completions  # fmt: skip
+]  # off_policy: old log-probabilities given (num_iterations > 1); truncated: mask_truncated_completions  # fmt: skip
 
 
 def make_inputs(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -1,12 +1,12 @@
-"""TRL's GRPOTrainer beside algos/grpo.py on the embedded model: speed and learning curves. Needs `pip install trl==1.16.0`.
+"""TRL's GRPOTrainer beside algos/grpo.py on the embedded model: speed and learning curves. Needs trl==1.16.0.
 
     python benchmarks/trl_grpo.py speed --threads 2      -> results/speed_grpo.json
     python benchmarks/trl_grpo.py curve --seeds 5        -> curves/trl-grpo-sort.jsonl, one row per seed, resumable
 
-speed. A step samples 32 prompts x 8 completions and makes one AdamW update, on the CPU, in float32, with beta 0. Prompts
-have 12 tokens, all completions 16: no EOS ends a completion on either side, which each run asserts. Both score with the
-same cheap function and train on the same prompts. A side runs in a fresh process; sides alternate (A B B A ...), and the
-ratio is taken within each pair. What is timed:
+speed. A step samples 32 prompts x 8 completions and makes one AdamW update, on the CPU, in float32, with beta 0.
+Prompts have 12 tokens, all completions 16: no EOS ends a completion on either side, which each run asserts. Both score
+with the same cheap function and train on the same prompts. A side runs in a fresh process; sides alternate (A B B A
+...), and the ratio is taken within each pair. What is timed:
     ours   `collect` (rows, tokenisation, sampling, decoding, scoring) and `update` (forward, backward, clipping, AdamW,
            metrics), one after the other in a loop; shares of both are given. No logging, evaluation or checkpoint.
     trl    from one on_step_end to the next within GRPOTrainer.train: data loader, generation, decoding, scoring, its
@@ -14,11 +14,11 @@ ratio is taken within each pair. What is timed:
            completions per forward pass as in ours, the same fused AdamW: what a user who wants speed sets.
 Imports, loading and the first (warm-up) steps are not timed on either side.
 
-curve. GRPOTrainer learns `sort` from the same model, on the same prompts in the same order (`task.train(i, seed)`), with
-the settings of `python algos/grpo.py --task sort --max-steps 16 --learning-rate 1e-4` (64 prompts x 8, at most 20 tokens,
-sequence aggregation, group scaling, plain sampling at temperature 1). Recorded: the mean reward of every step, and
-utils.evaluation.evaluate of the final weights on 128 held-out prompts, 8 samples each. Samples are drawn by TRL, so seeds
-do not match ours one to one: distributions are to be compared.
+curve. GRPOTrainer learns `sort` from the same model, on the same prompts in the same order (`task.train(i, seed)`),
+with the settings of `python algos/grpo.py --task sort --max-steps 16 --learning-rate 1e-4` (64 prompts x 8, at most 20
+tokens, sequence aggregation, group scaling, plain sampling at temperature 1). Recorded: the mean reward of every step,
+and utils.evaluation.evaluate of the final weights on 128 held-out prompts, 8 samples each. Samples are drawn by TRL, so
+seeds do not match ours one to one: distributions are to be compared.
 """
 
 import hashlib

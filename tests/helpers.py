@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: a script in a process of its own, its command line in this process, its results."""
+"""What the tests of whole runs share: a script in a process of its own, or in this one, and its results."""
 
 import contextlib
 import json
@@ -17,9 +17,10 @@ from utils import run as utils_run
 REPO = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
 SMALL = {  # runs of about a second
-    "grpo": "--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every 2 "
-    "--save-every 2".split(),
-    "sft": "--device cpu --task sort --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 --save-every 2".split(),
+    "grpo": "--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every 2"
+    " --save-every 2".split(),
+    "sft": "--device cpu --task sort --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2"
+    " --save-every 2".split(),
 }
 
 

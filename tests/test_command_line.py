@@ -171,7 +171,7 @@ def test_good_files_are_accepted(files):
 
 
 def test_real_process(tmp_path):
-    """In a process of its own, from another folder, and where the user's project on PYTHONPATH has a package `utils`."""
+    """In a process of its own, from another folder, and where a project on PYTHONPATH has a package `utils`."""
     (tmp_path / "utils").mkdir()
     (tmp_path / "utils" / "__init__.py").touch()
     process = start("grpo", "--task", "sorting", cwd=tmp_path, PYTHONPATH=str(tmp_path))

@@ -206,8 +206,8 @@ def test_scores_do_not_depend_on_how_they_are_computed(case, other_path, monkeyp
 
 
 def test_what_lies_under_padding_cannot_overflow():
-    """A sharp policy finds some token all but impossible; where such a token is padding, its k3 against a flat reference
-    would be infinite, and 0 times infinity is no number."""
+    """A sharp policy finds some token all but impossible; where such a token is padding, its k3 against a flat
+    reference would be infinite, and 0 times infinity is no number."""
     flat, sharp = llama().float(), llama().float()
     with torch.no_grad():
         sharp.lm_head.weight.mul_(300)

@@ -103,7 +103,7 @@ def tiny_samples(temperature: float):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logps(needs_trl, tmp_path, temperature):
-    """completion_logps and sample give the log-probabilities and entropies of TRL's forward pass, left padding included."""
+    """completion_logps and sample give the log-probabilities and entropies of TRL's forward pass, left-padded."""
     model, _, _, samples = tiny_samples(temperature)
     trainer = make_trainer(lambda **_: [], P * G, str(tmp_path), num_generations=G, temperature=temperature)
     prompt_ids, prompt_mask = (t.repeat_interleave(G, 0) for t in samples[:2])
@@ -121,7 +121,8 @@ def test_logps(needs_trl, tmp_path, temperature):
 @pytest.mark.parametrize("aggregation, max_grad_norm", [("sequence", 1e9), ("token", 0.05), ("constant", 1e9)])
 def test_one_step(needs_trl, tmp_path, aggregation, max_grad_norm):
     """`update` moves the weights as one step of GRPOTrainer.train does on the same completions and rewards: with plain
-    gradient descent the movement is the gradient, clipped where the norm is below 1e9. Hot samples, so that they differ."""
+    gradient descent the movement is the gradient, clipped where the norm is below 1e9. Hot samples, so
+    that they differ."""
     model, tokenizer, rows, samples = tiny_samples(2.0)
     _, tokens = decode(samples, tokenizer)
     rewards = make_inputs(3)["rewards"].float()
@@ -140,7 +141,8 @@ def test_one_step(needs_trl, tmp_path, aggregation, max_grad_norm):
     trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1.0)
     trainer.train()
     args = grpo.Args(num_generations=G, max_completion_length=MAX_LENGTH, micro_batch_size=2 * G, beta=0.0,
-                     temperature=2.0, aggregation=aggregation, max_grad_norm=max_grad_norm, precision="float32")  # fmt: skip
+                     temperature=2.0, aggregation=aggregation, max_grad_norm=max_grad_norm,
+                     precision="float32")  # fmt: skip
     grpo.update(model, torch.optim.SGD(model.parameters(), lr=1.0), grpo.Batch(samples, rewards.flatten(), None), args)
     theirs = dict(trainer.model.named_parameters())
     size = max((p - before[name]).abs().max().item() for name, p in model.named_parameters())

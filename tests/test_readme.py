@@ -1,4 +1,4 @@
-"""README stays true: its two commands are what .ci/run runs, and every command in it and in the docstrings parses and runs."""
+"""README stays true: its two commands are what .ci/run runs, and every command in it and in the docstrings runs."""
 
 import ast
 import importlib

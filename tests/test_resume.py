@@ -105,7 +105,7 @@ def test_killed_at_any_moment(algo, kills, uninterrupted, tmp_path):
 
 @both
 def test_signals(algo, uninterrupted, tmp_path):
-    """SIGTERM and Ctrl-C end the step, save, say how to go on, and exit with 128 + signal; here both in one run's life."""
+    """SIGTERM and Ctrl-C end the step, save, say how to go on, and exit with 128 + signal; here both in one run."""
     args, rows = [*FLAGS[algo], "--output-dir", tmp_path / "runs", "--save-every", 99], 0
     for number in (signal.SIGTERM, signal.SIGINT):
         process = start(algo, *args, cwd=tmp_path)
@@ -265,8 +265,8 @@ def noisy(completions, trainer_state, **columns):
 
 
 def test_failing_reward_function(tmp_path):
-    """An exception of the user's own shows their frames and exits with 1; the last finished step has been saved, and the
-    mended run equals one that never failed, the random numbers that the function draws included."""
+    """An exception of the user's own shows their frames and exits with 1; the last finished step has been saved, and
+    the mended run equals one that never failed, the random numbers that the function draws included."""
     (tmp_path / "rewards.py").write_text(REWARD)
     flags = [*SMALL["grpo"], "--save-every", "99", "--reward", tmp_path / "rewards.py:noisy"]
     reference = new_run(grpo, tmp_path / "reference", *flags)

@@ -196,7 +196,8 @@ def test_package_of_the_users_called_utils(marker, when, tmp_path):
     at_top, in_call = (
         ("from utils.text import where", "pass") if when == "first" else ("", "from utils.text import where")
     )
-    source = f"{at_top}\ndef f(completions, **columns):\n    {in_call}\n    return [float(where == WANTED)] * len(completions)\n"
+    source = f"{at_top}\ndef f(completions, **columns):\n    {in_call}\n"
+    source += "    return [float(where == WANTED)] * len(completions)\n"
     path = write(tmp_path, f"WANTED = {str(tmp_path / 'utils' / 'text.py')!r}\n{source}")
     flags = [*SMALL["grpo"], "--max-steps", "2", "--reward", f"{path}:f"]
     assert [row["reward"] for row in metrics(new_run(grpo, tmp_path / "runs", *flags))[1:]] == [1, 1]

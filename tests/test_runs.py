@@ -94,7 +94,7 @@ def test_config(finished):
 
 
 def test_metrics(finished):
-    """One row a step from 0, the columns that the script's docstring explains, evaluation when it is due, finite numbers."""
+    """One row a step from 0, the columns that the docstring explains, evaluation when it is due, finite numbers."""
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(7))
     evaluated = {"eval/greedy", "eval/pass@1", "eval/pass@8"}
@@ -123,7 +123,8 @@ def test_saved_model_is_the_evaluated_one(finished):
 
 
 def test_evaluation_leaves_no_trace(finished):
-    """Global random numbers go on as if it had not been there; another seed samples other answers to the same greedy ones."""
+    """Global random numbers go on as if it had not been there; another seed samples other answers beside the same
+    greedy ones."""
     model, tokenizer = load_model(TINY_MODEL)
     task = load_task("sort")
     torch.manual_seed(5)
@@ -211,7 +212,7 @@ LITTLE, CUT_OFF, CONSTANT = "equal rewards", "cut off", "reward has not changed"
     ],
 )
 def test_advice(change, line, begins):
-    """Each condition is named once, at the step where it begins; a healthy run gets no advice. None: no reward is known."""
+    """Each condition is named once, at the step where it begins; a healthy run gets none. None: no reward is known."""
     healthy = {"frac_zero_std": 0.5, "truncated": 0.1}
     history = [{"step": 0, "eval/greedy": 0.1}] + [
         {"step": i, "reward": i / 100, **healthy, **change(i)} for i in range(1, 12)
@@ -232,7 +233,7 @@ def test_show():
 
 
 def test_lora(tmp_path):
-    """Adapters learn, the base weights do not move, the reference is the base, and the next script loads what is saved."""
+    """Adapters learn, base weights do not move, the reference is the base, and the next script loads what is saved."""
     pytest.importorskip("peft", reason="not run: peft is not installed")
     flags = "--lora-rank 4 --beta 0.1 --max-steps 2 --learning-rate 1e-2 --precision float32 --max-completion-length 20"
     run = new_run(grpo, tmp_path, *SMALL["grpo"], *flags.split(), "--micro-batch-size", 16)
@@ -271,7 +272,7 @@ def test_dropout_is_off_but_stays_in_the_configuration(tmp_path):
 
 
 def test_bfloat16_trains_float32_weights(finished, tmp_path):
-    """--precision bfloat16 is autocast: other numbers than in float32, but close, and float32 weights most of which move."""
+    """--precision bfloat16 is autocast: numbers close to those in float32, and float32 weights most of which move."""
     run = new_run(grpo, tmp_path, *SMALL["grpo"], "--precision", "bfloat16", "--max-steps", 2)
     ours, plain = metrics(run)[1], metrics(finished)[1]
     assert ours["entropy"] != plain["entropy"] and ours["entropy"] == pytest.approx(plain["entropy"], rel=0.05)
@@ -285,7 +286,7 @@ def test_bfloat16_trains_float32_weights(finished, tmp_path):
 @pytest.mark.parametrize("every, rounds", [(2, 2), (4, 4), (0, 5), (1, 1)])
 def test_dynamic_sampling(every, rounds):
     """Prompts are drawn until there are enough groups with variance, each group with its own rewards; at most
-    --max-sampling-rounds times, and what is missing then is filled with other groups. Here one prompt in `every` has one."""
+    --max-sampling-rounds times, and what is missing then is filled with others. Here one prompt in `every` has one."""
     model, tokenizer = load_model(TINY_MODEL)
     args = grpo.Args(task="sort", num_prompts=4, num_generations=3, max_completion_length=6, precision="float32",
                      sample_batch_size=12, dynamic_sampling=True, max_sampling_rounds=5)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tasks: rows that depend on nothing but index and seed, scores that cannot be fooled, prompts as each model needs them."""
+"""Tasks: rows that depend on nothing but index and seed, scores that cannot be fooled, prompts for each model."""
 
 import itertools
 import json
@@ -157,7 +157,8 @@ def test_sort_demonstrations_are_wrong_in_half():
 
 
 @pytest.mark.parametrize("answer, reward", [("0112", 1), (" 0112\n", 1), ("x <answer>0112</answer>", 1), ("1012", 0),
-                                            ("112", 0), ("01122", 0), ("0 1 1 2", 0), ("٠112", 0), ("", 0)])  # fmt: skip
+                                            ("112", 0), ("01122", 0), ("0 1 1 2", 0), ("٠112", 0),
+                                            ("", 0)])  # fmt: skip
 def test_sort_score(answer, reward):
     """The digits in ascending order, nothing else."""
     assert load_task("sort").score({"digits": "1201"}, answer) == {"reward": float(reward)}
@@ -269,7 +270,7 @@ def test_held_out_prompts_are_never_trained(tmp_path):
     ],
 )
 def test_a_dataset_with_a_test_split_of_its_own(names, train, heldout, monkeypatch, capsys):
-    """Split names as on the hub; training rows with a held-out prompt are dropped, also beyond the rows that are kept."""
+    """Split names as on the hub; training rows with a held-out prompt are dropped, also beyond what is kept."""
     datasets = pytest.importorskip("datasets")
     rows = {name: [{"prompt": f"{name} {i}?"} for i in range(300)] for name in names.split()}
     rows[train] += [{"prompt": f"{heldout} 7?"}, {"prompt": f"{heldout} 299?"}]
@@ -290,11 +291,14 @@ def test_a_test_split_that_is_the_training_split(monkeypatch):
         load_task("ORG/NAME")
 
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}S{% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}S{% endif %}"
+)
 
 
 def tokenizer(template: str | None = None, big: bool = False, bos: bool = False):
-    """The tiny model's, with a chat template, with more than a hundred tokens, with a BOS that plain text gets, or not."""
+    """The tiny model's, with a chat template, more than a hundred tokens, a BOS that plain text gets, or not."""
     made = AutoTokenizer.from_pretrained(TINY_MODEL)
     made.chat_template = template
     if big:
@@ -308,7 +312,7 @@ def tokenizer(template: str | None = None, big: bool = False, bos: bool = False)
 
 
 def test_prompt_for_each_kind_of_model(tmp_path):
-    """The compact notation is for the tiny model alone, plain language for the others, messages where there is a template."""
+    """The compact notation is for the tiny model alone, plain language for others, messages for chat templates."""
     row = load_task("sort").train(0, 1)
     question = present(row, tokenizer(big=True))
     assert question.startswith("Sort the digits ") and row["digits"] in question

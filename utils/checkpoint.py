@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, read back without pickles, and every generator of random numbers in them."""
+"""Checkpoints: written whole or not at all, read back without pickles, with every generator of random numbers."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from utils.errors import UserError
 
 
 def write_atomically(path: Path, write) -> None:
-    """`write(temporary_path)`, flushed to the disk, then renamed: a kill at any moment leaves the old file or the new."""
+    """`write(temporary_path)`, flushed to the disk, then renamed: a kill leaves the old file or the new."""
     temporary = path.with_name(path.name + ".tmp")
     write(temporary)
     with open(temporary, "rb") as file:
@@ -31,10 +31,10 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
 
 
 def load_newest(folder: Path) -> dict:
-    """The newest checkpoint that can be read. Damaged newer ones are named, and set aside once an older one has loaded, so
-    that a run never loses its only one.
+    """The newest checkpoint that can be read. Damaged newer ones are named, and set aside once an older one has loaded,
+    so that a run never loses its only one.
 
-    Raises UserError where there is none. Errors of the disk and of memory are raised as they are: the file may be whole.
+    Raises UserError where there is none. Errors of disk and memory are raised as they are: the file may be whole.
     """
     damaged = []
     for path in sorted(folder.glob("step-*.pt"), reverse=True):

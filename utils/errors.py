@@ -15,7 +15,7 @@ class UserError(Exception):
 
 
 def check_numbers(args, names: dict[str, str]) -> None:
-    """Raises UserError where an argument is not finite or breaks its rule; None, a default that is still open, does not.
+    """Raises UserError where an argument is not finite or breaks its rule; None, a default still open, breaks none.
     names: key of RULES -> arguments, separated by spaces."""
     for rule, arguments in names.items():
         for name in arguments.split():

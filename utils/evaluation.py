@@ -16,13 +16,14 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: int, num_samples: int, max_new_tokens: int,
-             temperature: float, seed: int, step: int = 0, rows_at_once: int = 512) -> dict[str, float]:  # fmt: skip
+def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: int, num_samples: int,
+             max_new_tokens: int, temperature: float, seed: int, step: int = 0,
+             rows_at_once: int = 512) -> dict[str, float]:  # fmt: skip
     """Scores greedy answers and `num_samples` sampled ones for each of the first `num_prompts` held-out rows.
 
-    Where the task scores itself: eval/greedy, eval/pass@1 and eval/pass@n, and the task's further scores of greedy answers.
-    Else `score` (as make_scorer returns it, called with the training step) gives eval/greedy and eval/sampled, mean
-    rewards, NaN where none is known. Uses a generator of its own and leaves the global ones as it found them.
+    Where the task scores itself: eval/greedy, eval/pass@1 and eval/pass@n, and the task's further scores of greedy
+    answers. Else `score` (as make_scorer returns it, called with the training step) gives eval/greedy and eval/sampled,
+    mean rewards, NaN where none is known. Uses a generator of its own and leaves the global ones as it found them.
     """
     before = rng_state()
     generator = torch.Generator(model.device).manual_seed(seed)

@@ -80,7 +80,7 @@ def save_model(model, tokenizer, folder: Path) -> None:
 
 
 def without_dropout(model) -> None:
-    """Turns dropout off in training mode too, which gradient checkpointing needs. The configuration that is saved keeps it."""
+    """Turns dropout off in training mode too, which gradient checkpointing needs. The saved configuration keeps it."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -134,11 +134,11 @@ def prefill(model, prompt_ids: Tensor, prompt_mask: Tensor, repeats: int):
 @torch.no_grad()
 def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max_new_tokens: int, eos: list[int],
            temperature: float = 1.0, generator: torch.Generator | None = None) -> Samples:  # fmt: skip
-    """`num_samples` completions of each prompt: plain temperature sampling (no top-k, no top-p); temperature 0 is greedy,
-    and its log-probabilities are those at temperature 1.
+    """`num_samples` completions of each prompt: plain temperature sampling (no top-k, no top-p); temperature 0 is
+    greedy, and its log-probabilities are those at temperature 1.
 
-    Each prompt is run once. Rows that ended leave the batch when half of it has, so that long completions are not paid for
-    by short ones.
+    Each prompt is run once. Rows that ended leave the batch when half of it has, so that long completions are not paid
+    for by short ones.
     """
     device, width, rows = prompt_ids.device, prompt_ids.shape[1], prompt_ids.shape[0] * num_samples
     training = model.training
@@ -179,18 +179,18 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
 
 
 def check_cache(model) -> None:
-    """Raises UserError where the cache of a prompt cannot be repeated for its group, as in Mamba and hybrids with it."""
+    """Raises UserError where a prompt's cache cannot be repeated for its group, as in Mamba and its hybrids."""
     try:
         sample(model, *pad_left([[0], [0, 0]], model.device), 2, 2, [], 0.0)
     except Exception as error:  # each architecture fails in its own way
         raise UserError(
-            f"--model is a {model.config.model_type}, whose cache cannot be repeated for several completions ({error}): "
+            f"--model is a {model.config.model_type}, whose cache cannot be shared by several completions ({error}): "
             "give a model with attention in all layers, such as Llama, Qwen or Gemma"
         ) from error
 
 
 def join(parts: list[Samples]) -> Samples:
-    """The samples of several batches of prompts as one batch, prompts padded to the widest and completions to the longest."""
+    """The samples of several batches of prompts as one, prompts padded to the widest, completions to the longest."""
 
     def cat(field: str, at_left: bool = False) -> Tensor:
         tensors = [getattr(part, field) for part in parts]

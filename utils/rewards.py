@@ -24,8 +24,8 @@ class Scored(NamedTuple):
 
 
 def load_file(path: Path) -> ModuleType:
-    """The file as a module. Its own folder comes first on sys.path while it is imported, and a package called `utils` there
-    is found instead of ours."""
+    """The file as a module. Its own folder comes first on sys.path while it is imported, and a package called `utils`
+    there is found instead of ours."""
     theirs = (path.parent / "utils").is_dir() or (path.parent / "utils.py").is_file()
     ours = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == "utils"}
     search, root = list(sys.path), Path(__file__).resolve().parents[1]

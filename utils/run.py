@@ -53,7 +53,7 @@ class RunArgs:
     keep: int = 2
     """checkpoints kept"""
     resume: str = ""
-    """folder of a run to continue; everything but logging flags, and the budget where no schedule depends on it, must stay"""
+    """folder of a run to continue; all but logging flags, and the budget where no schedule depends on it, must stay"""
     track: bool = False
     """also log to Weights & Biases (WANDB_MODE=offline works)"""
 
@@ -113,7 +113,7 @@ def cores() -> int:
 class Run:
     """Made when all input has been checked, so that wrong input leaves no folder behind.
 
-    budget: name of the argument that says how long to train. schedule_depends_on_budget: then it cannot change on resume.
+    budget: the argument that says how long to train. schedule_depends_on_budget: then it cannot change on resume.
     headline: the columns of the progress bar. total: steps in the budget.
     """
 
@@ -216,8 +216,8 @@ class Run:
         self.logged = step
 
     def save(self, step: int, state: dict, rng: dict | None = None) -> None:
-        """One checkpoint: the script's own state, the generators (`rng` where they are to be those of an earlier moment)
-        and how long the metrics file is."""
+        """One checkpoint: the script's own state, the generators (`rng` where they are to be those of an earlier
+        moment) and how long the metrics file is."""
         if step == self.saved_step:
             return
         os.fsync(self.metrics.fileno())

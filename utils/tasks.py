@@ -34,9 +34,9 @@ class Task:
 def load_task(spec: str, prompt_column: str = "prompt") -> Task:
     """`countdown`, `sort`, `gsm8k`, `gsm8k:FOLDER`, a .jsonl/.json/.parquet file, or a dataset of the hub.
 
-    Of a dataset's own test or validation split the first HELDOUT_ROWS rows are held out, and training rows with a prompt
-    of that split are dropped; without one, a twentieth of the prompts is held out. Raises UserError for an unknown name, a
-    file that is missing, empty or unreadable, or a missing prompt column.
+    Of a dataset's own test or validation split the first HELDOUT_ROWS rows are held out, and training rows with a
+    prompt of that split are dropped; without one, a twentieth of the prompts is held out. Raises UserError for an
+    unknown name, a file that is missing, empty or unreadable, or a missing prompt column.
     """
     name, _, rest = spec.partition(":")
     if name in ("countdown", "sort"):
@@ -94,7 +94,7 @@ def read_splits(spec: str) -> dict:
 
 
 def named(splits: dict, *prefixes: str) -> list[dict] | None:
-    """The split of that name, else the first whose name begins so, as the hub's train_sft does; earlier prefixes win."""
+    """The split of that name, else the first whose name begins so (train_sft); earlier prefixes win."""
     names = [name for prefix in prefixes for name in (prefix, *splits) if name in splits and name.startswith(prefix)]
     return splits[names[0]] if names else None
 
@@ -228,7 +228,8 @@ GSM8K_INSTRUCTION = "Solve the problem step by step. End with one line that hold
 
 
 def gsm8k(folder: str = "") -> Task:
-    """Grade-school mathematics (arXiv 2110.14168): `openai/gsm8k` of the hub, or a folder with train.jsonl and test.jsonl.
+    """Grade-school mathematics (arXiv 2110.14168): `openai/gsm8k` of the hub, or a folder of train.jsonl and
+    test.jsonl.
 
     Prompt: the question, an empty line, GSM8K_INSTRUCTION. Meant for 512 new tokens. Strict: the number after the last
     `####` equals the solution's. Lenient: the last number in the text does. The reward is strict accuracy.
