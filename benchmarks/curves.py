@@ -27,7 +27,7 @@ from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from utils.run import environment  # noqa: E402
+from utils.machine import environment  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "curves"
 FALSE_ALARM = 0.001  # per band; the bands of all scripts together stay below 1 %

@@ -25,7 +25,8 @@ from helpers import (
 from algos import grpo, sft
 from utils.checkpoint import load_newest
 from utils.errors import UserError
-from utils.run import environment, saved_args
+from utils.machine import environment
+from utils.run import saved_args
 
 MODULES = {"grpo": grpo, "sft": sft}
 # 11 steps, so that the last one is evaluated out of turn; all checkpoints kept, to resume from any of them

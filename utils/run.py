@@ -7,15 +7,12 @@ RUN/curve.png, RUN/model/
 """
 
 import dataclasses
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +26,7 @@ import tyro
 
 from utils.checkpoint import load_newest, rng_state, save_checkpoint, set_rng_state, write_atomically
 from utils.errors import UserError, check_numbers
+from utils.machine import cores, environment
 
 try:
     import fcntl
@@ -103,11 +101,6 @@ def prepare(args: RunArgs) -> torch.device:
         names = ", ".join(name for name, there in found.items() if there)
         raise UserError(f"--device {args.device} is not to be had on this machine: use {names}")
     return torch.device(args.device)
-
-
-def cores() -> int:
-    """The cores that this process may use, which under taskset or a batch system are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Run:
@@ -287,23 +280,3 @@ def plot(history: list[dict], curves: dict[str, tuple[str, ...]], title: str, pa
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def environment() -> dict:
-    """What a reader needs to know to believe a number: versions, commit, machine."""
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "datasets", "numpy", "peft", "gymnasium"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    here = Path(__file__).resolve().parent
-    try:
-        git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
-        commit = git.stdout.strip() or None
-    except OSError:  # no git on this machine
-        commit = None
-    machine = {"system": platform.platform(), "cores": cores(), "threads": torch.get_num_threads()}
-    if torch.cuda.is_available():
-        machine["gpu"] = torch.cuda.get_device_name()
-    return {"versions": versions, "commit": commit, "machine": machine, "command": sys.argv}

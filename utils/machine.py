@@ -1,0 +1,35 @@
+"""What a run is made on: the cores that it may use, versions, commit, hardware."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+
+def cores() -> int:
+    """The cores that this process may use, which under taskset or a batch system are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def environment() -> dict:
+    """What a reader needs to know to believe a number: versions, commit, machine."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "datasets", "numpy", "peft", "gymnasium"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    here = Path(__file__).resolve().parent
+    try:
+        git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
+        commit = git.stdout.strip() or None
+    except OSError:  # no git on this machine
+        commit = None
+    machine = {"system": platform.platform(), "cores": cores(), "threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
+    return {"versions": versions, "commit": commit, "machine": machine, "command": sys.argv}
