@@ -38,6 +38,8 @@ Run
                                                                                         the paper's recipe for MuJoCo
     python algos/sac.py --env-id HalfCheetah-v5 --utd-ratio 4 --num-envs 4
     python algos/sac.py --env-id package.module:Name-v0 --env-kwargs size=5             your own environment
+    python algos/sac.py --env-id Hopper-v5 --total-timesteps 1000000 --record-dataset data/hopper
+                                                                                        collections for the offline scripts
     python algos/sac.py --evaluate RUN --eval-episodes 100 --capture-video              scores a saved agent
 
 Expect
@@ -49,6 +51,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,6 +65,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.collection import save_collection
 from utils.envs import EnvArgs, evaluate, make_env, make_vector, restore_vector, saved_agent, step_vector
 from utils.errors import UserError
 from utils.replay import ReplayBuffer
@@ -100,6 +104,10 @@ class Args(EnvArgs):
     """steps with uniformly random actions before the first update"""
     hidden_size: int = 256
     """units of the two hidden layers of actor and critics"""
+    record_dataset: str = ""
+    """write collections to this folder at the end, by D4RL's protocol: random, medium-replay, medium, expert"""
+    record_steps: int = 100_000
+    """transitions in each of random, medium and expert"""
     compile: bool = False
     """compile the losses (a minute at the start)"""
     log_every: int = 500
@@ -231,6 +239,19 @@ def check(args: Args, space: gym.Space) -> None:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be from 0 to 1")
     if args.alpha is not None and args.alpha <= 0:
         raise UserError(f"--alpha is {args.alpha}: it must be above 0")
+    if args.record_dataset:
+        if (
+            min(args.buffer_size, args.record_steps) < 10
+            or args.buffer_size < args.total_timesteps
+            or args.record_steps % 10
+        ):
+            raise UserError("--record-dataset needs a --buffer-size of --total-timesteps, and --record-steps in tens")
+        try:
+            Path(args.record_dataset).mkdir(parents=True, exist_ok=True)
+            import h5py  # noqa: F401
+        except (OSError, ImportError) as error:
+            raise UserError(f"cannot record to --record-dataset {args.record_dataset} ({error}): it must be a writable "
+                            "folder, and h5py must be installed") from error  # fmt: skip
     if args.total_timesteps % args.num_envs:
         raise UserError(f"--total-timesteps {args.total_timesteps} must be a multiple of --num-envs {args.num_envs}")
 
@@ -246,6 +267,38 @@ def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | fl
     """Actions (N, A) in [-1, 1] of observations (N, D); `scale` 0: the likeliest, 1: samples."""
     noise = torch.randn(len(obs), math.prod(space.shape), generator=generator, device=generator.device)
     return actor(torch.from_numpy(obs.astype(np.float32)).to(generator.device), noise * scale)[0].cpu().numpy()
+
+
+def record(actor: Actor, snapshots: list, replay: ReplayBuffer, make: Callable, space: gym.spaces.Box, generator,
+           args: Args) -> None:  # fmt: skip
+    """Collections by D4RL's protocol (arXiv 2004.07219, appendix C). `snapshots` are (step, eval/return, weights of the
+    actor) from before the first update on. random, expert: sampled actions of the first and of the last actor; medium: of
+    the first that had come a third of the way between their returns; medium-replay: all that had been in the replay buffer
+    by then."""
+    (_, low, _), (_, high, _) = snapshots[0], snapshots[-1]
+    medium = next(snapshot for snapshot in snapshots if snapshot[1] >= low + (high - low) / 3)
+    for name, (step, score, weights) in {"random": snapshots[0], "medium-replay": medium, "medium": medium,
+                                         "expert": snapshots[-1]}.items():  # fmt: skip
+        if name == "medium-replay":
+            rows, count = replay.newest(replay.total)[:step], args.num_envs
+        else:
+            actor.load_state_dict(weights)
+            envs, count = make_vector(make, 10, args.seed + 2**30), 10
+            rollouts, obs = ReplayBuffer(args.record_steps, replay.sizes, torch.device("cpu")), envs.reset()[0].copy()
+            while rollouts.total < args.record_steps:
+                actions = act(actor, space, obs, 1.0, generator)
+                next_obs, true_obs, rewards, terminated, _, _ = step_vector(
+                    envs, to_env(actions, space), rollouts.total
+                )
+                rollouts.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
+                obs = next_obs.copy()
+            rows = rollouts.newest(args.record_steps)
+        rows = torch.cat([rows[i::count] for i in range(count)])  # each environment's episodes one after the other
+        obs, actions, rewards, terminals, next_obs = (part.numpy() for part in rows.split(replay.sizes, 1))
+        about = {"env_id": args.env_id, "env_kwargs": " ".join(args.env_kwargs), "seed": args.seed, "policy_step": step,
+                 "policy_return": score, "random_return": low, "expert_return": high}  # fmt: skip
+        save_collection(Path(args.record_dataset) / f"{name}.hdf5", obs, to_env(actions, space).reshape(len(obs), -1),
+                        rewards[:, 0], terminals[:, 0] > 0, next_obs, about)  # fmt: skip
 
 
 def train(args: Args) -> list[dict]:
@@ -279,19 +332,24 @@ def train(args: Args) -> list[dict]:
     def state() -> dict:
         return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers if o is not None],
                 "generator": generator.get_state(), "obs": torch.from_numpy(obs), "envs": list(envs.call("snapshot")),
-                "episodes": episodes, "replay": replay.save(run.dir / "replay.bin")}  # fmt: skip
+                "episodes": episodes, "snapshots": snapshots, "replay": replay.save(run.dir / "replay.bin")}  # fmt: skip
 
-    step, episodes = 0, []
+    def snapshot(score: float) -> list:
+        return [(step, score, {name: value.clone() for name, value in agent.actor.state_dict().items()})]
+
+    step, episodes, snapshots = 0, [], []
     if run.state is not None:
         agent.load_state_dict(run.state["agent"])
         for optimizer, saved in zip((o for o in optimizers if o is not None), run.state["optimizers"]):
             optimizer.load_state_dict(saved)
         generator.set_state(run.state["generator"].cpu())
         replay.load(run.dir / "replay.bin", run.state["replay"])
-        step, episodes = run.state["step"], run.state["episodes"]
+        step, episodes, snapshots = run.state["step"], run.state["episodes"], run.state["snapshots"]
         obs = restore_vector(envs, run.state["envs"])
     else:
         obs = envs.reset()[0].copy()
+        if args.record_dataset:
+            snapshots = snapshot(scored()["eval/return"])
     run.restore_rng()
     logged, columns, begun = step, {}, time.perf_counter()
     while step < run.total:
@@ -329,11 +387,16 @@ def train(args: Args) -> list[dict]:
                 episodes = []
             if due:
                 numbers |= scored()
+                if args.record_dataset:
+                    snapshots = snapshots + snapshot(numbers["eval/return"])
             run.log(step, **numbers, **{"time/steps_per_second": (step - logged) / (now - begun)})
             logged, begun = step, time.perf_counter()
         run.end_step(step, state)
 
     envs.close()
+    if args.record_dataset:
+        record(copy.deepcopy(agent.actor), snapshots, replay, make, space, generator, args)
+        run.print(f"collections: {args.record_dataset}")
     curves = {"return": ("return", "eval/return"), "entropy": ("entropy",), "alpha": ("alpha",)}
     return run.finish(lambda folder: save_file(agent.state_dict(), folder / "model.safetensors"), curves,
                       f"SAC on {args.env_id}")  # fmt: skip
