@@ -22,6 +22,8 @@ class ReplayBuffer:
     def add(self, *parts: np.ndarray) -> None:
         """Appends rows: one (N, size) array for each of `sizes`."""
         rows = torch.from_numpy(np.concatenate(parts, 1, dtype=np.float32))
+        self.total += max(0, len(rows) - self.capacity)  # more rows at once than it holds: the newest stay
+        rows = rows[-self.capacity :]
         start = self.total % self.capacity
         first = min(len(rows), self.capacity - start)
         self.rows[start : start + first] = rows[:first]
