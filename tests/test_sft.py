@@ -96,12 +96,13 @@ def test_answers_in_evaluation_are_as_long_as_the_model_needs(lora_rank, limit, 
 
 
 def test_the_shipped_model_is_what_readme_says():
-    """Small, ordinary, and a warm start: room above it, and not by sharpening alone."""
+    """Small, ordinary, and a warm start with room above it: what it thinks likeliest is mostly wrong, what it samples is
+    right more often (on countdown half of the prompts in eight samples)."""
     from utils.evaluation import evaluate
 
     model, tokenizer = load_model(TINY_MODEL)
     assert 0.7e6 < sum(p.numel() for p in model.parameters()) < 0.9e6
-    for name, low, high in (("countdown", 0.12, 0.3), ("sort", 0.5, 0.75)):
+    for name, greedy, low, high, best in (("countdown", 0.05, 0.04, 0.2, 0.35), ("sort", 0.35, 0.3, 0.5, 0.8)):
         scores = evaluate(model, tokenizer, load_task(name), None, 128, 8, 20, 1.0, 1)
-        assert low < scores["eval/pass@1"] < high and low < scores["eval/greedy"] < high
-        assert scores["eval/pass@8"] > scores["eval/pass@1"] + 0.2
+        assert scores["eval/greedy"] < greedy and low < scores["eval/pass@1"] < high and scores["eval/pass@8"] > best
+        assert scores["eval/greedy"] < scores["eval/pass@1"]

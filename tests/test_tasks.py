@@ -68,10 +68,10 @@ def results(a: int, b: int) -> list[tuple[str, int]]:
 
 
 def test_countdown_demonstrations():
-    """Every target can be reached, and the score accepts every way to reach it and no other end. About half of the
-    demonstrations are wrong, most where the target is even, and then in nothing but the result of their last step."""
+    """Every target can be reached, and the score accepts every way to reach it and no other end. About three in four
+    demonstrations are wrong, and then in nothing but the result of their last step."""
     task, plain = load_task("countdown"), tokenizer(big=True)
-    wrong = {0: [], 1: []}
+    wrong = []
     for i, row in enumerate([task.train(i, 3) for i in range(2000)] + task.heldout):
         numbers, target = row["numbers"], row["target"]
         assert row["prompt"] == f"C{''.join(map(str, numbers))}={target}:" and 1 <= target <= 99
@@ -84,13 +84,12 @@ def test_countdown_demonstrations():
         if i < 200:
             assert all(task.score(row, answer)["reward"] == 1 for answer in right)
             assert all(task.score(row | {"target": target + 1}, answer)["reward"] == 0 for answer in right)
-        wrong[target % 2].append(not is_right)
+        wrong.append(not is_right)
         steps = row["completion"].rpartition("=")[0]
         a, b = map(int, re.split(r"[-+*/]", steps.rpartition(",")[2]))
         (true,) = [result for step, result in results(a, b) if f",{step.partition('=')[0]}" in steps]
         assert task.score(row | {"target": true}, f"{steps}={true}") == {"reward": 1.0}
-    even, odd = (sum(w) / len(w) for w in (wrong[0], wrong[1]))  # about 1000 each: standard deviation 0.015
-    assert 0.6 < even < 0.8 and 0.12 < odd < 0.3
+    assert 0.7 < sum(wrong) / len(wrong) < 0.8  # 2256 rows: standard deviation 0.009
 
 
 @pytest.mark.parametrize(
@@ -142,18 +141,17 @@ def test_countdown_score_counts_equal_numbers():
     assert score({"numbers": [8, 4, 2], "target": 4}, "8/2=4,4*1=4") == {"reward": 0.0}
 
 
-def test_sort_demonstrations_are_wrong_in_half():
-    """Half of the demonstrations are wrong, most of them where the number of digits is even."""
+def test_most_sort_demonstrations_are_wrong():
+    """So that the likeliest answer of what imitates them is wrong, for every number of digits."""
     task = load_task("sort")
-    wrong = {0: [], 1: []}
+    wrong = {length: [] for length in range(3, 9)}
     for row in [task.train(i, 1) for i in range(3000)]:
         is_wrong = row["completion"] != "".join(sorted(row["digits"]))
         assert task.score(row, row["completion"]) == {"reward": float(not is_wrong)}
         assert sorted(row["completion"]) == sorted(row["digits"]) and row["prompt"] == f"S{row['digits']}:"
-        wrong[len(row["digits"]) % 2].append(is_wrong)
-    even, odd = (sum(w) / len(w) for w in (wrong[0], wrong[1]))  # about 1200 each: standard deviation 0.012
-    # swapping two equal digits changes nothing, so fewer than the three and one in four of the demonstrations are wrong
-    assert 0.55 < even < 0.75 and 0.12 < odd < 0.25
+        if sorted(row["digits"])[0] != sorted(row["digits"])[1]:  # swapping two equal digits changes nothing
+            wrong[len(row["digits"])].append(is_wrong)
+    assert all(0.65 < sum(w) / len(w) < 0.85 for w in wrong.values())  # about 400 each: standard deviation 0.022
 
 
 @pytest.mark.parametrize("answer, reward", [("0112", 1), (" 0112\n", 1), ("x <answer>0112</answer>", 1), ("1012", 0),
