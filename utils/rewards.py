@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from utils.errors import UserError
+from utils.imports import users_imports
 from utils.tasks import Task
 
 
@@ -24,21 +25,12 @@ class Scored(NamedTuple):
 
 
 def load_file(path: Path) -> ModuleType:
-    """The file as a module. Its own folder comes first on sys.path while it is imported, and a package called `utils`
-    there is found instead of ours."""
-    theirs = (path.parent / "utils").is_dir() or (path.parent / "utils.py").is_file()
-    ours = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == "utils"}
-    search, root = list(sys.path), Path(__file__).resolve().parents[1]
-    sys.path[:] = [str(path.parent), *(p for p in search if Path(p).resolve() != root)]
+    """The file as a module."""
     module_spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses look their module up there
-    try:
+    with users_imports(path.parent):
         module_spec.loader.exec_module(module)
-    finally:
-        if "utils" not in sys.modules and not theirs:  # else the name is the user's from here: ours is all loaded
-            sys.modules.update(ours)
-            sys.path[:] = [*search, str(path.parent)]  # last, for what the functions import when they are called
     return module
 
 
@@ -54,9 +46,9 @@ def load_function(spec: str, loaded: dict[Path, ModuleType]) -> Callable:
             raise UserError(f"--reward {spec}: there is no file {path}")
         module = loaded[path] = loaded.get(path) or load_file(path)
     else:
-        sys.path.append(str(Path.cwd()))  # where the user's own package is, as with python -m
         try:
-            module = importlib.import_module(source)
+            with users_imports(Path.cwd()):
+                module = importlib.import_module(source)
         except ModuleNotFoundError as error:
             raise UserError(f"--reward {spec}: there is no module {source} ({error})") from error
     function = getattr(module, name, None)
