@@ -67,7 +67,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
-from utils.envs import EnvArgs, evaluate, make_env, make_vector, restore_vector, saved_agent, step_vector
+from utils.envs import EnvArgs, evaluate, make_env, make_vector, reset_vector, restore_vector, saved_agent, step_vector
 from utils.errors import UserError
 from utils.normalize import RunningMeanStd
 from utils.run import Run, crosses, main, prepare
@@ -380,7 +380,7 @@ def train(args: Args) -> list[dict]:
         evaluate, make, partial(act_in_evaluation, agent, statistics), args.eval_episodes, args.seed, device
     )
     if args.evaluate:
-        saved = saved_agent(Path(args.evaluate))
+        saved = saved_agent(args)
         agent.load_state_dict(saved["agent"])
         statistics.load_state_dict(saved["statistics"])
         print(json.dumps(scored(Path(args.evaluate) / "video" if args.capture_video else None)))
@@ -411,7 +411,7 @@ def train(args: Args) -> list[dict]:
         generator.set_state(run.state["generator"].cpu())
         step, obs = run.state["step"], restore_vector(envs, run.state["envs"])
     else:
-        obs = envs.reset()[0].copy()
+        obs = reset_vector(envs)
         statistics.observe(obs, count=True)
     run.restore_rng()
     while step < run.total:

@@ -315,7 +315,7 @@ def train(args: Args) -> list[dict]:
     scored = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space), args.eval_episodes,
                      args.seed, device)  # fmt: skip
     if args.evaluate:
-        agent.load_state_dict(saved_agent(Path(args.evaluate))["agent"])
+        agent.load_state_dict(saved_agent(args)["agent"])
         print(json.dumps(scored(Path(args.evaluate) / "video" if args.capture_video else None)))
         return []
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)

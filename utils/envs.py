@@ -3,11 +3,14 @@
 Shapes: N environments, D observation numbers, A action numbers.
 """
 
+import contextlib
 import importlib
 import json
-import sys
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -15,11 +18,13 @@ import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from utils.checkpoint import load_newest
+from utils.checkpoint import load_newest, rng_state, set_rng_state
 from utils.errors import UserError
-from utils.run import RunArgs, saved_args
+from utils.imports import users_imports
+from utils.run import LOGGING_FLAGS, RunArgs, saved_args
 
 LONGEST_LOG = 200_000  # actions of one episode that are kept for a resume; a longer episode starts anew
+EVALUATION_FLAGS = ("evaluate", "resume", "seed", "device", "threads", "eval_episodes", "capture_video", *LOGGING_FLAGS)
 LONGEST_EVALUATION = 50_000  # steps after which an evaluation episode counts as it stands
 
 
@@ -45,7 +50,7 @@ class Episode(gym.Wrapper):
 
     def __init__(self, env: gym.Env, seed: int, index: int):
         super().__init__(env)
-        self.origin, self.episode, self.saved = (seed, index), -1, None
+        self.origin, self.episode, self.saved = (seed % 2**64, index), -1, None
 
     def reset(self, *, seed=None, options=None):
         self.episode += 1
@@ -53,36 +58,37 @@ class Episode(gym.Wrapper):
 
     def start(self):
         seed = np.random.SeedSequence([*self.origin, self.episode]).generate_state(1)[0]
-        self.actions, self.total = [], 0.0
+        self.actions, self.total, self.length = [], 0.0, 0
         self.obs, _ = self.env.reset(seed=int(seed))
         return self.obs, {}
 
     def step(self, action):
+        if self.length <= LONGEST_LOG:
+            self.actions.append(np.array(action))  # a copy, before the environment or the vector can change it
         self.obs, reward, terminated, truncated, theirs = self.env.step(action)
-        self.actions.append(np.array(action))  # a copy: a vector may reuse the array
-        self.total += float(reward)
+        self.total, self.length = self.total + float(reward), self.length + 1
         done = terminated or truncated
         info = {"life_lost": True} if theirs.get("life_lost") else {}
         if done:
-            self.obs = np.array(self.obs)  # a copy: many environments reuse their array when they are reset
-            info["episode"] = (self.total, len(self.actions))
+            self.obs = np.array(self.obs)  # a copy: the reset that follows may write into the same array
+            info["episode"] = (self.total, self.length)
         return self.obs, reward, terminated, truncated, info
 
     def snapshot(self) -> dict:
         """What `restore` needs, in types that weights_only loading accepts."""
-        actions = np.array(self.actions[: LONGEST_LOG + 1])
-        return {"episode": self.episode, "actions": torch.tensor(actions), "obs": torch.tensor(np.array(self.obs))}
+        return {"episode": self.episode, "actions": torch.tensor(np.array(self.actions)), "total": self.total,
+                "obs": torch.tensor(np.array(self.obs))}  # fmt: skip
 
     def restore(self) -> bool:
         """Replays the snapshot in `saved` (set_attr is how a vector hands each environment its own). False where that
         does not lead to the observation that was saved: then a new episode has begun."""
-        self.episode, actions, obs = self.saved["episode"], self.saved["actions"].numpy(), self.saved["obs"].numpy()
-        self.saved = None
+        saved, self.saved = self.saved, None
+        self.episode = saved["episode"]
         self.start()
-        if len(actions) <= LONGEST_LOG:
-            for action in actions:
-                self.step(action)
-            if np.array_equal(self.obs, obs):
+        if len(saved["actions"]) <= LONGEST_LOG:
+            ended = any(any(self.step(action)[2:4]) for action in saved["actions"].numpy())
+            if not ended and np.array_equal(self.obs, saved["obs"].numpy()):
+                self.total = saved["total"]
                 return True
         self.reset()
         return False
@@ -98,15 +104,15 @@ def make_env(
     """
     module, _, name = env_id.rpartition(":")
     kwargs = parse_kwargs(env_kwargs) | ({"render_mode": render_mode} if render_mode else {})
-    if module:
-        if str(Path.cwd()) not in sys.path:
-            sys.path.append(str(Path.cwd()))  # where the user's own package is, as with python -m
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            raise UserError(f"--env-id {env_id}: there is no module {module} ({error})") from error
     try:
-        env = gym.make(name, disable_env_checker=True, **kwargs)
+        with users_imports(Path.cwd()) if module else contextlib.nullcontext():  # as with python -m
+            if module:
+                importlib.import_module(module)
+            env = gym.make(name, disable_env_checker=True, **kwargs)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"cannot make --env-id {env_id} ({error}): install it, or start in the folder that it lies in"
+        ) from error
     except (gym.error.Error, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cannot make --env-id {env_id} ({reason}): give a registered Gymnasium name, or MODULE:NAME "
@@ -137,7 +143,15 @@ def parse_kwargs(pairs: tuple[str, ...]) -> dict:
 def make_vector(make: Callable[[], gym.Env], num_envs: int, seed: int, kind: str = "sync") -> gym.vector.VectorEnv:
     """`num_envs` environments that start their next episode in the step that ends one (SAME_STEP): the observation that
     comes back is the new episode's first, and infos["final_obs"] holds the old one's last. async: a process each."""
-    thunks = [lambda i=i: Episode(make(), seed, i) for i in range(num_envs)]
+    trainer = os.getpid()
+
+    def start(index: int) -> Episode:
+        if os.getpid() != trainer:  # Ctrl-C reaches every process of a terminal, but only the run may answer
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return Episode(make(), seed, index)
+
+    thunks = [partial(start, index) for index in range(num_envs)]
     if kind == "async":
         return AsyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
     return SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP, copy=False)
@@ -160,13 +174,27 @@ def step_vector(envs, actions: np.ndarray, step: int):
         for i in np.flatnonzero(infos["_final_obs"]):
             true_obs[i] = infos["final_obs"][i]
             episodes.append(infos["final_info"]["episode"][i])
-    if not (np.isfinite(rewards).all() and np.isfinite(true_obs).all()):
-        bad = int(np.flatnonzero(~np.isfinite(rewards) | ~np.isfinite(true_obs.reshape(len(obs), -1)).all(1))[0])
+    check_finite(true_obs, rewards, step)
+    if true_obs is not obs:
+        check_finite(obs, rewards, step)
+    return obs, true_obs, rewards, terminated, truncated, episodes
+
+
+def check_finite(obs: np.ndarray, rewards: np.ndarray, step: int) -> None:
+    finite = np.isfinite(rewards) & np.isfinite(obs).reshape(len(obs), -1).all(1)
+    if not finite.all():
+        bad = int(np.flatnonzero(~finite)[0])
         raise UserError(
-            f"environment {bad} returned reward {rewards[bad]} and observation {true_obs[bad].tolist()} at step {step}: "
+            f"environment {bad} returned reward {rewards[bad]} and observation {obs[bad].tolist()} at step {step}: "
             "both must be finite; the last checkpoint is kept"
         )
-    return obs, true_obs, rewards, terminated, truncated, episodes
+
+
+def reset_vector(envs) -> np.ndarray:
+    """The first observations (N, D), a copy. Raises UserError where they are not finite."""
+    obs = envs.reset()[0].copy()
+    check_finite(obs, np.zeros(len(obs)), 0)
+    return obs
 
 
 def restore_vector(envs, states: list[dict]) -> np.ndarray:
@@ -177,7 +205,7 @@ def restore_vector(envs, states: list[dict]) -> np.ndarray:
         print(
             f"{lost} of {len(states)} environments could not be brought back inside their episode: they begin a new one"
         )
-    return np.stack(envs.get_attr("obs"))
+    return np.stack(envs.get_attr("obs")).astype(envs.single_observation_space.dtype)
 
 
 def evaluate(
@@ -190,8 +218,8 @@ def evaluate(
     """
     thunks = [lambda i=i: Episode(make(), seed + 2**31, i) for i in range(2 * episodes)]
     if video is not None:
-        thunks[0] = lambda: Episode(gym.wrappers.RecordVideo(make(render_mode="rgb_array"), str(video), lambda n: n == 0),
-                                    seed + 2**31, 0)  # fmt: skip
+        thunks[0] = lambda: Episode(recorded(make, video), seed + 2**31, 0)
+    before = rng_state()  # an environment may draw from the global generators, which are the training's
     envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP, copy=False)
     generator = torch.Generator(device).manual_seed(seed)
     scale = torch.cat([torch.zeros(episodes, 1), torch.ones(episodes, 1)]).to(device)
@@ -205,11 +233,28 @@ def evaluate(
         if not first.any():
             break
     envs.close()
+    set_rng_state(before)
     return {"eval/return": returns[:episodes].mean().item(), "eval/return_stochastic": returns[episodes:].mean().item(),
             "eval/length": lengths[:episodes].mean().item()}  # fmt: skip
 
 
-def saved_agent(folder: Path) -> dict:
-    """The state that the newest checkpoint of a run holds, for --evaluate."""
-    saved_args(folder)  # says what is wrong where it is no run's folder
+def recorded(make: Callable, video: Path) -> gym.Env:
+    """An environment whose first episode becomes a file in `video`. Raises UserError where it cannot be drawn."""
+    try:
+        env = make(render_mode="rgb_array")
+        env.reset()
+        env.render()  # what is missing on this machine shows here
+        return gym.wrappers.RecordVideo(env, str(video), lambda n: n == 0)
+    except Exception as error:
+        raise UserError(f"--capture-video cannot draw this environment here ({error}): leave it out") from error
+
+
+def saved_agent(args: EnvArgs) -> dict:
+    """The state in the newest checkpoint of the run that --evaluate names. Raises UserError where the folder is no run's,
+    or where an argument differs that the agent was made or trained with."""
+    folder = Path(args.evaluate)
+    for name, value in saved_args(folder).items():
+        if getattr(args, name) != value and name not in EVALUATION_FLAGS:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)} but the run in {folder} has {value}: "
+                            "it cannot change with --evaluate")  # fmt: skip
     return load_newest(folder / "checkpoints")

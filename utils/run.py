@@ -79,7 +79,7 @@ def saved_args(folder: Path) -> dict:
         args = json.loads((folder / "config.json").read_text())["args"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder} is not the folder of a run: it has no readable config.json") from error
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in args.items()}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in args.items() if k != "resume"}  # the folder may move
 
 
 def prepare(args: RunArgs) -> torch.device:
