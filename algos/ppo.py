@@ -68,7 +68,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
 from utils.envs import EnvArgs, evaluate, make_env, make_vector, reset_vector, restore_vector, saved_agent, step_vector
-from utils.errors import UserError
+from utils.errors import UserError, check_numbers
 from utils.normalize import RunningMeanStd
 from utils.run import Run, crosses, main, prepare
 
@@ -78,6 +78,12 @@ PRESETS = {  # what depends on the kind of actions: taken for every argument tha
     "continuous": dict(total_timesteps=1_000_000, num_envs=1, num_steps=2048, learning_rate=3e-4, num_minibatches=32,
                        update_epochs=10, ent_coef=0.0),
 }  # fmt: skip
+RANGES = {  # what numbers must be
+    "at least 1": "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size eval_episodes",
+    "at least 0": "ent_coef vf_coef eval_every",
+    "above 0": "learning_rate clip_coef max_grad_norm target_kl",
+    "from 0 to 1": "gamma gae_lambda",
+}
 CLIP_NORMALIZED = 10.0  # bounds of normalised observations and rewards
 
 
@@ -340,13 +346,9 @@ def check(args: Args, space: gym.Space) -> None:
         raise UserError(
             f"--env-id {args.env_id} has the action space {space}: PPO needs Box, Discrete or MultiDiscrete"
         )
-    for name in ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "hidden_size",
-                 "eval_episodes"):  # fmt: skip
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be from 0 to 1")
+    check_numbers(args, RANGES)
+    if args.capture_video and not args.evaluate:
+        raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
     rows = args.num_envs * args.num_steps
     if rows % args.num_minibatches or rows // args.num_minibatches < 2:
         raise UserError(f"--num-minibatches {args.num_minibatches} must divide the {rows} rows of a rollout (num_envs * "
@@ -450,8 +452,10 @@ def train(args: Args) -> list[dict]:
         "explained variance": ("explained_variance",),
         "entropy": ("entropy",),
     }
-    return run.finish(lambda folder: save_file(agent.state_dict(), folder / "model.safetensors"), curves,
-                      f"PPO on {args.env_id}")  # fmt: skip
+    model = agent.state_dict()
+    if args.normalize:  # (observation - obs_mean) / sqrt(obs_var + 1e-8), clipped, is what the networks take
+        model |= {f"obs_{name}": statistics.obs.state_dict()[name] for name in ("mean", "var")}
+    return run.finish(lambda folder: save_file(model, folder / "model.safetensors"), curves, f"PPO on {args.env_id}")
 
 
 if __name__ == "__main__":

@@ -49,13 +49,19 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
 from utils.envs import EnvArgs, evaluate, make_env, make_vector, reset_vector, restore_vector, saved_agent, step_vector
-from utils.errors import UserError
+from utils.errors import UserError, check_numbers
 from utils.run import Run, crosses, main, prepare
 
 PRESETS = {  # taken for every argument that is left at None
     "discrete": dict(total_timesteps=10_000_000, num_envs=8, num_steps=128, learning_rate=2.5e-4, num_minibatches=4,
                      update_epochs=4, ent_coef=0.01),
 }  # fmt: skip
+RANGES = {  # what numbers must be
+    "at least 1": "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size eval_episodes",
+    "at least 0": "ent_coef vf_coef eval_every",
+    "above 0": "learning_rate clip_coef max_grad_norm target_kl",
+    "from 0 to 1": "gamma gae_lambda",
+}
 
 
 @dataclass
@@ -343,13 +349,9 @@ def check(args: Args, space: gym.Space) -> None:
         raise UserError(
             f"--env-id {args.env_id} has the action space {space}: PPO needs Box, Discrete or MultiDiscrete"
         )
-    for name in ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "hidden_size",
-                 "eval_episodes"):  # fmt: skip
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be from 0 to 1")
+    check_numbers(args, RANGES)
+    if args.capture_video and not args.evaluate:
+        raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
     rows = args.num_envs * args.num_steps
     if rows % args.num_minibatches or rows // args.num_minibatches < 2:
         raise UserError(f"--num-minibatches {args.num_minibatches} must divide the {rows} rows of a rollout (num_envs * "
