@@ -1,0 +1,831 @@
+"""PPO against numbers from its formulas: advantages, rollouts, the update, and the parts that they are made of.
+
+`own_update` is the whole update in numpy: advantages as sums over each episode, own log-probabilities, own gradients.
+Networks are replaced by linear tables, so that every gradient has a closed form; the rest of the agent is the script's.
+"""
+
+import itertools
+
+import gymnasium as gym
+import helpers
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from scipy import stats
+from torch import nn
+
+from algos import ppo
+from utils.envs import Episode, evaluate, make_env, make_vector, step_vector
+from utils.errors import UserError
+from utils.normalize import RunningMeanStd
+
+DISCRETE, MULTI, GAUSSIAN = Discrete(3, start=5), MultiDiscrete([2, 3], start=[7, 1]), Box(-0.5, 0.5, (2,))
+SPACES = pytest.mark.parametrize("space", [DISCRETE, MULTI, GAUSSIAN], ids=["discrete", "multi", "gaussian"])
+
+
+@pytest.fixture
+def float64():
+    """gae's factor gamma * lambda * ~done is of the default type, float32 in runs."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+FLOAT64 = pytest.mark.usefixtures("float64")
+
+
+def close(actual, expected, tolerance=1e-10) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
+
+
+def tensors(*arrays) -> list[torch.Tensor]:
+    return [torch.as_tensor(x) for x in arrays]
+
+
+def linear_agent(obs_size: int, space: gym.Space, seed: int = 0) -> ppo.Agent:
+    """An agent in float64 whose networks are matrices: on one-hot observations, tables of logits (means) and values."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        agent = ppo.Agent(obs_size, space, 4)
+        agent.actor = nn.Linear(obs_size, sum(agent.parts), bias=False)
+        agent.critic = nn.Linear(obs_size, 1, bias=False)
+        for parameter in agent.parameters():
+            nn.init.normal_(parameter, 0.0, 0.5)
+    return agent.double()
+
+
+def weights(agent: nn.Module) -> dict[str, np.ndarray]:
+    return {name: p.detach().double().numpy().copy() for name, p in agent.named_parameters()}
+
+
+# the formulas in numpy
+
+
+def own_advantages(rewards, values, next_values, terminated, truncated, gamma, gae_lambda) -> np.ndarray:
+    """Episode by episode: the sum over k of (gamma lambda)^k delta_t+k, up to the episode's or the rollout's last row."""
+    result = np.zeros(rewards.shape)
+    for t, n in np.ndindex(rewards.shape):
+        for k in range(t, len(rewards)):
+            bootstrap = 0.0 if terminated[k, n] else gamma * next_values[k, n]
+            result[t, n] += (gamma * gae_lambda) ** (k - t) * (rewards[k, n] + bootstrap - values[k, n])
+            if terminated[k, n] or truncated[k, n]:
+                break
+    return result
+
+
+def own_policy(p: dict, parts: list[int], obs, actions):
+    """Log-probabilities, entropies, and the slopes of both by the outputs and by log_std, of rows (B, D) and (B, A)."""
+    out = obs @ p["actor.weight"].T
+    if "log_std" in p:
+        std = np.exp(p["log_std"])
+        z = (actions - out) / std
+        entropy = np.full(len(out), stats.norm.entropy(0, std).sum())
+        return stats.norm.logpdf(actions, out, std).sum(1), entropy, z / std, np.zeros_like(out), z**2 - 1
+    logp, entropy, score, slope = np.zeros(len(out)), np.zeros(len(out)), np.zeros_like(out), np.zeros_like(out)
+    for start, size, chosen in zip(np.cumsum([0, *parts]), parts, actions.T.astype(int)):
+        part = np.s_[:, start : start + size]
+        pi = np.exp(out[part]) / np.exp(out[part]).sum(1, keepdims=True)
+        own = -(pi * np.log(pi)).sum(1, keepdims=True)
+        logp += np.log(pi[np.arange(len(pi)), chosen])
+        entropy += own[:, 0]
+        score[part] = np.eye(size)[chosen] - pi
+        slope[part] = -pi * (np.log(pi) + own)
+    return logp, entropy, score, slope, None
+
+
+def own_update(agent, batch, orders, rate, args) -> tuple[dict, dict]:
+    """Weights after plain gradient descent over `orders`, the rows of each minibatch of each epoch; and the metrics."""
+    p, parts, eps = weights(agent), agent.parts, args.clip_coef
+    obs, actions, rewards, next_obs, terminated, truncated = (x.double().numpy() for x in batch)
+    values, next_values = obs @ p["critic.weight"][0], next_obs @ p["critic.weight"][0]
+    advantages = own_advantages(rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda)
+    obs, actions = obs.reshape(-1, obs.shape[-1]), actions.reshape(-1, actions.shape[-1])
+    values, advantages = values.flatten(), advantages.flatten()
+    returns, old_logps, norms = advantages + values, own_policy(p, parts, obs, actions)[0], []
+    for epoch in orders:
+        numbers = []
+        for rows in epoch:
+            logps, entropy, score, slope, score_std = own_policy(p, parts, obs[rows], actions[rows])
+            ratio, a = np.exp(logps - old_logps[rows]), advantages[rows]
+            if args.normalize_advantages:
+                a = (a - a.mean()) / (a.std(ddof=1) + 1e-8)
+            cut = np.where(a > 0, ratio > 1 + eps, ratio < 1 - eps)
+            pull = (np.where(cut, 0.0, ratio * a) / len(rows))[:, None]
+            errors = obs[rows] @ p["critic.weight"][0] - returns[rows]
+            if args.clip_vloss:
+                near = values[rows] + np.clip(errors + returns[rows] - values[rows], -eps, eps) - returns[rows]
+                errors = np.where(near**2 > errors**2, 0.0, errors)
+            gradient = {
+                "actor.weight": -(pull * score + args.ent_coef * slope / len(rows)).T @ obs[rows],
+                "critic.weight": args.vf_coef * errors[None] @ obs[rows] / len(rows),
+            }
+            if score_std is not None:
+                gradient["log_std"] = -(pull * score_std).sum(0) - args.ent_coef
+            norms.append(np.sqrt(sum((g**2).sum() for g in gradient.values())))
+            shrink = min(1.0, args.max_grad_norm / (norms[-1] + 1e-6))
+            p = {name: p[name] - rate * shrink * g for name, g in gradient.items()}
+            numbers.append([(ratio - 1 - np.log(ratio)).mean(), (abs(ratio - 1) > eps).mean(), entropy.mean()])
+    metrics = dict(zip(("approx_kl", "clip_fraction", "entropy"), np.mean(numbers, 0)), grad_norm=np.mean(norms),
+                   explained_variance=1 - (returns - values).var() / returns.var(), epochs=len(orders))  # fmt: skip
+    return p, metrics
+
+
+def settings(**changes) -> ppo.Args:
+    defaults = dict(num_minibatches=1, update_epochs=1, ent_coef=0.0, max_grad_norm=1e9, normalize_advantages=False)
+    return ppo.Args(**defaults | changes)
+
+
+def run_update(agent, batch, args, rate=1.0, loss_function=ppo.ppo_loss) -> tuple[dict, dict]:
+    """Weights and metrics after `update` with plain gradient descent; the agent stays as it was."""
+    before = {name: value.clone() for name, value in agent.state_dict().items()}
+    optimizer, generator = torch.optim.SGD(agent.parameters(), rate), torch.Generator().manual_seed(0)
+    metrics = ppo.update(agent, optimizer, batch, generator, args, loss_function)
+    after = weights(agent)
+    agent.load_state_dict(before)
+    return after, metrics
+
+
+def ascent(agent, batch, args) -> dict:
+    """What one update with plain gradient descent at rate 1 adds to the weights."""
+    before = weights(agent)
+    return {name: p - before[name] for name, p in run_update(agent, batch, args)[0].items()}
+
+
+def random_batch(agent, steps=6, envs=4, seed=0) -> ppo.Batch:
+    """Every row in a state of its own, whose next observation is the next row's but where an episode or the rollout
+    ends: there it is a state that no row starts from. All four ways to end or not to, also at the rollout's end."""
+    rng, rows = np.random.default_rng(seed), steps * envs
+    states = np.arange(rows).reshape(steps, envs)
+    terminated, truncated = rng.random((2, steps, envs)) < 0.25
+    terminated[-1], truncated[-1] = [True, False, True, False], [False, True, True, False]
+    last = terminated | truncated
+    last[-1] = True
+    after = np.where(last, states + rows, np.roll(states, -1, 0))
+    one_hot = np.eye(2 * rows)
+    if agent.continuous:
+        p = weights(agent)
+        actions = p["actor.weight"].T[states] + np.exp(p["log_std"]) * rng.normal(size=(steps, envs, *agent.parts))
+    else:
+        actions = np.stack([rng.integers(0, n, (steps, envs)) for n in agent.parts], -1)
+    return ppo.Batch(*tensors(one_hot[states], actions, rng.normal(size=(steps, envs)), one_hot[after],
+                              terminated, truncated))  # fmt: skip
+
+
+# advantages
+
+
+def test_advantages_by_hand():
+    """gamma = lambda = 1/2; columns: no end, terminated, truncated, both at the second row, terminated at the last."""
+    rewards, values, next_values = (np.array([x] * 5, float).T for x in ([1, 2, 4], [1, 2, 3], [2, 6, 8]))
+    terminated, truncated = np.zeros((2, 3, 5), bool)
+    terminated[1, [1, 3]] = truncated[1, [2, 3]] = terminated[2, 4] = True
+    inputs = tensors(rewards, values, next_values, terminated, terminated | truncated)
+    expected = [[2.0625, 1.0, 1.75, 1.0, 1.8125], [4.25, 0.0, 3.0, 0.0, 3.25], [5.0, 5.0, 5.0, 5.0, 1.0]]
+    close(ppo.gae(*inputs, 0.5, 0.5), expected)
+
+
+@FLOAT64
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.7, 1.0])
+def test_advantages_of_every_pattern_of_ends(gae_lambda):
+    """All 256 ways in which four rows can end by termination, truncation, both or not at all."""
+    patterns = np.array(list(itertools.product(range(4), repeat=4))).T
+    terminated, truncated = patterns % 2 == 1, patterns >= 2
+    rewards, values, next_values = np.random.default_rng(0).normal(size=(3, *patterns.shape))
+    inputs = rewards, values, next_values, terminated
+    ours = ppo.gae(*tensors(*inputs, terminated | truncated), 0.9, gae_lambda)
+    close(ours, own_advantages(*inputs, truncated, 0.9, gae_lambda))
+    if gae_lambda == 0:
+        close(ours, rewards + 0.9 * next_values * (1 - terminated) - values)
+
+
+@FLOAT64
+def test_lambda_one_is_the_discounted_return():
+    """Rewards up to the end and, unless the episode is terminated, the value of the last observation; minus V."""
+    rng = np.random.default_rng(1)
+    rewards, values = rng.normal(size=(2, 5, 3))
+    ends = rng.normal(size=(5, 3))  # values of last observations
+    terminated, truncated = np.zeros((2, 5, 3), bool)
+    terminated[2, 0] = truncated[1, 1] = True
+    next_values = np.vstack([values[1:], ends[-1:]])
+    next_values[[2, 1], [0, 1]] = ends[[2, 1], [0, 1]]
+    ours = (
+        ppo.gae(*tensors(rewards, values, next_values, terminated, terminated | truncated), 0.8, 1.0).numpy() + values
+    )
+    r = rewards
+    close(ours[0], [r[0, 0] + 0.8 * r[1, 0] + 0.64 * r[2, 0],
+                    r[0, 1] + 0.8 * r[1, 1] + 0.64 * ends[1, 1],
+                    0.8 ** np.arange(5) @ r[:, 2] + 0.8**5 * ends[4, 2]])  # fmt: skip
+    close(ours[4], r[4] + 0.8 * ends[4])
+
+
+# the update
+
+
+@FLOAT64
+@SPACES
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(update_epochs=4),
+        dict(update_epochs=3, num_minibatches=4, normalize_advantages=True),
+        dict(update_epochs=3, num_minibatches=2, ent_coef=0.3, clip_vloss=True, vf_coef=0.8, gae_lambda=0.6),
+        dict(update_epochs=2, num_minibatches=2, max_grad_norm=0.05, normalize_advantages=True, gamma=0.8),
+    ],
+)
+def test_update_equals_numpy(space, changes):
+    """Weights after several epochs and minibatches, clips in force, and every metric: ratios to the policy before the
+    first epoch, targets from the values before it, advantages normalised within each minibatch."""
+    agent, args, orders, rate = linear_agent(48, space), settings(**changes), [], 0.5 if space is GAUSSIAN else 3.0
+    batch = random_batch(agent)
+
+    def recorded(agent, obs, *others):  # row i is in state i
+        orders.append(obs.argmax(1).numpy())
+        return ppo.ppo_loss(agent, obs, *others)
+
+    after, metrics = run_update(agent, batch, args, rate, recorded)
+    epochs = [orders[i : i + args.num_minibatches] for i in range(0, len(orders), args.num_minibatches)]
+    assert len(epochs) == args.update_epochs
+    for epoch in epochs:  # every row once, in parts of equal size
+        assert sorted(np.concatenate(epoch)) == list(range(24)) and len({len(rows) for rows in epoch}) == 1
+    assert len({tuple(np.concatenate(epoch)) for epoch in epochs}) == len(epochs)  # another order in each
+    expected, expected_metrics = own_update(agent, batch, epochs, rate, args)
+    for name in expected:
+        close(after[name], expected[name])
+    assert metrics.keys() == expected_metrics.keys()
+    for name, value in expected_metrics.items():
+        close(metrics[name], value, 1e-7)  # one float32 mean among them
+    if args.max_grad_norm > 1:
+        assert 0.1 < metrics["clip_fraction"] < 0.9
+    moved = {name: abs(after[name] - p).max() for name, p in weights(agent).items()}
+    assert min(moved.values()) > 1e-3 and max(moved.values()) < 10
+
+
+@SPACES
+def test_order_does_not_matter(space):
+    """Environments in another order: the same movement in one minibatch."""
+    agent = linear_agent(48, space)
+    batch = random_batch(agent)
+    args = settings(ent_coef=0.1, normalize_advantages=True)
+    moved, permuted = (ascent(agent, b, args) for b in (batch, ppo.Batch(*(x[:, [2, 0, 3, 1]] for x in batch))))
+    for name in moved:
+        assert abs(moved[name]).max() > 1e-3
+        close(moved[name], permuted[name])
+
+
+def test_target_kl_stops_after_the_epoch_that_exceeds_it():
+    """In one minibatch the first epoch's approx_kl is 0, so that the second is the first that can stop."""
+    agent = linear_agent(48, DISCRETE)
+    epochs = [
+        run_update(agent, random_batch(agent), settings(update_epochs=5, target_kl=target), rate=3.0)[1]["epochs"]
+        for target in (1e-4, 10.0, None)
+    ]
+    assert epochs == [2, 5, 5]
+
+
+# expected gradients on problems that can be enumerated
+
+
+def one_row(state, action, reward, next_state, states, terminated=True, truncated=False) -> list:
+    return [np.eye(states)[state], action, reward, np.eye(states)[next_state], terminated, truncated]
+
+
+def make_batch(rows, copies=1) -> ppo.Batch:
+    """Rows of one environment one after another; `copies` environments alike leave the mean over rows as it is."""
+    return ppo.Batch(*tensors(*(np.stack([np.stack([x] * copies) for x in column]) for column in zip(*rows))))
+
+
+@FLOAT64
+@pytest.mark.parametrize("gae_lambda, exact_values, cut", [(1.0, False, False), (0.6, True, False), (0.6, True, True)])
+def test_expected_movement_is_the_policy_gradient(gae_lambda, exact_values, cut):
+    """Two decisions, or one where action 2 is taken first: over all episodes, each a batch, the mean of length times
+    movement is the gradient of the expected return. With lambda 1 whatever the critic says; with any lambda where the
+    critic is exact, and then also for the first decision alone where a time limit cuts every episode after it."""
+    rewards = np.random.default_rng(0).normal(size=(4, 3))  # state 0, then state 1 + action; state 3 is the end
+    agent = linear_agent(4, DISCRETE, seed=1)
+    logits = weights(agent)["actor.weight"].T
+    pi = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    later = (pi * rewards).sum(1) * [0, 1, 1, 0]  # values of states 1 and 2
+    first = rewards[0] + later[[1, 2, 3]]  # expected return of each first action
+    if exact_values:
+        agent.critic.weight.data[0] = torch.from_numpy(later)
+        agent.critic.weight.data[0, 0] = pi[0] @ first
+    args = settings(gamma=1.0, gae_lambda=gae_lambda)
+    moved = 0.0
+    for a in range(3):
+        if a == 2 or cut:
+            rows = [one_row(0, [a], rewards[0, a], 1 + a, 4, terminated=a == 2, truncated=cut and a < 2)]
+            moved += pi[0, a] * ascent(agent, make_batch(rows, 2), args)["actor.weight"].T
+            continue
+        for b in range(3):
+            rows = [one_row(0, [a], rewards[0, a], 1 + a, 4, terminated=False)]
+            rows += [one_row(1 + a, [b], rewards[1 + a, b], 3, 4)]
+            moved += 2 * pi[0, a] * pi[1 + a, b] * ascent(agent, make_batch(rows, 2), args)["actor.weight"].T
+    gradient = np.zeros((4, 3))
+    gradient[0] = pi[0] * (first - pi[0] @ first)
+    if not cut:
+        for s in (1, 2):
+            gradient[s] = pi[0, s - 1] * pi[s] * (rewards[s] - later[s])
+    assert abs(gradient[0]).max() > 0.05
+    close(moved, gradient)
+
+
+def test_normalised_advantages_see_only_the_order_of_two_rewards():
+    """Minibatches of two: whatever the rewards, the better one's advantage is 1 / sqrt 2, the other's the opposite. The
+    expected movement is the sum over pairs a better than b of pi_a pi_b (e_a - e_b) / sqrt 2: no gradient of the return."""
+    agent, args = linear_agent(1, DISCRETE), settings(normalize_advantages=True)
+    logits = weights(agent)["actor.weight"][:, 0]
+    pi = np.exp(logits) / np.exp(logits).sum()
+    rewards = np.array([0.1, 5.0, -0.3])
+    moved, expected = np.zeros(3), np.zeros(3)
+    for a, b in itertools.product(range(3), repeat=2):
+        batch = make_batch([one_row(0, [x], rewards[x], 0, 1) for x in (a, b)])
+        moved += pi[a] * pi[b] * ascent(agent, batch, args)["actor.weight"][:, 0]
+        if rewards[a] > rewards[b]:
+            expected += pi[a] * pi[b] * (np.eye(3)[a] - np.eye(3)[b]) / np.sqrt(2)
+    close(moved, expected, 1e-7)  # the 1e-8 beside the standard deviation
+
+
+def test_expected_movement_of_a_gaussian_is_the_policy_gradient():
+    """E over actions by Gauss-Hermite quadrature of the noise that `act` takes, exact for these polynomial rewards
+    r = (c . a) - a1^2 / 2 + a0^3 / 3 + a0 a1; gradient of E r by means and log standard deviations in closed form."""
+    agent, c = linear_agent(1, GAUSSIAN), np.array([0.7, -0.4])
+    p = weights(agent)
+    (m0, m1), (s0, s1) = p["actor.weight"][:, 0], np.exp(p["log_std"])
+    nodes, mass = np.polynomial.hermite_e.hermegauss(6)
+    moved = {"actor.weight": 0.0, "log_std": 0.0}
+    for (x, wx), (y, wy) in itertools.product(zip(nodes, mass / mass.sum()), repeat=2):
+        with torch.no_grad():
+            action = agent.act(torch.ones(1, 1).double(), torch.tensor([[x, y]]).double())[0].numpy()
+        reward = c @ action - action[1] ** 2 / 2 + action[0] ** 3 / 3 + action[0] * action[1]
+        change = ascent(agent, make_batch([one_row(0, action, reward, 0, 1)], 2), settings())
+        moved = {name: total + wx * wy * change[name] for name, total in moved.items()}
+    close(moved["actor.weight"][:, 0], [c[0] + m0**2 + s0**2 + m1, c[1] - m1 + m0])
+    close(moved["log_std"], [2 * m0 * s0**2, -(s1**2)])
+
+
+# the loss by hand
+
+
+class Given(ppo.Agent):
+    """An agent whose log-probabilities, entropies and values are its parameters."""
+
+    def __init__(self, logp, value):
+        nn.Module.__init__(self)
+        self.logp, self.entropy = nn.Parameter(torch.tensor([logp])), nn.Parameter(torch.tensor([0.6]))
+        self.values = nn.Parameter(torch.tensor([value]))
+
+    def log_prob(self, obs, actions):
+        return self.logp, self.entropy
+
+    def value(self, obs):
+        return self.values
+
+
+def given_loss(logp=0.0, old_logp=0.0, advantage=0.0, value=0.0, old_value=0.0, target=0.0, **changes):
+    agent = Given(logp, value)
+    row = (torch.tensor([x]) for x in (old_logp, advantage, target, old_value))
+    loss, metrics = ppo.ppo_loss(agent, None, None, *row, settings(**changes))
+    loss.backward()
+    return agent, loss.item(), metrics
+
+
+@pytest.mark.parametrize(
+    "advantage, ratio, loss, slope",
+    [
+        (2.0, 1.5, -2.4, 0.0),  # better and already 1.2 times as likely: cut
+        (2.0, 1.1, -2.2, -2.2),
+        (2.0, 0.5, -1.0, -1.0),
+        (-2.0, 1.5, 3.0, 3.0),
+        (-2.0, 0.9, 1.8, 1.8),
+        (-2.0, 0.5, 1.6, 0.0),  # worse and already 0.8 times as likely: cut
+    ],
+)
+def test_clipped_surrogate_by_hand(advantage, ratio, loss, slope):
+    agent, value, metrics = given_loss(np.log(0.4 * ratio), np.log(0.4), advantage)
+    close([value, agent.logp.grad.item()], [loss, slope], 1e-6)
+    close(metrics, [ratio - 1 - np.log(ratio), not 0.8 <= ratio <= 1.2, 0.6], 1e-6)
+
+
+@pytest.mark.parametrize(
+    "value, target, loss, slope, clipped_loss, clipped_slope",
+    [  # the value was 1 before
+        (1.5, 2.0, 0.125, -0.5, 0.32, 0.0),  # on its way to the target, but already 0.2 away: cut, at the higher loss
+        (1.5, 0.0, 1.125, 1.5, 1.125, 1.5),
+        (1.1, 2.0, 0.405, -0.9, 0.405, -0.9),
+        (0.5, 0.0, 0.125, 0.5, 0.32, 0.0),
+        (0.5, 2.0, 1.125, -1.5, 1.125, -1.5),
+    ],
+)
+def test_value_loss_by_hand(value, target, loss, slope, clipped_loss, clipped_slope):
+    for clip, expected in ((False, (loss, slope)), (True, (clipped_loss, clipped_slope))):
+        agent, ours, _ = given_loss(value=value, old_value=1.0, target=target, vf_coef=1.0, clip_vloss=clip)
+        close([ours, agent.values.grad.item()], expected, 1e-6)
+
+
+def test_entropy_is_a_bonus():
+    agent, loss, metrics = given_loss(ent_coef=0.5)
+    close([loss, agent.entropy.grad.item(), metrics[2].item()], [-0.3, -0.5, 0.6], 1e-6)
+
+
+# rollouts
+
+
+class Script(gym.Env):
+    """Plays episodes of given (length, how it ends), again and again. Its observation is (episode, step), its reward 10
+    episode + step, and it returns the same array each time, as many environments do. Keeps the actions."""
+
+    def __init__(self, script, action_space=DISCRETE):
+        self.script, self.action_space, self.observation_space = script, action_space, Box(-np.inf, np.inf, (2,))
+        self.place, self.actions = np.array([-1.0, 0.0], np.float32), []
+
+    def reset(self, *, seed=None, options=None):
+        self.place += [1 - 0, -self.place[1]]
+        return self.place, {}
+
+    def step(self, action):
+        self.actions.append(np.array(action))
+        self.place[1] += 1
+        length, end = self.script[int(self.place[0]) % len(self.script)]
+        over = self.place[1] == length
+        reward = 10 * self.place[0] + self.place[1]
+        return self.place, reward, over and end in ("terminated", "both"), over and end in ("truncated", "both"), {}
+
+
+SCRIPTS = [[(2, "terminated"), (3, "truncated")], [(4, "both"), (9, "terminated")]]
+OBS = np.array([[[0, 0], [0, 1], [1, 0], [1, 1], [1, 2], [2, 0]], [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1]]])
+NEXT = np.array([[[0, 1], [0, 2], [1, 1], [1, 2], [1, 3], [2, 1]], [[0, 1], [0, 2], [0, 3], [0, 4], [1, 1], [1, 2]]])
+OBS, NEXT = OBS.swapaxes(0, 1).astype(float), NEXT.swapaxes(0, 1).astype(float)
+RETURNED = np.concatenate([OBS[1:], [[[2, 1], [1, 2]]]])  # what the agent acts on next
+REWARDS = np.array([[1, 2, 11, 12, 13, 21], [1, 2, 3, 4, 11, 12]], float).T
+TERMINATED, TRUNCATED = np.zeros((2, 6, 2), bool)
+TERMINATED[[1, 3], [0, 1]] = TRUNCATED[[4, 3], [0, 1]] = True
+
+
+def script_vector(space, scripts=SCRIPTS):
+    scripts = iter(scripts)
+    return make_vector(lambda: Script(next(scripts), space), len(SCRIPTS), seed=0)
+
+
+def rollout(space, agent=None, normalize=False, generator=None, rounds=1):
+    """The last of `rounds` batches of six steps of the two scripts, and what else there is to look at."""
+    envs = script_vector(space)
+    obs = envs.reset()[0].copy()
+    args = ppo.Args(num_envs=2, num_steps=6, gamma=0.9)
+    statistics = ppo.Statistics(2, 2, 0.9, normalize)
+    statistics.observe(obs, count=True)
+    agent = agent or linear_agent(2, space).float()
+    generator = generator or torch.Generator().manual_seed(0)
+    for _ in range(rounds):
+        batch, obs, episodes = ppo.collect(agent, envs, obs, statistics, generator, 0, args)
+    return batch, obs, episodes, statistics, [np.stack(env.unwrapped.actions) for env in envs.envs]
+
+
+@SPACES
+def test_rollout_by_hand(space):
+    """Every row of two scripted environments: next_obs is the old episode's last observation where one ends, also where
+    the environment reuses its array; a second rollout goes on where the first ended."""
+    batch, obs, episodes, _, _ = rollout(space)
+    for ours, expected in zip(batch, (OBS, None, REWARDS, NEXT, TERMINATED, TRUNCATED)):
+        assert expected is None or np.array_equal(ours, expected)
+    assert batch.obs.dtype == batch.next_obs.dtype == batch.rewards.dtype == torch.float32
+    assert episodes == [(3.0, 2), (10.0, 4), (36.0, 3)] and np.array_equal(obs, [[2, 1], [1, 2]])
+    batch, _, episodes, _, _ = rollout(space, rounds=2)
+    assert batch.obs[:3].tolist() == [[[2, 1], [1, 2]], [[3, 0], [1, 3]], [[3, 1], [1, 4]]]
+    assert batch.terminated[0].tolist() == [True, False] and episodes[0] == (21.0 + 22.0, 2)
+
+
+@SPACES
+def test_actions_of_a_rollout(space):
+    """The environment gets the batch's actions shifted by `start`, or clipped to its bounds; the batch keeps what was
+    sampled, with new noise for each step and environment."""
+    batch, _, _, _, taken = rollout(space)
+    sampled, taken = batch.actions.numpy(), np.stack(taken, 1).reshape(6, 2, -1)
+    if space is GAUSSIAN:
+        assert abs(sampled).max() > 0.6 and len(np.unique(sampled)) == sampled.size
+        assert np.array_equal(taken, sampled.clip(-0.5, 0.5))
+        agent = linear_agent(2, space).float()
+        agent.log_std.data.fill_(-20)  # hardly any noise: the action is the mean at the observation in the same row
+        batch = rollout(space, agent)[0]
+        close(batch.actions, agent.actor(batch.obs).detach(), 1e-5)
+    else:
+        assert np.array_equal(taken, sampled + space.start) and sampled.min() == 0
+        assert len(np.unique(sampled.reshape(12, -1), axis=0)) > 2
+
+
+def moments(rows) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and variance of rows and of 1e-4 rows of mean 0 and variance 1 before them."""
+    rows, total = np.asarray(rows, float), len(rows) + 1e-4
+    mean = rows.sum(0) / total
+    return mean, ((rows**2).sum(0) + 1e-4) / total - mean**2
+
+
+def test_rollout_is_normalised_by_all_that_was_acted_on():
+    """Observations: by all that the agent acts on up to then, in both environments; an episode's last observation is
+    normalised but not counted. Rewards: by all discounted returns up to then, which start again with each episode."""
+    batch, _, _, statistics, _ = rollout(DISCRETE, normalize=True)
+    discounted, returns = np.zeros(2), []
+    for t in range(6):
+        counted = np.concatenate([OBS[0], *RETURNED[:t]])
+        mean, var = moments(counted)
+        close(batch.obs[t], (OBS[t] - mean) / np.sqrt(var + 1e-8), 1e-5)
+        counted = np.concatenate([counted, RETURNED[t]])
+        mean, var = moments(counted)
+        close(batch.next_obs[t], (NEXT[t] - mean) / np.sqrt(var + 1e-8), 1e-5)
+        discounted = discounted * 0.9 + REWARDS[t]
+        returns += discounted.tolist()
+        discounted = np.where(TERMINATED[t] | TRUNCATED[t], 0.0, discounted)
+        close(batch.rewards[t], np.clip(REWARDS[t] / np.sqrt(moments(returns)[1] + 1e-8), -10, 10), 1e-5)
+    assert 2 < abs(batch.next_obs[4, 0, 1]) < 10  # the reset observation's would be below
+    close(statistics.obs.mean, mean)
+    close(statistics.obs.var, var)
+    close(statistics.returns.var, moments(returns)[1])
+
+
+@SPACES
+@pytest.mark.parametrize("gamma, gae_lambda", [(0.9, 0.8), (1.0, 1.0)])
+def test_rollout_to_gradient(space, gamma, gae_lambda):
+    """From environments to weights: the movement is that of the rows written down above, bootstrapped by hand."""
+    agent, args = linear_agent(2, space), settings(gamma=gamma, gae_lambda=gae_lambda)
+    batch, _, _, _, _ = rollout(space)
+    by_hand = ppo.Batch(*tensors(OBS, batch.actions, REWARDS, NEXT, TERMINATED, TRUNCATED))
+    expected, _ = own_update(agent, by_hand, [[np.arange(12)]], 1.0, args)
+    after, _ = run_update(agent, ppo.Batch(*(x.double() if x.is_floating_point() else x for x in batch)), args)
+    for name in expected:
+        close(after[name], expected[name], 1e-6)
+
+
+@pytest.mark.parametrize("env_id, limit, steps", [("CartPole-v1", 12, 60), ("Pendulum-v1", 25, 60)])
+def test_same_step_equals_disabled(env_id, limit, steps):
+    """On the same actions, the vector that restarts environments itself gives bit for bit what one gives that leaves
+    this to its caller, which has no reset observation to mistake for the last one."""
+    make, seed = lambda: make_env(env_id, (f"max_episode_steps={limit}",)), 3
+    ours = make_vector(make, 3, seed)
+    theirs = SyncVectorEnv([lambda i=i: Episode(make(), seed, i) for i in range(3)],
+                           autoreset_mode=AutoresetMode.DISABLED)  # fmt: skip
+    ours.action_space.seed(0)
+    obs, their_obs, ends, restarted = ours.reset()[0].copy(), theirs.reset()[0], np.zeros(2, int), []
+    for step in range(steps):
+        assert np.array_equal(obs, their_obs)
+        actions = ours.action_space.sample()
+        obs, true_obs, rewards, terminated, truncated, episodes = step_vector(ours, actions, step)
+        obs = obs.copy()
+        expected = theirs.step(actions)
+        for mine, other in zip((true_obs, rewards, terminated, truncated), expected):
+            assert np.array_equal(mine, other)
+        their_obs, done = expected[0], terminated | truncated
+        assert len(episodes) == done.sum()
+        ends += [terminated.sum(), truncated.sum()]
+        if done.any():
+            their_obs, _ = theirs.reset(options={"reset_mask": done})
+            assert not np.array_equal(obs, true_obs)
+            restarted += obs[done].tolist()
+    assert ends[1] and (ends[0] or env_id != "CartPole-v1")
+    assert len(np.unique(restarted, axis=0)) == len(restarted) > 5  # every episode has a start of its own
+
+
+@pytest.mark.parametrize("where", ["reward", "obs", "final_obs"])
+def test_numbers_that_are_not_finite_are_named(where):
+    class Broken(Script):
+        def step(self, action):
+            obs, reward, terminated, truncated, info = super().step(action)
+            if self.place.tolist() == [1.0, 3.0 if where == "final_obs" else 2.0]:
+                reward, obs = (np.nan, obs) if where == "reward" else (reward, np.array([np.inf, 0.0], np.float32))
+            return obs, reward, terminated, truncated, info
+
+    envs = make_vector(lambda: Broken(SCRIPTS[0]), 1, 0)
+    envs.reset()
+    with pytest.raises(UserError, match="environment 0 .*(nan|inf).* step [34]:"):
+        for step in range(10):
+            step_vector(envs, np.array([5]), step)
+
+
+# evaluation
+
+
+def test_evaluation_by_hand():
+    """Two environments with the likeliest action, then two with samples; only the first episode of each counts."""
+    lengths, scales = iter([2, 3, 5, 1]), []
+
+    def act(obs, scale, generator):
+        scales.append(scale.flatten().tolist())
+        return np.full(4, 5)
+
+    scored = evaluate(lambda: Script([(next(lengths), "truncated")]), act, 2, 0, "cpu")
+    # returns 1 + 2, 1 + 2 + 3; 1 + ... + 5, 1
+    assert scored == {"eval/return": 4.5, "eval/return_stochastic": 8.0, "eval/length": 2.5}
+    assert scales == [[0, 0, 1, 1]] * 5
+
+
+def test_evaluation_acts_on_frozen_statistics():
+    """Observations are normalised and not counted; scale 0 is the likeliest action, scale 1 a sample."""
+    agent, statistics = linear_agent(2, GAUSSIAN).float(), ppo.Statistics(2, 1, 0.9, True)
+    statistics.observe(np.array([[0.0, 1.0], [2.0, 5.0]]), count=True)
+    before, obs = statistics.state_dict(), np.array([[0.5, 2.0], [0.5, 2.0]])
+    scale, generator = torch.tensor([[0.0], [1.0]]), torch.Generator().manual_seed(0)
+    actions = ppo.act_in_evaluation(agent, statistics, obs, scale, generator)
+    mean, var = moments([[0.0, 1.0], [2.0, 5.0]])
+    likeliest = weights(agent)["actor.weight"] @ ((obs[0] - mean) / np.sqrt(var))
+    close(actions[0], likeliest.clip(-0.5, 0.5), 1e-5)
+    assert abs(likeliest).min() < 0.5 and not np.allclose(actions[0], actions[1])
+    for name in ("mean", "var", "count"):
+        assert torch.equal(statistics.state_dict()["obs"][name], before["obs"][name])
+
+
+SHORT = ("--device cpu --total-timesteps 96 --num-envs 2 --num-steps 8 --num-minibatches 2 --update-epochs 2 "
+         "--eval-episodes 2 --save-every 16 --learning-rate 0.006").split()  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def short_runs(tmp_path_factory):
+    """Six iterations on CartPole: evaluated only at the end, and after each one."""
+    folder = tmp_path_factory.mktemp("ppo")
+    return [helpers.new_run(ppo, folder, *SHORT, "--eval-every", every) for every in (0, 16)]
+
+
+def saved(folder) -> dict:
+    return torch.load(folder / "checkpoints" / "step-00000096.pt", weights_only=True)
+
+
+def test_evaluation_changes_nothing(short_runs):
+    """Evaluated or not: the same metrics, weights, statistics and training generator, bit for bit."""
+    never, always = ([{k: v for k, v in row.items() if not k.startswith("eval/")} for row in helpers.metrics(folder)]
+                     for folder in short_runs)  # fmt: skip
+    assert never == always and len(never) == 6
+    assert [sum("eval/return" in row for row in helpers.metrics(folder)) for folder in short_runs] == [1, 6]
+    first, second = map(saved, short_runs)
+    assert first["statistics"]["obs"]["count"].item() == pytest.approx(2 + 96 + 1e-4)
+    pairs = [(first["generator"], second["generator"])] + [
+        (first[part][name], second[part][name]) for part in ("agent", "statistics") for name in first[part]
+    ]
+    for a, b in pairs:
+        for x, y in zip(*(z.values() if isinstance(z, dict) else [z] for z in (a, b))):
+            assert torch.equal(x, y)
+
+
+def test_saved_run_scores_as_it_did(short_runs, capsys):
+    """--evaluate loads weights and statistics: the numbers of the last evaluation come again."""
+    helpers.command_line(ppo, "--evaluate", short_runs[0])
+    printed = capsys.readouterr().out.strip().splitlines()[-1]
+    last = {name: value for name, value in helpers.metrics(short_runs[0])[-1].items() if name.startswith("eval/")}
+    assert len(last) == 3 and ppo.json.loads(printed) == last
+
+
+def test_learning_rate_falls_to_zero(short_runs, tmp_path):
+    """The first iteration has the full rate, each later one a sixth less; Adam's epsilon is baselines' 1e-5."""
+    close([row["learning_rate"] for row in helpers.metrics(short_runs[0])], 0.001 * np.array([6, 5, 4, 3, 2, 1]))
+    group = saved(short_runs[0])["optimizer"]["param_groups"][0]
+    close([group["lr"], group["eps"]], [0.001, 1e-5])
+    constant = helpers.new_run(ppo, tmp_path, *SHORT, "--no-anneal-lr", "--total-timesteps", 32, "--eval-episodes", 1)
+    assert [row["learning_rate"] for row in helpers.metrics(constant)] == [0.006] * 2
+
+
+# statistics
+
+
+def test_running_moments_equal_numpy():
+    """Whatever the sizes and the order of the batches, and far from zero."""
+    rng = np.random.default_rng(0)
+    batches = [rng.normal(3, 2, (size, 2)) * [1, 100] for size in (1, 7, 2, 30)]
+    mean, var = moments(np.concatenate(batches))
+    for order in itertools.permutations(batches):
+        running = RunningMeanStd((2,))
+        for batch in order:
+            running.update(batch)
+        close(running.mean, mean)
+        np.testing.assert_allclose(running.var, var, rtol=1e-10)
+        close(running.count, 40 + 1e-4)
+    far = RunningMeanStd()
+    for value in (1e8 + 1, 1e8 + 3):
+        far.update(np.array([value] * 1000, np.float32))  # float32 holds multiples of 8 here: 1e8 and 1e8 again
+    far_mean = np.float32(1e8).item()
+    close(far.mean, far_mean, 100)
+    again = RunningMeanStd((2,))
+    again.load_state_dict(running.state_dict())
+    again.update(batches[0])
+    running.update(batches[0])
+    assert np.array_equal(again.var, running.var) and again.count == running.count
+
+
+def test_statistics_by_hand():
+    """gamma 1/2, two environments: one set of statistics for both; what was seen before stays as it was."""
+    statistics = ppo.Statistics(1, 2, 0.5, True)
+    first = np.array([[1.0], [3.0]])
+    close(statistics.observe(first), first, 1e-7)  # nothing counted: mean 0, variance 1
+    close(statistics.observe(first, count=True), [[-1], [1]], 1e-3)
+    before = statistics.state_dict()
+    close(statistics.observe(np.array([[2.0], [100.0]])), [[0], [10]], 1e-3)
+    close(statistics.observe(np.array([[-100.0], [2.5]])), [[-10], [0.5]], 1e-3)
+    close(statistics.obs.mean, [2.0], 1e-3)
+    # discounted returns: 2, 4; then, the second episode over, 2 / 2 + 1, 6
+    rewards = statistics.reward(np.array([2.0, 4.0]), np.array([False, True]))
+    close(rewards, [2.0, 4.0], 1e-3)  # of 2 and 4: standard deviation 1
+    rewards = statistics.reward(np.array([1.0, 6.0]), np.array([True, False]))
+    close(rewards, np.array([1.0, 6.0]) / np.std([2, 4, 2, 6]), 1e-3)
+    close(statistics.reward(np.array([0.0, 0.0]), np.array([False, False])), [0, 0])
+    close(statistics.discounted, [0, 3])
+    close(statistics.reward(np.array([-900.0, 900.0]), np.array([False, False])), [-900, 900] / np.std(
+        [2, 4, 2, 6, 0, 3, -900, 901.5]), 1e-3)  # fmt: skip
+    assert before["obs"]["mean"].item() == pytest.approx(2.0, abs=1e-3) and before["discounted"].tolist() == [0, 0]
+    small = ppo.Statistics(1, 1, 0.0, True)
+    for reward in [0.0] * 400 + [1.0, -1.0]:
+        last = small.reward(np.array([reward]), np.array([False]))
+    assert last == [-10.0]  # about -14 standard deviations
+    off = ppo.Statistics(1, 2, 0.5, False)
+    assert np.array_equal(off.observe(first, count=True), first)
+    assert np.array_equal(off.reward(rewards, np.array([True, True])), rewards)
+    assert off.obs.count == off.returns.count == 1e-4
+
+
+# the agent
+
+
+def test_initial_weights():
+    """Orthogonal rows or columns of length sqrt 2, of the policy head 0.01, of the value head 1; all else zero."""
+    agent = ppo.Agent(3, Box(-1, 1, (2,)), 16)
+    for net, head in ((agent.actor, 0.01), (agent.critic, 1.0)):
+        assert [type(layer) for layer in net] == [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear]
+        for layer, gain in zip(net[::2], (2**0.5, 2**0.5, head)):
+            w = layer.weight.detach() if layer.in_features >= layer.out_features else layer.weight.detach().T
+            close(w @ w.T, gain**2 * np.eye(len(w)), 1e-5)
+            assert not layer.bias.any()
+    assert agent.log_std.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "space", [Discrete(5), MultiDiscrete([2, 3, 4]), MultiDiscrete([[2, 3], [4, 2]]), Box(-1, 1, (1,)), Box(-1, 1, (2, 2))]
+)  # fmt: skip
+def test_log_probabilities_equal_torch(space):
+    """torch.distributions: Categorical for each choice, a sum over choices; independent Normals."""
+    agent = linear_agent(3, space)
+    obs, generator = torch.randn(4, 2, 3).double(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        actions = agent.act(obs, agent.noise((4, 2), generator))
+        logps, entropy = agent.log_prob(obs, actions)
+        out = agent.actor(obs)
+    if isinstance(space, Box):
+        assert actions.shape == (4, 2, np.prod(space.shape))
+        theirs = torch.distributions.Independent(torch.distributions.Normal(out, agent.log_std.exp()), 1)
+        expected = theirs.log_prob(actions), theirs.entropy()
+    else:
+        assert actions.shape == (4, 2, space.nvec.size if isinstance(space, MultiDiscrete) else 1)
+        theirs = [torch.distributions.Categorical(logits=part) for part in out.split(agent.parts, -1)]
+        expected = (sum(p.log_prob(a) for p, a in zip(theirs, actions.unbind(-1))), sum(p.entropy() for p in theirs))
+    assert logps.shape == entropy.shape == (4, 2)
+    close(logps, expected[0].detach(), 1e-6)  # the noise is float32
+    close(entropy, expected[1].detach(), 1e-6)
+    assert agent.to_env(actions.reshape(8, -1).numpy()).shape == (8, *space.shape)
+
+
+def test_actions_are_samples_of_the_policy():
+    """Without noise the likeliest action. With it: choices as often as the softmax says, jointly for two choices
+    (chi-square), Gaussians by their distribution function (Kolmogorov-Smirnov)."""
+    agent, generator = linear_agent(1, MULTI), torch.Generator().manual_seed(0)
+    obs, out = torch.ones(20_000, 1).double(), weights(agent)["actor.weight"][:, 0]
+    with torch.no_grad():
+        noise = agent.noise((20_000,), generator)
+        actions = agent.act(obs, noise).numpy()
+        likeliest = agent.act(obs, 0 * noise).numpy()
+    assert (likeliest == [out[:2].argmax(), out[2:].argmax()]).all()
+    first, second = (np.exp(part) / np.exp(part).sum() for part in (out[:2], out[2:]))
+    counts = np.bincount(actions @ [3, 1], minlength=6)
+    assert stats.chisquare(counts, 20_000 * np.outer(first, second).flatten()).pvalue > 1e-3
+
+    agent = linear_agent(1, GAUSSIAN)
+    mean, std = weights(agent)["actor.weight"][:, 0], np.exp(weights(agent)["log_std"])
+    with torch.no_grad():
+        noise = agent.noise((20_000,), generator)
+        close(agent.act(obs, 0 * noise), np.tile(mean, (20_000, 1)))
+        actions = agent.act(obs, noise).numpy()
+    assert stats.kstest(((actions - mean) / std).flatten(), "norm").pvalue > 1e-3
+    assert abs(np.corrcoef(actions.T)[0, 1]) < 0.03
+
+
+# compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("space", [DISCRETE, GAUSSIAN], ids=["discrete", "gaussian"])
+def test_compiled_loss_equals_eager(space):
+    """One update's weights and metrics, with every term of the loss: float64 to 1e-10."""
+    agent = linear_agent(48, space)
+    batch = random_batch(agent)
+    args = settings(update_epochs=3, num_minibatches=2, normalize_advantages=True, ent_coef=0.1, clip_vloss=True)
+    (eager, metrics), (compiled, their_metrics) = (
+        run_update(agent, batch, args, 0.5, loss) for loss in (ppo.ppo_loss, torch.compile(ppo.ppo_loss))
+    )
+    for name in eager:
+        close(compiled[name], eager[name])
+    close(list(their_metrics.values()), list(metrics.values()), 1e-6)
+
+
+@pytest.mark.slow
+def test_compiled_run_equals_eager(tmp_path):
+    """--compile: six iterations on Pendulum, float32. Rounding grows with the episodes: metrics within 1e-3."""
+    args = [*SHORT, "--env-id", "Pendulum-v1", "--eval-episodes", 1, "--learning-rate", 1e-4]
+    eager, compiled = (helpers.metrics(helpers.new_run(ppo, tmp_path, *args, *flag)) for flag in ((), ("--compile",)))
+    assert len(eager) == 6
+    for a, b in zip(eager, compiled):
+        assert a.keys() == b.keys()
+        np.testing.assert_allclose(list(b.values()), list(a.values()), rtol=1e-3, atol=1e-4)
