@@ -88,7 +88,7 @@ BEFORE_THE_RUN = [
     ("--adam-beta2 -0.1", "--adam-beta2", "at least 0"),
     ("--reward rewards.py:fine --reward-weights nan", "--reward-weights", "finite"),
     ("--device quantum", "quantum", "cpu"),
-    ("--resume nowhere", "nowhere", "--resume"),
+    ("--resume nowhere", "nowhere", "config.json"),
 ]
 
 

@@ -245,9 +245,9 @@ def test_second_process_is_refused(uninterrupted, tmp_path, capsys):
 
 def test_run_of_another_script_is_refused(uninterrupted, capsys):
     """A folder that another script made is no run to continue, nor is a folder that none made."""
-    with user_error(capsys, "--resume"):
+    with user_error(capsys, "another script"):
         command_line(grpo, "--resume", uninterrupted("sft"))
-    with user_error(capsys, "--resume", "config.json"):
+    with user_error(capsys, "config.json"):
         command_line(grpo, "--resume", uninterrupted("sft") / "checkpoints")
 
 
