@@ -328,14 +328,14 @@ def test_update_equals_a_second_implementation(learned):
     losses = listened(sac.critic_loss, 2), listened(sac.actor_loss, 2)
     for step in range(4):
         batch = make_batch(step)
-        metrics = sac.update(agent, optimizers, batch, generator, args, losses)
+        numbers = sac.update(agent, optimizers, batch, generator, args, losses)
         next_noise, noise = noises[-2:]
         own = own_update(p, moments, batch, noise, next_noise, learned)
         for name, tensor in agent.state_dict().items():
             close(tensor, p[name].detach())
-        assert metrics.keys() == own.keys()
+        assert numbers.keys() == own.keys()
         for name, value in own.items():
-            close(metrics[name], value)
+            close(numbers[name], value)
         assert all(x.requires_grad for x in [*agent.actor.parameters(), *agent.critics.parameters()])
         close(
             torch.cat([x.grad.flatten() for x in agent.critics.parameters()]).norm(), own["grad_norm"]
@@ -679,12 +679,19 @@ def rows_of(folder, total: int = 160):
 
 @pytest.fixture(scope="module")
 def probe_run(tmp_path_factory):
-    """A short run; the minibatches that `update` was given, and what it was called with."""
-    calls, update = [], sac.update
+    """A short run: its folder, what `update` was called with each time, and the agent's state before the first."""
+    calls, untrained, update = [], {}, sac.update
+
+    def recording(agent, *others):
+        if not calls:
+            untrained.update({name: tensor.clone() for name, tensor in agent.state_dict().items()})
+        calls.append((agent, *others))
+        return update(agent, *others)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sac, "update", lambda *inputs: calls.append(inputs) or update(*inputs))
+        patch.setattr(sac, "update", recording)
         folder = new_run(sac, tmp_path_factory.mktemp("probe"), *SETTINGS, "--utd-ratio", 3)
-    return folder, calls
+    return folder, calls, untrained
 
 
 def test_train_stores_true_transitions(probe_run):
@@ -702,7 +709,7 @@ def test_train_stores_true_transitions(probe_run):
 
 def test_train_updates_on_what_it_stored(probe_run):
     """Minibatches are rows of the buffer as it was, in the columns that `update` takes them for, of all ages."""
-    folder, calls = probe_run
+    folder, calls, _ = probe_run
     stored = {tuple(row): i for i, row in enumerate(np.concatenate(rows_of(folder), 1))}
     seen = []
     for number, (_, _, batch, *_) in enumerate(calls):
@@ -717,7 +724,7 @@ def test_train_updates_on_what_it_stored(probe_run):
 def test_train_takes_every_update(probe_run):
     """utd-ratio updates for each step of an environment after learning_starts, by Adam at the learning rate for exactly
     actor, critics and temperature; all of them and the targets moved; target entropy is -(number of actions)."""
-    folder, calls = probe_run
+    folder, calls, untrained = probe_run
     updates = 3 * (160 - 40)  # steps 42, 44, .. 160, twice each
     assert len(calls) == updates
     agent, optimizers, _, _, args, losses = calls[0]
@@ -730,8 +737,6 @@ def test_train_takes_every_update(probe_run):
     saved = load_newest(folder / "checkpoints")
     for state in saved["optimizers"]:
         assert {x["step"].item() for x in state["state"].values()} == {updates}
-    torch.manual_seed(1)
-    untrained = sac.Agent(4, 2, 8, 1.0).state_dict()
     for name, tensor in weights(folder).items():
         assert not torch.equal(tensor, untrained[name]), name
         if name.startswith("targets"):  # they lag
