@@ -405,7 +405,7 @@ def train(args: Args) -> list[dict]:
 
     def state() -> dict:
         return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "statistics": statistics.state_dict(),
-                "generator": generator.get_state(), "obs": torch.from_numpy(obs), "envs": list(envs.call("snapshot"))}  # fmt: skip
+                "generator": generator.get_state(), "obs": torch.from_numpy(obs), "envs": envs.log.state(obs)}  # fmt: skip
 
     step = 0
     if run.state is not None:

@@ -66,7 +66,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.collection import save_collection
-from utils.envs import EnvArgs, evaluate, make_env, make_vector, restore_vector, saved_agent, step_vector
+from utils.envs import EnvArgs, evaluate, make_env, make_vector, reset_vector, restore_vector, saved_agent, step_vector
 from utils.errors import UserError
 from utils.replay import ReplayBuffer
 from utils.run import Run, crosses, main, prepare
@@ -331,7 +331,7 @@ def train(args: Args) -> list[dict]:
 
     def state() -> dict:
         return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers if o is not None],
-                "generator": generator.get_state(), "obs": torch.from_numpy(obs), "envs": list(envs.call("snapshot")),
+                "generator": generator.get_state(), "obs": torch.from_numpy(obs), "envs": envs.log.state(obs),
                 "episodes": episodes, "snapshots": snapshots, "replay": replay.save(run.dir / "replay.bin")}  # fmt: skip
 
     def snapshot(score: float) -> list:
@@ -347,7 +347,7 @@ def train(args: Args) -> list[dict]:
         step, episodes, snapshots = run.state["step"], run.state["episodes"], run.state["snapshots"]
         obs = restore_vector(envs, run.state["envs"])
     else:
-        obs = envs.reset()[0].copy()
+        obs = reset_vector(envs)
         if args.record_dataset:
             snapshots = snapshot(scored()["eval/return"])
     run.restore_rng()
@@ -360,7 +360,9 @@ def train(args: Args) -> list[dict]:
         else:
             actions = act(agent.actor, space, obs, 1.0, generator)
         try:
-            next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space), step + 1)
+            next_obs, true_obs, rewards, terminated, _, ended = step_vector(
+                envs, to_env(actions, space), step + args.num_envs
+            )
         except UserError:
             raise
         except Exception:

@@ -45,8 +45,8 @@ class EnvArgs(RunArgs):
 class Episode(gym.Wrapper):
     """Outermost wrapper of every environment. Episode k of environment i always starts from the seed that (seed, i, k)
     gives, so the seed and the actions since are all that a resume needs to be inside the same episode again, in any
-    environment that keeps Gymnasium's promise that a seed determines what follows. Reports return and length of ended
-    episodes as info["episode"], passes on info["life_lost"], and drops every other info: vectors are slow to gather it."""
+    environment that keeps Gymnasium's promise that a seed determines what follows. Passes on info["life_lost"] and drops
+    every other info: vectors are slow to gather it."""
 
     def __init__(self, env: gym.Env, seed: int, index: int):
         super().__init__(env)
@@ -58,40 +58,60 @@ class Episode(gym.Wrapper):
 
     def start(self):
         seed = np.random.SeedSequence([*self.origin, self.episode]).generate_state(1)[0]
-        self.actions, self.total, self.length = [], 0.0, 0
         self.obs, _ = self.env.reset(seed=int(seed))
         return self.obs, {}
 
     def step(self, action):
-        if self.length <= LONGEST_LOG:
-            self.actions.append(np.array(action))  # a copy, before the environment or the vector can change it
         self.obs, reward, terminated, truncated, theirs = self.env.step(action)
-        self.total, self.length = self.total + float(reward), self.length + 1
-        done = terminated or truncated
-        info = {"life_lost": True} if theirs.get("life_lost") else {}
-        if done:
+        if terminated or truncated:
             self.obs = np.array(self.obs)  # a copy: the reset that follows may write into the same array
-            info["episode"] = (self.total, self.length)
-        return self.obs, reward, terminated, truncated, info
-
-    def snapshot(self) -> dict:
-        """What `restore` needs, in types that weights_only loading accepts."""
-        return {"episode": self.episode, "actions": torch.tensor(np.array(self.actions)), "total": self.total,
-                "obs": torch.tensor(np.array(self.obs))}  # fmt: skip
+        return self.obs, reward, terminated, truncated, {"life_lost": True} if theirs.get("life_lost") else {}
 
     def restore(self) -> bool:
-        """Replays the snapshot in `saved` (set_attr is how a vector hands each environment its own). False where that
-        does not lead to the observation that was saved: then a new episode has begun."""
+        """Replays the episode in `saved` (set_attr is how a vector hands each environment its own). False where that does
+        not lead to the observation that was saved: then a new episode has begun."""
         saved, self.saved = self.saved, None
-        self.episode = saved["episode"]
+        self.episode, obs = saved["episode"], saved["obs"].numpy()
         self.start()
         if len(saved["actions"]) <= LONGEST_LOG:
-            ended = any(any(self.step(action)[2:4]) for action in saved["actions"].numpy())
-            if not ended and np.array_equal(self.obs, saved["obs"].numpy()):
-                self.total = saved["total"]
+            actions = saved["actions"].numpy().copy()  # the log goes on from them, and step may change its own in place
+            ended = any(any(self.step(action)[2:4]) for action in actions)
+            if not ended and np.array_equal(np.asarray(self.obs).astype(obs.dtype), obs):
                 return True
         self.reset()
         return False
+
+
+class Log:
+    """What each environment of a vector has done since its episode began. The training process keeps it: when a step
+    fails, some environments have taken it, and the process of the one that failed answers no more."""
+
+    def __init__(self, num_envs: int):
+        self.episode, self.length = np.zeros((2, num_envs), int)
+        self.total, self.actions = np.zeros(num_envs), [[] for _ in range(num_envs)]
+
+    def begin(self, index: int, episode: int, total: float = 0.0, actions=()) -> None:
+        self.episode[index], self.total[index] = episode, total
+        self.length[index], self.actions[index] = len(actions), list(actions)
+
+    def step(self, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> list[tuple[float, int]]:
+        """Adds a step that all have taken. Returns (return, length) of the episodes that it ended."""
+        self.total += rewards
+        self.length += 1
+        for kept, action in zip(self.actions, actions):
+            if len(kept) <= LONGEST_LOG:
+                kept.append(action)
+        ended = np.flatnonzero(done)
+        episodes = [(self.total[i].item(), self.length[i].item()) for i in ended]
+        for i in ended:
+            self.begin(i, self.episode[i] + 1)
+        return episodes
+
+    def state(self, obs: np.ndarray) -> list[dict]:
+        """What `restore_vector` needs of each environment, in types that weights_only loading accepts. obs (N, D): the
+        ones to act on next."""
+        return [{"episode": self.episode[i].item(), "total": self.total[i].item(), "obs": torch.tensor(obs[i]),
+                 "actions": torch.tensor(np.array(self.actions[i]))} for i in range(len(obs))]  # fmt: skip
 
 
 def make_env(
@@ -152,9 +172,10 @@ def make_vector(make: Callable[[], gym.Env], num_envs: int, seed: int, kind: str
         return Episode(make(), seed, index)
 
     thunks = [partial(start, index) for index in range(num_envs)]
-    if kind == "async":
-        return AsyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
-    return SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP, copy=False)
+    vector = AsyncVectorEnv if kind == "async" else partial(SyncVectorEnv, copy=False)
+    envs = vector(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs.log = Log(num_envs)
+    return envs
 
 
 def step_vector(envs, actions: np.ndarray, step: int):
@@ -165,19 +186,18 @@ def step_vector(envs, actions: np.ndarray, step: int):
 
     Raises UserError where the environment returns NaN or infinity, with `step` and what it returned.
     """
+    taken = actions.copy()  # an environment may change its own in place
     obs, rewards, terminated, truncated, infos = envs.step(actions)
-    true_obs, episodes = obs, []
+    true_obs, done = obs, terminated | truncated
     if "life_lost" in infos:
         terminated = terminated | infos["life_lost"]
-    if "final_obs" in infos:
+    if done.any():
         true_obs = obs.copy()
-        for i in np.flatnonzero(infos["_final_obs"]):
+        for i in np.flatnonzero(done):
             true_obs[i] = infos["final_obs"][i]
-            episodes.append(infos["final_info"]["episode"][i])
-    check_finite(true_obs, rewards, step)
-    if true_obs is not obs:
         check_finite(obs, rewards, step)
-    return obs, true_obs, rewards, terminated, truncated, episodes
+    check_finite(true_obs, rewards, step)
+    return obs, true_obs, rewards, terminated, truncated, envs.log.step(taken, rewards, done)
 
 
 def check_finite(obs: np.ndarray, rewards: np.ndarray, step: int) -> None:
@@ -198,10 +218,16 @@ def reset_vector(envs) -> np.ndarray:
 
 
 def restore_vector(envs, states: list[dict]) -> np.ndarray:
-    """Brings every environment back into the episode of its snapshot; says so where one could not be and began a new
+    """Brings every environment back into the episode of its state; says so where one could not be and began a new
     episode. Returns the observations (N, D) to act on."""
     envs.set_attr("saved", states)
-    if lost := sum(not restored for restored in envs.call("restore")):
+    restored = envs.call("restore")
+    for i, state in enumerate(states):
+        if restored[i]:
+            envs.log.begin(i, state["episode"], state["total"], state["actions"].numpy())
+        else:
+            envs.log.begin(i, state["episode"] + 1)
+    if lost := restored.count(False):
         print(
             f"{lost} of {len(states)} environments could not be brought back inside their episode: they begin a new one"
         )
