@@ -6,6 +6,7 @@ RUN/checkpoints/      what --resume continues from
 RUN/curve.png, RUN/model/
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -184,7 +185,8 @@ class Run:
         if self.signal is not None:  # asked twice: stop at once
             sys.exit(128 + number)
         self.signal = number
-        self.print(f"{signal.Signals(number).name}: finishing this step, then saving (again: stop at once)")
+        with contextlib.suppress(RuntimeError):  # it came in the middle of another print, and there it is not possible
+            self.print(f"{signal.Signals(number).name}: finishing this step, then saving (again: stop at once)")
 
     def print(self, text: str) -> None:
         self.bar.write(text) if hasattr(self, "bar") else print(text, flush=True)
