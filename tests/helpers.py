@@ -2,10 +2,14 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +25,10 @@ SMALL = {  # runs of about a second
     " --save-every 2".split(),
     "sft": "--device cpu --task sort --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2"
     " --save-every 2".split(),
+    "ppo": "--device cpu --num-envs 2 --num-steps 16 --total-timesteps 160 --num-minibatches 2 --update-epochs 2 "
+    "--eval-every 64 --eval-episodes 2 --save-every 32".split(),
+    "sac": "--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
+    "--log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32".split(),
 }
 
 
@@ -30,6 +38,32 @@ def start(algo: str, *args, cwd: Path, **environment: str) -> subprocess.Popen:
         [sys.executable, REPO / "algos" / f"{algo}.py", *map(str, args)], cwd=cwd, text=True,
         env=os.environ | ENVIRONMENT | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+
+
+class Forked:
+    """As `start`, but forked from this process, which saves the seconds of importing torch; both outputs are in `out`."""
+
+    def __init__(self, module, *args, log: Path):
+        self.log = log
+        self.process = multiprocessing.get_context("fork").Process(target=self.run, args=(module, *args))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def run(self, module, *args) -> None:
+        os.setsid()  # so that os.killpg is the terminal's Ctrl-C
+        sys.stdout = sys.stderr = open(self.log, "w", buffering=1)
+        for number in (1, 2):
+            os.dup2(sys.stdout.fileno(), number)
+        warnings.showwarning = lambda message, *_: print(message, file=sys.stderr)  # pytest would keep them
+        command_line(module, *args)
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def communicate(self, timeout: float = 100) -> tuple[str, int]:
+        """What was printed, and the exit code."""
+        self.process.join(timeout)
+        return self.log.read_text(), self.process.exitcode
 
 
 def command_line(module, *args) -> None:
@@ -76,6 +110,29 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def checkpoints(folder: Path) -> list[int]:
     """The steps of the checkpoints that are there."""
     return [int(path.stem.removeprefix("step-")) for path in sorted((folder / "checkpoints").glob("step-*.pt"))]
+
+
+def stopped_after(step: int, reference: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run as a kill leaves it that came when the checkpoint of `step` was the newest: rows written
+    after it are in metrics.jsonl, the last one cut in the middle."""
+    folder = shutil.copytree(reference, tmp_path / "stopped")
+    for newer in [n for n in checkpoints(folder) if n > step]:
+        (folder / "checkpoints" / f"step-{newer:08d}.pt").unlink()
+    shutil.rmtree(folder / "model")
+    (folder / "curve.png").unlink()
+    with open(folder / "metrics.jsonl", "r+b") as file:
+        file.truncate(file.seek(0, 2) - 20)
+    return folder
+
+
+def wait_for(process, output_dir: Path, there) -> Path:
+    """Returns the run's folder as soon as `there(folder)` holds."""
+    while process.poll() is None:
+        for folder in runs_in(output_dir):
+            if there(folder):
+                return folder
+        time.sleep(0.002)
+    raise AssertionError(process.communicate())
 
 
 def assert_same_result(folder: Path, reference: Path) -> None:

@@ -19,7 +19,9 @@ from helpers import (
     new_run,
     runs_in,
     start,
+    stopped_after,
     user_error,
+    wait_for,
 )
 
 from algos import grpo, sft
@@ -48,29 +50,6 @@ def uninterrupted(tmp_path_factory):
         return made[algo]
 
     return make
-
-
-def stopped_after(step: int, reference: Path, tmp_path: Path) -> Path:
-    """A copy of a finished run as a kill leaves it that came when the checkpoint of `step` was the newest: rows written
-    after it are in metrics.jsonl, the last one cut in the middle."""
-    folder = shutil.copytree(reference, tmp_path / "stopped")
-    for newer in [n for n in checkpoints(folder) if n > step]:
-        (folder / "checkpoints" / f"step-{newer:08d}.pt").unlink()
-    shutil.rmtree(folder / "model")
-    (folder / "curve.png").unlink()
-    with open(folder / "metrics.jsonl", "r+b") as file:
-        file.truncate(file.seek(0, 2) - 20)
-    return folder
-
-
-def wait_for(process, output_dir: Path, there) -> Path:
-    """Returns the run's folder as soon as `there(folder)` holds."""
-    while process.poll() is None:
-        for folder in runs_in(output_dir):
-            if there(folder):
-                return folder
-        time.sleep(0.002)
-    raise AssertionError(process.communicate())
 
 
 @both

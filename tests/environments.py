@@ -1,0 +1,108 @@
+"""Environments as users write them: `--env-id environments:Walk-v0`."""
+
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+class Walk(gym.Env):
+    """A noisy walk on a line, until it leaves [-size, size] or 40 steps are over. It has the habits that break a log of its
+    actions or a view of its observations: one array for all observations, of another type than the space says, and
+    actions that are changed in place. Observes (place, time).
+
+    broken: a file; while it exists, step `at` of the process fails as `how` says.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = spaces.Box(-2, 2, (1,), np.float32)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}
+
+    def __init__(self, size: float = 3, label: str = "", broken: str = "", at: int = 0, how: str = "raise",
+                 render_mode: str | None = None):  # fmt: skip
+        self.size, self.label, self.broken, self.at, self.how, self.steps = size, label, broken, at, how, 0
+        self.render_mode, self.state = render_mode, np.zeros(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.state[:] = self.np_random.normal(), 0
+        return self.state, {}
+
+    def step(self, action):
+        action *= 0.5
+        self.steps += 1
+        self.state += (float(action[0]) + 0.3 * self.np_random.normal(), 1 / 7)
+        reward = -abs(self.state[0])
+        if self.broken and self.steps == self.at and Path(self.broken).exists():
+            if self.how == "raise":
+                deep(self.state)
+            reward = {"reward": np.nan}.get(self.how, reward)
+            self.state[1] = {"observation": np.inf}.get(self.how, self.state[1])
+        return self.state, reward, bool(abs(self.state[0]) > self.size), False, {"place": self.state[0]}
+
+    def render(self):
+        return np.full((32, 32, 3), 100, np.uint8)
+
+
+def deep(state):
+    return state[0] / 0 if state is None else 1 // 0
+
+
+class Bandit(gym.Env):
+    """Anything may be observed, done and drawn from: what the arguments say.
+
+    draws: "seed" (as Gymnasium wants it), "reward" or "start" (that from NumPy's global generator).
+    """
+
+    def __init__(self, observation: str = "box", action: str = "discrete", draws: str = "seed", nan: str = ""):
+        self.observation_space, self.action_space = OBSERVATIONS[observation], ACTIONS[action]
+        self.draws, self.nan, self.resets = draws, nan, 0
+
+    def observe(self):
+        self.observation_space.seed(int(self.np_random.integers(2**31)))
+        return self.observation_space.sample()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=np.random.randint(2**31) if self.draws == "start" else seed)
+        self.time, self.resets = 0, self.resets + 1
+        obs = self.observe()
+        return (obs * np.nan if self.nan == f"reset {self.resets}" else obs), {}
+
+    def step(self, action):
+        assert self.time < 5, "a step of an episode that is over"
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        self.time += 1
+        reward = np.random.normal() if self.draws == "reward" else self.np_random.normal()
+        return self.observe(), reward, self.np_random.random() < 0.2, self.time == 5, {}
+
+
+BOX = spaces.Box(-1, 1, (3,), np.float32)
+OBSERVATIONS = {
+    "box": BOX,
+    "matrix": spaces.Box(-1, 1, (2, 3), np.float64),
+    "number": spaces.Box(-1, 1, (), np.float32),
+    "image": spaces.Box(0, 255, (4, 4, 3), np.uint8),
+    "discrete": spaces.Discrete(4, start=2),
+    "multidiscrete": spaces.MultiDiscrete([2, 3]),
+    "multibinary": spaces.MultiBinary(5),
+    "dict": spaces.Dict(b=BOX, a=spaces.Dict(c=spaces.Discrete(2))),
+    "tuple": spaces.Tuple([BOX, spaces.MultiBinary(2)]),
+    "text": spaces.Text(6),
+    "sequence": spaces.Sequence(BOX),
+    "graph": spaces.Graph(BOX, None),
+    "dict of a sequence": spaces.Dict(a=BOX, b=spaces.Sequence(BOX)),
+}
+ACTIONS = {
+    "discrete": spaces.Discrete(3, start=-1),
+    "multidiscrete": spaces.MultiDiscrete([2, 3]),
+    "grid": spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[1, 0], [0, -2]]),
+    "box": spaces.Box(np.array([[0, -1]], np.float32), np.array([[5, np.inf]], np.float32)),
+    "unit": BOX,
+    "multibinary": spaces.MultiBinary(2),
+    "dict": spaces.Dict(a=BOX),
+    "tuple": spaces.Tuple([BOX]),
+}
+
+gym.register("Walk-v0", "environments:Walk", max_episode_steps=40)
+gym.register("Bandit-v0", "environments:Bandit")

@@ -1,0 +1,415 @@
+"""utils/envs.py: any environment as a vector, restored inside its episodes, and evaluated without a trace."""
+
+import json
+import random
+import subprocess
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from control import SCRIPTS, WALK, scripts
+from environments import ACTIONS, OBSERVATIONS
+from helpers import REPO, SMALL, assert_same_result, command_line, metrics, new_run, runs_in, start, user_error
+
+from algos import ppo
+from utils import envs as envs_module
+from utils import run as run_module
+from utils.checkpoint import rng_state
+from utils.envs import Episode, evaluate, make_env, make_vector, reset_vector, restore_vector, step_vector
+from utils.errors import UserError
+
+CPU = torch.device("cpu")
+REFUSED = {"sequence", "graph", "dict of a sequence"}
+
+
+@pytest.fixture(autouse=True)
+def imports_as_they_were(monkeypatch):
+    """A user's package may take the name `utils`: give it back afterwards. And no picture is drawn of these runs."""
+    ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "utils"}
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(run_module, "plot", lambda *_: None)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
+        del sys.modules[name]
+    sys.modules.update(ours)
+
+
+def vector(env_id, *kwargs, num_envs=3, seed=7, kind="sync"):
+    return make_vector(lambda: make_env(env_id, kwargs), num_envs, seed, kind)
+
+
+def played(envs, steps: int, seed: int = 0) -> list:
+    """What `steps` random actions lead to, as plain lists."""
+    rng, rows = np.random.default_rng(seed), []
+    space = envs.single_action_space
+    for step in range(steps):
+        if isinstance(space, gym.spaces.Box):
+            actions = rng.uniform(-1, 1, (envs.num_envs, *space.shape)).astype(np.float32)
+        else:
+            actions = rng.integers(space.n, size=envs.num_envs) + space.start
+        obs, true_obs, rewards, terminated, truncated, episodes = step_vector(envs, actions, step)
+        rows.append(
+            [x.tolist() for x in (obs, true_obs, rewards, terminated, truncated)] + [np.array(episodes).tolist()]
+        )
+    return rows
+
+
+# --- making one ---
+
+
+@pytest.mark.parametrize(
+    "env_id, kwargs, words",
+    [
+        ("Absent-v0", (), "Absent.*registered"),
+        ("CartPole-v77", (), "CartPole"),
+        ("environments:Absent-v0", (), "Absent.*registers"),
+        ("nowhere.at.all:Name-v0", (), "nowhere.*folder"),
+        ("CartPole-v1", ("size=5",), "size"),
+        ("CartPole-v1", ("size",), "size is not NAME=VALUE"),
+        ("CartPole-v1", ("=5",), "=5 is not NAME=VALUE"),
+        ("CartPole-v1", ("a b=5",), "a b=5 is not NAME=VALUE"),
+    ],
+)
+def test_what_cannot_be_made(env_id, kwargs, words):
+    with pytest.raises(UserError, match=words):
+        make_env(env_id, kwargs)
+
+
+def test_arguments_of_the_environment():
+    """JSON where it is JSON, text where it is not; the last of two counts; Gymnasium's own are taken, too."""
+    pairs = ("size=5", "size=2.5", "label=[1, null]", "broken=a=b c", "at=-3", "max_episode_steps=9")
+    env = make_env("environments:Walk-v0", pairs)
+    walk = env.unwrapped
+    assert (walk.size, walk.label, walk.broken, walk.at, env.spec.max_episode_steps) == (2.5, [1, None], "a=b c", -3, 9)
+
+
+@pytest.mark.parametrize("name", OBSERVATIONS)
+def test_observations_become_vectors(name):
+    """As Gymnasium flattens the space; what has no fixed number of values is refused in one sentence."""
+    pair, space = f"observation={name}", OBSERVATIONS[name]
+    if name in REFUSED:
+        with pytest.raises(UserError, match="observation space .* fixed number"):
+            make_env("environments:Bandit-v0", (pair,))
+        return
+    env = make_env("environments:Bandit-v0", (pair,))
+    assert env.observation_space == gym.spaces.flatten_space(space) and len(env.observation_space.shape) == 1
+    raw = gym.make("environments:Bandit-v0", observation=name, disable_env_checker=True)
+    expected = gym.spaces.flatten(space, raw.reset(seed=3)[0])
+    assert env.reset(seed=3)[0].tolist() == expected.tolist()
+    envs = vector("environments:Bandit-v0", pair)
+    first = reset_vector(envs)
+    rows = played(envs, 12)
+    again = vector("environments:Bandit-v0", pair)
+    assert reset_vector(again).tolist() == first.tolist() and played(again, 12) == rows
+    assert np.asarray(rows[-1][0]).shape == (3, gym.spaces.flatdim(space))
+
+
+@pytest.mark.parametrize("observation", ["dict", "image", "text"])
+def test_a_run_on_observations_that_are_no_vector(observation, tmp_path):
+    args = ["--env-id", "environments:Bandit-v0", "--env-kwargs", f"observation={observation}"]
+    run = new_run(ppo, tmp_path, *SMALL["ppo"], *args)
+    assert metrics(run)[-1]["step"] == 160
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_actions(action, tmp_path, capsys):
+    """The environment gets members of its own action space (it asserts so), or one sentence says what is needed."""
+    args = ["--env-id", "environments:Bandit-v0", "--env-kwargs", f"action={action}", "--output-dir", tmp_path / "runs"]
+    if action in ("multibinary", "dict", "tuple"):
+        with user_error(capsys, "action space", "Box, Discrete or MultiDiscrete"):
+            command_line(ppo, *SMALL["ppo"], *args)
+        assert not (tmp_path / "runs").exists()
+    else:
+        command_line(ppo, *SMALL["ppo"], *args)
+
+
+PROJECT = """
+import gymnasium as gym
+from utils.shapes import SIZE  # the project's, not ours
+
+class Mine(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-9, 9, (SIZE,)), gym.spaces.Box(-1, 1, (2,))
+
+    def reset(self, seed=None, options=None):
+        from utils.late import start  # also when it is imported later
+        super().reset(seed=seed)
+        return start(self), {}
+
+    def step(self, action):
+        return self.np_random.normal(size=SIZE), float(action.sum()), bool(self.np_random.random() < 0.1), False, {}
+"""
+REGISTER = {
+    "class": "import gymnasium\nfrom project.envs import Mine\ngymnasium.register('Mine-v0', Mine)\n",
+    "text": "import gymnasium\ngymnasium.register('Mine-v0', 'project.envs:Mine')\n",  # imported when it is made
+}
+
+
+def write_project(folder, register="class", marker=True):
+    """A project with a package of environments and, beside it, one called utils."""
+    for name, text in {
+        "project/__init__.py": REGISTER[register],
+        "project/envs.py": PROJECT,
+        "utils/shapes.py": "SIZE = 4\n",
+        "utils/late.py": "def start(env):\n    return env.np_random.normal(size=env.observation_space.shape)\n",
+        **({"utils/__init__.py": ""} if marker else {}),
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    "register, marker, where", [("class", True, "cwd"), ("text", False, "cwd"), ("text", True, "path")]
+)
+def test_a_project_with_its_own_utils(register, marker, where, tmp_path, monkeypatch):
+    """Its `utils` is what it gets, at the top and later, found from the working directory or on PYTHONPATH."""
+    write_project(tmp_path, register, marker)
+    monkeypatch.chdir(tmp_path if where == "cwd" else "/")
+    if where == "path":
+        sys.path.append(str(tmp_path))
+    try:
+        for _ in range(2):
+            env = make_env("project:Mine-v0")
+            assert env.reset(seed=1)[0].shape == (4,)
+        assert sys.modules["utils.late"].__file__ == str(tmp_path / "utils/late.py")
+    finally:
+        gym.registry.pop("Mine-v0")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "project"]:
+            del sys.modules[name]
+
+
+def test_a_project_in_a_real_process(tmp_path, monkeypatch, capsys):
+    """From the project's folder, with environments in processes of their own; then scored from the run alone."""
+    write_project(tmp_path, "text")
+    args = ["--env-id", "project:Mine-v0", "--vector", "async", "--output-dir", "runs"]
+    out, err = start("ppo", *SMALL["ppo"], *args, cwd=tmp_path).communicate(timeout=200)
+    assert "model: " in out and err == "", err
+    (run,) = runs_in(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    command_line(ppo, "--evaluate", run)
+    assert json.loads(capsys.readouterr().out)["eval/return"] == metrics(run)[-1]["eval/return"]
+
+
+def test_language_models_do_without_gymnasium():
+    """Their scripts neither need it nor wait for it."""
+    code = "import sys; sys.modules['gymnasium'] = None; sys.path.insert(0, sys.argv[1]); from algos import grpo, sft"
+    done = subprocess.run([sys.executable, "-c", code, REPO], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# --- vectors and episodes ---
+
+
+def test_episodes_are_functions_of_seed_environment_and_number():
+    """Equal in all three: equal. Different in one: different."""
+
+    def starts(seed, index, episodes=3):
+        env = Episode(make_env("environments:Walk-v0"), seed, index)
+        found = []
+        for _ in range(episodes):
+            found.append(env.reset()[0][0])
+            env.step(np.zeros(1, np.float32))
+        return found
+
+    assert starts(1, 0) == starts(1, 0) and starts(-1, 0) == starts(-1, 0)
+    several = [x for seed in (-1, 1, 2) for index in (0, 1) for x in starts(seed, index)]
+    assert len(set(several)) == len(several)
+
+
+def test_what_a_step_gives():
+    """In the step that ends an episode: its own last observation for the bootstrap, the next one's first to act on, its
+    return and length; although the environment writes all observations into one array, of another type."""
+    envs = vector("environments:Walk-v0", "size=1.5", num_envs=2)
+    first = reset_vector(envs)
+    alone = [Episode(make_env("environments:Walk-v0", ("size=1.5",)), 7, i) for i in range(2)]
+    assert first.tolist() == [np.float32(env.reset()[0]).tolist() for env in alone]
+    rng, ended, totals = np.random.default_rng(0), 0, [[], []]
+    for step in range(100):
+        actions = rng.uniform(-2, 2, (2, 1)).astype(np.float32)
+        obs, true_obs, rewards, terminated, truncated, episodes = step_vector(envs, actions.copy(), step)
+        for i, env in enumerate(alone):
+            last, reward, end, cut, _ = env.step(actions[i].copy())
+            totals[i].append(reward)
+            assert true_obs[i].tolist() == np.float32(last).tolist()
+            assert (rewards[i], terminated[i], truncated[i]) == (reward, end, cut)
+            if end or cut:
+                last, _ = env.reset()
+                ended += 1
+                assert tuple(episodes.pop(0)) == (pytest.approx(sum(totals[i])), len(totals[i]))
+                totals[i] = []
+            assert obs[i].tolist() == np.float32(last).tolist()
+        assert not episodes and obs.dtype == np.float32
+    assert ended > 10 and (terminated.dtype, truncated.dtype) == (bool, bool)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "HalfCheetah-v5", "environments:Walk-v0"])
+def test_going_on_inside_an_episode(env_id, kind, tmp_path, capsys):
+    """Snapshots, through a checkpoint's file and into new environments, continue as if nothing had been; the episode's
+    return and length as well. Into sync and async ones from both."""
+    if env_id == "HalfCheetah-v5":
+        pytest.importorskip("mujoco", reason="not run: mujoco is not installed")
+    envs = vector(env_id, "max_episode_steps=30", kind=kind)
+    reset_vector(envs)
+    obs = played(envs, 50)[-1][0]  # 20 steps into the second episode at the most
+    torch.save(envs.log.state(np.array(obs, envs.single_observation_space.dtype)), tmp_path / "x.pt")
+    states = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert all(0 < len(state["actions"]) for state in states) and len({state["episode"] for state in states} - {0}) > 0
+    kinds = [{"sync": "async", "async": "sync"}[kind], kind]
+    others = [vector(env_id, "max_episode_steps=30", kind=kind) for kind in kinds]
+    for other in others:
+        seen = restore_vector(other, states)
+        assert seen.tolist() == obs and seen.dtype == envs.single_observation_space.dtype
+        states = other.log.state(seen)  # restored, and restored again
+    rows = played(envs, 40, seed=1)
+    assert any(row[-1] for row in rows)
+    assert all(played(other, 40, seed=1) == rows for other in others)
+    assert capsys.readouterr().out == ""
+    for vectors in (envs, *others):
+        vectors.close()
+
+
+@pytest.mark.parametrize("why", ["start", "LONGEST_LOG"])
+def test_what_cannot_be_restored_begins_a_new_episode(why, capsys, monkeypatch):
+    """And says so: an environment that draws from elsewhere than its seed, one whose log is too long. The others go on."""
+    if why == "LONGEST_LOG":
+        monkeypatch.setattr(envs_module, "LONGEST_LOG", 3)
+    args = ["environments:Bandit-v0", f"draws={'start' if why == 'start' else 'seed'}"]
+    envs = vector(*args)
+    reset_vector(envs)
+    states = lost = None
+    for step in range(50):  # until some of the episodes, and not all, are longer than 3 steps
+        obs = played(envs, 1, seed=step)[-1][0]
+        states = envs.log.state(np.array(obs, np.float32))
+        assert max(len(state["actions"]) for state in states) <= 5
+        lost = [i for i in range(3) if why == "start" or len(states[i]["actions"]) > 3]
+        if lost and (why == "start" or len(lost) < 3):
+            break
+    if why == "start":
+        np.random.seed(99)
+    other = vector(*args)
+    seen = restore_vector(other, states)
+    assert f"{len(lost)} of 3 environments could not be brought back" in capsys.readouterr().out
+    assert [i for i in range(3) if seen[i].tolist() != obs[i]] == lost
+    assert [e - s["episode"] for e, s in zip(other.get_attr("episode"), states)] == [int(i in lost) for i in range(3)]
+    assert other.log.episode.tolist() == list(other.get_attr("episode"))
+    assert [len(a) for a in other.log.actions] == [0 if i in lost else len(s["actions"]) for i, s in enumerate(states)]
+    played(other, 20)
+
+
+def test_a_long_episode_keeps_its_length(monkeypatch):
+    """What is kept for a resume is limited, what is reported is not."""
+    monkeypatch.setattr(envs_module, "LONGEST_LOG", 3)
+    envs = vector("environments:Walk-v0", "size=100")
+    reset_vector(envs)
+    rows = played(envs, 40)
+    assert [length for _, length in rows[-1][-1]] == [40] * 3
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("how", ["reward", "observation"])
+def test_numbers_that_are_not_finite(how, kind, tmp_path):
+    """Which environment, which step, what it returned."""
+    envs = vector("environments:Walk-v0", f"how={how}", f"broken={tmp_path}", "at=4", num_envs=2, kind=kind)
+    reset_vector(envs)
+    played(envs, 3)
+    with pytest.raises(UserError, match="environment 0 .*(nan|inf).* at step 77: .* finite"):
+        step_vector(envs, np.zeros((2, 1), np.float32), 77)
+    envs.close()
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_first_observations_that_are_not_finite(number):
+    """Nobody steps to them, but they are acted on: those of reset, too, and of the reset inside a step."""
+    envs = vector("environments:Bandit-v0", f"nan=reset {number}")
+    with pytest.raises(UserError, match="environment 0 .*nan.* finite"):
+        reset_vector(envs)
+        assert number > 1
+        played(envs, 30)
+
+
+def test_async_equals_sync(tmp_path):
+    """A training run, bit for bit."""
+    runs = [new_run(ppo, tmp_path / kind, *SMALL["ppo"], *WALK, "--vector", kind) for kind in ("sync", "async")]
+    assert_same_result(*runs)
+
+
+# --- evaluation ---
+
+
+def test_evaluation_is_one_episode_of_each_environment():
+    """Half of them with the likeliest action, half with samples; recomputed one by one."""
+    seen = []
+
+    def act(obs, scale, generator):
+        seen.append(obs.copy())
+        return (obs[:, :1] * -0.3 + scale.numpy()).astype(np.float32)
+
+    make = lambda: make_env("environments:Walk-v0", ("size=1",))  # noqa: E731
+    numbers = evaluate(make, act, 4, 5, CPU)
+    starts, returns, lengths = [], [], []
+    for i in range(8):
+        env = Episode(make(), 5 + 2**31, i)
+        obs, done, total, length = np.float32(env.reset()[0]), False, 0.0, 0
+        starts.append(obs)
+        while not done:
+            obs, reward, end, cut, _ = env.step(np.float32(obs[:1] * -0.3 + (i >= 4)))
+            obs, done, total, length = np.float32(obs), end or cut, total + reward, length + 1
+        returns.append(total)
+        lengths.append(length)
+    assert np.array_equal(seen[0], starts) and len(set(lengths)) > 2
+    assert numbers["eval/return"] == pytest.approx(np.mean(returns[:4]))
+    assert numbers["eval/return_stochastic"] == pytest.approx(np.mean(returns[4:]))
+    assert numbers["eval/length"] == np.mean(lengths[:4])
+    again = len(seen)
+    assert evaluate(make, act, 4, 5, CPU) == numbers and np.array_equal(seen[again], starts)
+    assert evaluate(make, act, 4, 6, CPU) != numbers
+    training = reset_vector(make_vector(make, 8, 5))
+    assert not np.isin(training[:, 0], np.array(starts)[:, 0]).any(), "evaluation starts where training does"
+
+
+def test_evaluation_leaves_the_generators_as_they_were():
+    """Even where the environment draws from the global ones, as it should not."""
+    before = json.dumps(rng_state(), default=lambda x: x.tolist())
+    make = lambda: make_env("environments:Bandit-v0", ("draws=start",))  # noqa: E731
+    evaluate(make, lambda obs, scale, _: np.zeros(len(obs), np.int64) + random.randrange(2), 2, 1, CPU)
+    assert json.dumps(rng_state(), default=lambda x: x.tolist()) == before
+
+
+@scripts
+@pytest.mark.parametrize("draws", ["seed", "reward"])
+def test_evaluation_does_not_change_training(algo, draws, tmp_path):
+    """How often it happens, and in how many episodes: rows without it and final weights are equal."""
+    flags = [*SMALL[algo], "--env-id", "environments:Bandit-v0", "--env-kwargs", f"draws={draws}", "action=unit"]
+    often = new_run(SCRIPTS[algo], tmp_path / "often", *flags, "--eval-every", 32, "--eval-episodes", 1)
+    never = new_run(SCRIPTS[algo], tmp_path / "never", *flags, "--eval-every", 0, "--eval-episodes", 3)
+    for run in (often, never):
+        rows = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in metrics(run)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert_same_result(often, never)
+
+
+def test_video(tmp_path, capsys):
+    """One file of the first episode; the score is the one without it."""
+    pytest.importorskip("moviepy", reason="not run: moviepy is not installed")
+    run = new_run(ppo, tmp_path / "runs", *SMALL["ppo"], *WALK)
+    capsys.readouterr()
+    command_line(ppo, "--evaluate", run)
+    score = capsys.readouterr().out
+    command_line(ppo, "--evaluate", run, "--capture-video")
+    assert capsys.readouterr().out.splitlines()[-1] == score.strip()
+    (video,) = (run / "video").iterdir()
+    assert video.suffix == ".mp4" and video.stat().st_size > 100
+
+
+@pytest.mark.parametrize("lacks", ["moviepy", "pictures"])
+def test_video_that_cannot_be_made(lacks, tmp_path, monkeypatch, capsys):
+    """Without moviepy, or of an environment that cannot be drawn: one sentence."""
+    args = WALK if lacks == "moviepy" else ["--env-id", "environments:Bandit-v0"]
+    run = new_run(ppo, tmp_path / "runs", *SMALL["ppo"], *args)
+    if lacks == "moviepy":
+        monkeypatch.setitem(sys.modules, "moviepy", None)
+    with user_error(capsys, "--capture-video", "not installed" if lacks == "moviepy" else "render_mode"):
+        command_line(ppo, "--evaluate", run, "--capture-video")
