@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tyro
+from helpers import command_line
 
 from utils.lm import TINY_MODEL
 
@@ -22,6 +24,14 @@ TINY = {  # what makes a command of any size run in seconds, on what is here
                  eval_prompts=4, eval_every=0),
     "sft": dict(max_steps=2, batch_size=4, micro_batch_size=2, eval_prompts=4, eval_every=0, eval_max_new_tokens=12),
 }  # fmt: skip
+PPO = dict(total_timesteps=64, num_steps=8, num_minibatches=2, update_epochs=1, eval_every=0, eval_episodes=1)
+TINY_CONTROL = {
+    "ppo": PPO,
+    "ppo_atari": PPO | dict(env_kwargs=("max_num_frames_per_episode=200",)),
+    "sac": dict(total_timesteps=64, learning_starts=32, batch_size=8, hidden_size=8, eval_every=0, eval_episodes=1,
+                record_steps=50),
+}  # fmt: skip
+NEEDED = {"ale_py": "ppo_atari", "mujoco": "(HalfCheetah|Hopper)-v", "moviepy": "--capture-video", "h5py": "--record"}
 
 
 def commands() -> list[str]:
@@ -30,6 +40,9 @@ def commands() -> list[str]:
     lines = [line.strip() for text in texts for line in re.sub(r"\\\n\s*", "", text).splitlines()]
     found = [line for line in lines if line.startswith("python algos/")]
     return sorted({re.split(r"\s{2,}", line)[0] for line in found})
+
+
+CONTROL = [command for command in commands() if Path(command.split()[1]).stem in TINY_CONTROL]
 
 
 def test_the_first_two_commands_are_what_ci_runs():
@@ -42,7 +55,7 @@ def test_the_first_two_commands_are_what_ci_runs():
     assert {"ruff check", "ruff format --check"} <= set(ci)
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", sorted(set(commands()) - set(CONTROL)))
 def test_commands_run(command, tmp_path, monkeypatch):
     """Each command, on the embedded model and tiny sizes; what it sets otherwise is kept."""
     _, script, *words = shlex.split(command)
@@ -66,6 +79,36 @@ def test_commands_run(command, tmp_path, monkeypatch):
     history = module.train(args)
     assert history[-1]["step"] == 2
     assert len(list(tmp_path.glob("runs/*/model/model.safetensors"))) + args.lora_rank >= 1
+
+
+@pytest.mark.parametrize("command", CONTROL)
+def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
+    """The same for environments. Where RUN stands, a tiny one is made and then scored; package.module:Name-v0 is one of
+    tests/environments.py."""
+    for package, pattern in NEEDED.items():
+        if re.search(pattern, command):
+            pytest.importorskip(package, reason=f"not run: {package} is not installed")
+    monkeypatch.chdir(tmp_path)
+    _, script, *words = shlex.split(command.replace("package.module:Name-v0", "environments:Walk-v0"))
+    module, tiny = importlib.import_module(f"algos.{Path(script).stem}"), TINY_CONTROL[Path(script).stem]
+    if "RUN" in words:
+        args = module.Args(**tiny)
+        if "ALE/" not in args.env_id:
+            args.env_id = "environments:Walk-v0"  # can be drawn without pygame
+        module.train(args)
+        (run,) = tmp_path.glob("runs/*")
+        command_line(module, *(run if word == "RUN" else word for word in words))
+        assert "eval/return" in json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert bool(list(run.glob("video/*.mp4"))) == ("--capture-video" in words)
+        return
+    args = tyro.cli(module.Args, args=words)
+    for name, value in tiny.items():
+        setattr(args, name, value)
+    assert module.train(args)[-1]["step"] == 64
+    assert len(list(tmp_path.glob("runs/*/model/model.safetensors"))) == 1
+    if getattr(args, "record_dataset", ""):
+        names = {path.stem for path in Path(args.record_dataset).glob("*.hdf5")}
+        assert names == {"random", "medium-replay", "medium", "expert"}
 
 
 def test_the_table_lists_every_script_with_its_length():
