@@ -1,14 +1,30 @@
 """What all tests share: one thread per worker and subprocess, no network, and the ledger of times."""
 
 import os
+import sys
 import time
 from collections import defaultdict
+
+import pytest
 
 for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}.items():
     os.environ[name] = value  # before torch is imported, and inherited by every subprocess of a test
 os.environ.setdefault("HF_DATASETS_CACHE", os.path.join("/tmp", f"plainrl-datasets-{os.getuid()}-{os.getpid()}"))
 
 START = time.time()
+
+
+@pytest.fixture
+def imports_as_they_were(monkeypatch):
+    """A user's project may take the name `utils`: give it back afterwards, and forget control.write_project's package."""
+    ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "utils"}
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("utils", "project")]:
+        del sys.modules[name]
+    sys.modules.update(ours)
+    if "gymnasium" in sys.modules:
+        sys.modules["gymnasium"].registry.pop("Mine-v0", None)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from control import SCRIPTS, WALK, scripts
+from control import SCRIPTS, WALK, scripts, write_project
 from environments import ACTIONS, OBSERVATIONS
 from helpers import REPO, SMALL, assert_same_result, command_line, metrics, new_run, runs_in, start, user_error
 
@@ -24,16 +24,13 @@ CPU = torch.device("cpu")
 REFUSED = {"sequence", "graph", "dict of a sequence"}
 
 
+pytestmark = pytest.mark.usefixtures("imports_as_they_were")
+
+
 @pytest.fixture(autouse=True)
-def imports_as_they_were(monkeypatch):
-    """A user's package may take the name `utils`: give it back afterwards. And no picture is drawn of these runs."""
-    ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "utils"}
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def no_plots(monkeypatch):
+    """No picture is drawn of these runs: it would take most of their time."""
     monkeypatch.setattr(run_module, "plot", lambda *_: None)
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
-        del sys.modules[name]
-    sys.modules.update(ours)
 
 
 def vector(env_id, *kwargs, num_envs=3, seed=7, kind="sync"):
@@ -125,40 +122,6 @@ def test_actions(action, tmp_path, capsys):
         command_line(ppo, *SMALL["ppo"], *args)
 
 
-PROJECT = """
-import gymnasium as gym
-from utils.shapes import SIZE  # the project's, not ours
-
-class Mine(gym.Env):
-    observation_space, action_space = gym.spaces.Box(-9, 9, (SIZE,)), gym.spaces.Box(-1, 1, (2,))
-
-    def reset(self, seed=None, options=None):
-        from utils.late import start  # also when it is imported later
-        super().reset(seed=seed)
-        return start(self), {}
-
-    def step(self, action):
-        return self.np_random.normal(size=SIZE), float(action.sum()), bool(self.np_random.random() < 0.1), False, {}
-"""
-REGISTER = {
-    "class": "import gymnasium\nfrom project.envs import Mine\ngymnasium.register('Mine-v0', Mine)\n",
-    "text": "import gymnasium\ngymnasium.register('Mine-v0', 'project.envs:Mine')\n",  # imported when it is made
-}
-
-
-def write_project(folder, register="class", marker=True):
-    """A project with a package of environments and, beside it, one called utils."""
-    for name, text in {
-        "project/__init__.py": REGISTER[register],
-        "project/envs.py": PROJECT,
-        "utils/shapes.py": "SIZE = 4\n",
-        "utils/late.py": "def start(env):\n    return env.np_random.normal(size=env.observation_space.shape)\n",
-        **({"utils/__init__.py": ""} if marker else {}),
-    }.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-
-
 @pytest.mark.parametrize(
     "register, marker, where", [("class", True, "cwd"), ("text", False, "cwd"), ("text", True, "path")]
 )
@@ -168,15 +131,10 @@ def test_a_project_with_its_own_utils(register, marker, where, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path if where == "cwd" else "/")
     if where == "path":
         sys.path.append(str(tmp_path))
-    try:
-        for _ in range(2):
-            env = make_env("project:Mine-v0")
-            assert env.reset(seed=1)[0].shape == (4,)
-        assert sys.modules["utils.late"].__file__ == str(tmp_path / "utils/late.py")
-    finally:
-        gym.registry.pop("Mine-v0")
-        for name in [name for name in sys.modules if name.partition(".")[0] == "project"]:
-            del sys.modules[name]
+    for _ in range(2):
+        env = make_env("project:Mine-v0")
+        assert env.reset(seed=1)[0].shape == (4,)
+    assert sys.modules["utils.late"].__file__ == str(tmp_path / "utils/late.py")
 
 
 def test_a_project_in_a_real_process(tmp_path, monkeypatch, capsys):
