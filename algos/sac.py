@@ -284,7 +284,7 @@ def record(actor: Actor, snapshots: list, replay: ReplayBuffer, make: Callable, 
         else:
             actor.load_state_dict(weights)
             envs, count = make_vector(make, 10, args.seed + 2**30), 10
-            rollouts, obs = ReplayBuffer(args.record_steps, replay.sizes, torch.device("cpu")), envs.reset()[0].copy()
+            rollouts, obs = ReplayBuffer(args.record_steps, replay.sizes, torch.device("cpu")), reset_vector(envs)
             while rollouts.total < args.record_steps:
                 actions = act(actor, space, obs, 1.0, generator)
                 next_obs, true_obs, rewards, terminated, _, _ = step_vector(
