@@ -67,11 +67,18 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.collection import save_collection
 from utils.envs import EnvArgs, evaluate, make_env, make_vector, reset_vector, restore_vector, saved_agent, step_vector
-from utils.errors import UserError
+from utils.errors import UserError, check_numbers
 from utils.replay import ReplayBuffer
 from utils.run import Run, crosses, main, prepare
 
 LOG_STD_BOUNDS = (-20.0, 2.0)
+RANGES = {  # what numbers must be
+    "at least 1": "total_timesteps num_envs utd_ratio batch_size buffer_size hidden_size log_every eval_episodes "
+    "record_steps",
+    "at least 0": "learning_starts eval_every",
+    "above 0": "learning_rate alpha",
+    "from 0 to 1": "gamma tau",
+}
 
 
 @dataclass
@@ -230,15 +237,11 @@ def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for settings that no run can have."""
     if not isinstance(space, gym.spaces.Box) or not space.is_bounded():
         raise UserError(f"--env-id {args.env_id} has the action space {space}: SAC needs a Box with finite bounds")
-    for name in ("total_timesteps", "num_envs", "utd_ratio", "batch_size", "buffer_size", "hidden_size", "log_every",
-                 "eval_episodes"):  # fmt: skip
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
-    for name in ("gamma", "tau"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be from 0 to 1")
-    if args.alpha is not None and args.alpha <= 0:
-        raise UserError(f"--alpha is {args.alpha}: it must be above 0")
+    check_numbers(args, RANGES)
+    if args.capture_video and not args.evaluate:
+        raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
+    if args.total_timesteps % args.num_envs:
+        raise UserError(f"--total-timesteps {args.total_timesteps} must be a multiple of --num-envs {args.num_envs}")
     if args.record_dataset:
         if (
             min(args.buffer_size, args.record_steps) < 10
@@ -252,8 +255,6 @@ def check(args: Args, space: gym.Space) -> None:
         except (OSError, ImportError) as error:
             raise UserError(f"cannot record to --record-dataset {args.record_dataset} ({error}): it must be a writable "
                             "folder, and h5py must be installed") from error  # fmt: skip
-    if args.total_timesteps % args.num_envs:
-        raise UserError(f"--total-timesteps {args.total_timesteps} must be a multiple of --num-envs {args.num_envs}")
 
 
 def to_env(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
