@@ -16,7 +16,7 @@ START = time.time()
 
 @pytest.fixture
 def imports_as_they_were(monkeypatch):
-    """A user's project may take the name `utils`: give it back afterwards, and forget control.write_project's package."""
+    """A user's project may take the name `utils`: give it back afterwards, and forget control.write_project's own."""
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "utils"}
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield

@@ -8,8 +8,8 @@ from gymnasium import spaces
 
 
 class Walk(gym.Env):
-    """A noisy walk on a line, until it leaves [-size, size] or 40 steps are over. It has the habits that break a log of its
-    actions or a view of its observations: one array for all observations, of another type than the space says, and
+    """A noisy walk on a line, until it leaves [-size, size] or 40 steps are over. It has the habits that break a log of
+    its actions or a view of its observations: one array for all observations, of another type than the space says, and
     actions that are changed in place. Observes (place, time).
 
     broken: a file; while it exists, step `at` of the process fails as `how` says.

@@ -41,7 +41,7 @@ def start(algo: str, *args, cwd: Path, **environment: str) -> subprocess.Popen:
 
 
 class Forked:
-    """As `start`, but forked from this process, which saves the seconds of importing torch; both outputs are in `out`."""
+    """As `start`, but forked from this process, which saves the seconds of importing torch; both outputs in one log."""
 
     def __init__(self, module, *args, log: Path):
         self.log = log

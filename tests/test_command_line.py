@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import json
 import shutil
@@ -9,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import transformers
-from helpers import SMALL, assert_one_sentence, command_line, metrics, runs_in, start, user_error
+from helpers import REPO, SMALL, assert_one_sentence, command_line, metrics, runs_in, start, user_error
 
 from algos import grpo, sft
 from utils.lm import TINY_MODEL
-from utils.run import RunArgs
 
 
 @pytest.fixture
@@ -188,14 +188,15 @@ def documented(cls: type) -> dict[str, str]:
     return dict(pairs)
 
 
-@pytest.mark.parametrize("module", [grpo, sft])
-def test_help(module, capsys, monkeypatch):
-    """--help lists every argument with the text that stands under it in the script."""
+@pytest.mark.parametrize("script", sorted(path.stem for path in (REPO / "algos").glob("*.py")))
+def test_help(script, capsys, monkeypatch):
+    """--help lists every argument with the text that stands under it in the source."""
     monkeypatch.setenv("COLUMNS", "150")
+    module = importlib.import_module(f"algos.{script}")
     with pytest.raises(SystemExit, match="0"):
         command_line(module, "--help")
     squeezed = "".join(c for c in capsys.readouterr().out if not c.isspace() and c not in "│")
-    text = documented(RunArgs) | documented(module.Args)
+    text = {name: words for cls in reversed(module.Args.__mro__[:-1]) for name, words in documented(cls).items()}
     for field in dataclasses.fields(module.Args):
         assert f"--{field.name.replace('_', '-')}" in squeezed
         assert "".join(text[field.name].split()) in squeezed, field.name

@@ -231,7 +231,7 @@ def test_going_on_inside_an_episode(env_id, kind, tmp_path, capsys):
 
 @pytest.mark.parametrize("why", ["start", "LONGEST_LOG"])
 def test_what_cannot_be_restored_begins_a_new_episode(why, capsys, monkeypatch):
-    """And says so: an environment that draws from elsewhere than its seed, one whose log is too long. The others go on."""
+    """And says so: where it draws from elsewhere than its seed, or the log is too long. The others go on."""
     if why == "LONGEST_LOG":
         monkeypatch.setattr(envs_module, "LONGEST_LOG", 3)
     args = ["environments:Bandit-v0", f"draws={'start' if why == 'start' else 'seed'}"]

@@ -1,4 +1,4 @@
-"""A control run that was stopped inside its episodes, in whatever way, and resumed equals the one that was not, bit for bit."""
+"""A control run that was stopped inside its episodes and resumed equals the one that was not, bit for bit."""
 
 import json
 import os
@@ -195,7 +195,7 @@ BROKEN = [("ppo", "sync"), ("ppo", "async"), ("sac", "sync"), ("sac", "async")]
 
 
 def walk_that_breaks(tmp_path, algo: str, vector: str, how: str) -> list:
-    """Arguments of a run whose environments fail in step 40 of each, in the middle of a rollout, while a file exists."""
+    """Arguments of a run whose environments fail in step 40 of each, inside a rollout, while a file exists."""
     kwargs = [f"broken={tmp_path / 'broken'}", "at=40", f"how={how}"]
     # with two environments, step 40 is the run's step 80
     return [*FLAGS[algo], *WALK, "--env-kwargs", *kwargs, "--vector", vector, "--eval-every", 0, "--save-every", 48]
@@ -203,8 +203,8 @@ def walk_that_breaks(tmp_path, algo: str, vector: str, how: str) -> list:
 
 @pytest.mark.parametrize("algo, vector", BROKEN)
 def test_an_exception_of_the_environment(algo, vector, tmp_path):
-    """It shows the user's own frames and exits with 1; what had been finished before it is saved, and the mended run equals
-    one that never failed."""
+    """It shows the user's own frames and exits with 1; what had been finished before it is saved, and the mended run
+    equals one that never failed."""
     module, args = SCRIPTS[algo], walk_that_breaks(tmp_path, algo, vector, "raise")
     reference = new_run(module, tmp_path / "reference", *args)
     (tmp_path / "broken").touch()

@@ -45,8 +45,8 @@ class EnvArgs(RunArgs):
 class Episode(gym.Wrapper):
     """Outermost wrapper of every environment. Episode k of environment i always starts from the seed that (seed, i, k)
     gives, so the seed and the actions since are all that a resume needs to be inside the same episode again, in any
-    environment that keeps Gymnasium's promise that a seed determines what follows. Passes on info["life_lost"] and drops
-    every other info: vectors are slow to gather it."""
+    environment that keeps Gymnasium's promise that a seed determines what follows. Passes on info["life_lost"] and
+    drops every other info: vectors are slow to gather it."""
 
     def __init__(self, env: gym.Env, seed: int, index: int):
         super().__init__(env)
@@ -68,8 +68,8 @@ class Episode(gym.Wrapper):
         return self.obs, reward, terminated, truncated, {"life_lost": True} if theirs.get("life_lost") else {}
 
     def restore(self) -> bool:
-        """Replays the episode in `saved` (set_attr is how a vector hands each environment its own). False where that does
-        not lead to the observation that was saved: then a new episode has begun."""
+        """Replays the episode in `saved` (set_attr is how a vector hands each environment its own). False where that
+        does not lead to the observation that was saved: then a new episode has begun."""
         saved, self.saved = self.saved, None
         self.episode, obs = saved["episode"], saved["obs"].numpy()
         self.start()
@@ -117,8 +117,9 @@ class Log:
 def make_env(
     env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None, flatten: bool = True
 ) -> gym.Env:
-    """One environment, with `flatten` its observations flattened to a vector where they are not one: images, dictionaries, tuples,
-    discrete numbers (one-hot). `module:Name-v0` imports `module` first, also from the working directory.
+    """One environment, with `flatten` its observations flattened to a vector where they are not one: images,
+    dictionaries, tuples, discrete numbers (one-hot). `module:Name-v0` imports `module` first, also from the working
+    directory.
 
     Raises UserError for an unknown name, arguments that it does not take, and spaces that have no vector form.
     """
@@ -239,7 +240,7 @@ def evaluate(
 ) -> dict[str, float]:
     """One episode in each of 2 x `episodes` environments of its own: half with the likeliest action, half sampled.
 
-    act(obs (N, D), scale (N, 1), generator) -> actions; `scale` 0 or 1 multiplies the noise of a row. The start states are
+    act(obs (N, D), scale (N, 1), generator) -> actions; `scale` 0 or 1 multiplies the noise of a row. Start states are
     functions of `seed`, hence the same at every evaluation. Returns eval/return, eval/return_stochastic, eval/length.
     """
     thunks = [lambda i=i: Episode(make(), seed + 2**31, i) for i in range(2 * episodes)]
@@ -276,8 +277,8 @@ def recorded(make: Callable, video: Path) -> gym.Env:
 
 
 def saved_agent(args: EnvArgs) -> dict:
-    """The state in the newest checkpoint of the run that --evaluate names. Raises UserError where the folder is no run's,
-    or where an argument differs that the agent was made or trained with."""
+    """The state in the newest checkpoint of the run that --evaluate names. Raises UserError where the folder is no
+    run's, or where an argument differs that the agent was made or trained with."""
     folder = Path(args.evaluate)
     for name, value in saved_args(folder).items():
         if getattr(args, name) != value and name not in EVALUATION_FLAGS:

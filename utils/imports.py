@@ -12,8 +12,8 @@ OURS = Path(__file__).resolve().parents[1] if __package__ == "utils" else None  
 
 @contextlib.contextmanager
 def users_imports(folder: Path) -> Iterator[None]:
-    """What is imported inside is the user's: `folder` comes first on sys.path, and `utils` is never ours. From then on the
-    name is theirs where they have such a package, for they may import from it later and ours is all loaded."""
+    """What is imported inside is the user's: `folder` comes first on sys.path, and `utils` is never ours. From then on
+    the name is theirs where they have such a package, for they may import from it later and ours is all loaded."""
     before = list(sys.path)
     sys.path[:] = [str(folder), *before]
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != OURS]
