@@ -549,19 +549,29 @@ def in_file(path) -> list[float]:
     return np.fromfile(path, np.float32).reshape(-1, 3)[:, 0].tolist()
 
 
+def mark(path, row: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(row * 3 * 4)
+        file.write(np.float32(-99).tobytes())
+
+
 def test_replay_file_grows_by_the_new_rows(tmp_path):
-    """What is in the file is not written again: a mark put there stays, in the same file."""
+    """What is in the file is not written again, nor after a load: a mark put there stays, in the same file."""
     replay, path = make_replay(10), tmp_path / "replay.bin"
     add(replay, 0, 4)
     assert replay.save(path) == 4 and in_file(path) == [0, 1, 2, 3]
-    inode, mark = path.stat().st_ino, np.float32(-99)
-    with open(path, "r+b") as file:
-        file.write(mark.tobytes())
+    inode = path.stat().st_ino
+    mark(path, 0)
     for first, count in [(4, 3), (7, 0), (7, 6), (13, 10), (23, 2)]:  # across the end, nothing, a whole ring
         if count:
             add(replay, first, count)
         assert replay.save(path) == first + count
         assert in_file(path) == [-99, *range(1, first + count)]
+    loaded = make_replay(10)
+    loaded.load(path, 25)
+    mark(path, 24)
+    add(loaded, 25, 2)
+    assert loaded.save(path) == 27 and in_file(path) == [-99, *range(1, 24), -99, 25, 26]
     assert path.stat().st_ino == inode
 
 
