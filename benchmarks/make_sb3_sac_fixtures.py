@@ -4,8 +4,8 @@
 
 writes tests/fixtures/sb3_sac.safetensors: the inputs, every parameter after each of three updates of SAC.train, the
 gradient of log alpha, and actions and log-densities of its actor. SB3's own code runs, in float64: minibatches and
-standard normal numbers are given, and its cast of observations to float32 is left out. The test calls the same functions
-live where SB3 is installed.
+standard normal numbers are given, and its cast of observations to float32 is left out. The test calls the same
+functions live where SB3 is installed.
 """
 
 import itertools
@@ -50,7 +50,7 @@ def make_inputs(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def widened(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same with an actor whose log std lies around its upper bound for one action, around its lower for the other."""
+    """The same with an actor whose log std lies around its upper bound for one action, its lower for the other."""
     name, shift = "weights/actor.net.4.bias", torch.tensor([0.0, 0.0, 2.0, -20.0], dtype=torch.float64)
     return inputs | {name: inputs[name] + shift}
 
@@ -93,7 +93,7 @@ def set_weights(model, inputs: dict[str, torch.Tensor]) -> None:
 
 
 def run_updates(inputs: dict[str, torch.Tensor], case: dict) -> dict[str, torch.Tensor]:
-    """Every parameter after each update, (UPDATES, ...) each; where alpha is learned also log alpha and its gradient."""
+    """Every parameter after each update, (UPDATES, ...) each; where alpha is learned log alpha and its gradient too."""
     from stable_baselines3.common.type_aliases import ReplayBufferSamples
 
     model, states = make_model(case["learned"]), []

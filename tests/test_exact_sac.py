@@ -108,8 +108,8 @@ def test_density_is_the_change_of_variables():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("u", [-50.0, -20.0, -5.0, 5.0, 20.0, 50.0])
 def test_density_is_finite_far_out(u, dtype):
-    """Value, and gradients with respect to mean and log std, where tanh(u) is 1 in floating point: log(1 - tanh(u)^2) is
-    2 (log 2 - |u|) there, with slope -2 tanh(u)."""
+    """Value, and gradients with respect to mean and log std, where tanh(u) is 1 in floating point: log(1 - tanh(u)^2)
+    is 2 (log 2 - |u|) there, with slope -2 tanh(u)."""
     actor = constant_actor([u], [0.0]).to(dtype)
     _, logps = act(actor, torch.ones(1, 1, dtype=dtype))  # u + 1
     logps.sum().backward()
@@ -389,7 +389,7 @@ def test_compiled_equals_eager():
 
 
 class Quadratic(nn.Module):
-    """Q(s, a) = height of s - curvature (a - centre of s)^2 for states 0 and 1, twice: the second with a gap above it."""
+    """Q(s, a) = height of s - curvature (a - centre of s)^2 for states 0 and 1, and the same with a gap above it."""
 
     def __init__(self, heights, centres, curvature=1.5, gap=0.7, smaller=0):
         super().__init__()
@@ -434,8 +434,8 @@ def test_expected_gradient_of_the_actor_is_that_of_the_objective(alpha, smaller)
 
 @double
 def test_soft_bellman_backup_and_its_fixed_point():
-    """Two states that lead to each other, one of them sometimes to the end. The mean of y over the noise is the backup by
-    quadrature, and at the exact soft value the critics' expected gradient is 0."""
+    """Two states that lead to each other, one of them sometimes to the end. The mean of y over the noise is the backup
+    by quadrature, and at the exact soft value the critics' expected gradient is 0."""
     alpha, centres, means, log_stds, curvature = 0.4, [0.5, -0.3], [0.2, -0.6], [-0.5, 0.1], 1.5
     ends = [0.0, 0.25]  # probability that the step from a state is the last
 
@@ -520,8 +520,8 @@ def held(replay: ReplayBuffer) -> list[int]:
     [(10, [1] * 25), (10, [4] * 7), (10, [7, 10, 9, 3]), (3, [3, 2, 3, 1]), (1, [1, 1, 1]), (4, [3, 11, 2, 9, 5])],
 )
 def test_replay_holds_the_newest_rows(capacity, sizes):
-    """After every addition, also across the end of the ring and of a whole ring or more at once: exactly the newest rows are
-    sampled, and newest() gives them in order."""
+    """After every addition, also across the end of the ring and of a whole ring or more at once: only the newest rows
+    are sampled, all of them, and newest() gives them in order."""
     replay, total = make_replay(capacity), 0
     for size in sizes:
         add(replay, total, size)
@@ -620,8 +620,8 @@ def test_replay_with_more_new_rows_than_it_holds(tmp_path):
 
 @pytest.mark.parametrize("older, newer", [(6, 9), (6, 30), (25, 28), (20, 60)])
 def test_replay_goes_back_to_an_older_total(older, newer, tmp_path):
-    """A run was killed after its file had grown past its checkpoint: the rows behind are not seen, and are gone from the
-    file at the next save."""
+    """A run was killed after its file had grown past its checkpoint: the rows behind are not seen, and are gone from
+    the file at the next save."""
     path = tmp_path / "replay.bin"
     replay, reference = make_replay(10), make_replay(10)
     for row in range(newer):
@@ -649,7 +649,7 @@ LIMIT = 5
 
 
 class Probe(gym.Env):
-    """Observation: step in the episode, length at which it ends by itself, and the action as it arrived. Lengths of 2 to 7
+    """Observation: step in the episode, length at which it ends by itself, the action as it arrived. Lengths of 2 to 7
     under a time limit of LIMIT make episodes that terminate, that are cut off, and that do both in one step."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (4,))
@@ -754,8 +754,8 @@ def test_train_takes_every_update(probe_run):
 
 
 def test_train_explores_uniformly_then_acts(tmp_path, monkeypatch):
-    """The first learning_starts steps are uniform in [-1, 1], all later ones the policy's, which is given the observation
-    that is stored with its action and full noise. Evaluation stretches actions too, likeliest ones without noise."""
+    """The first learning_starts steps are uniform in [-1, 1], later ones the policy's, which is given full noise and
+    the observation that is stored with its action. Evaluation stretches actions too, likeliest ones without noise."""
     given = []
 
     def quarter(actor, space, obs, scale, generator):

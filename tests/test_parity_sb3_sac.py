@@ -2,7 +2,7 @@
 
 Against recorded numbers (benchmarks/make_sb3_sac_fixtures.py) always, against the installed SB3 where there is one. The
 differences that remain:
-    - SB3 adds 1e-6 inside log(1 - a^2). Without it the updates are equal; with it, by what the tests below say.
+    - SB3 adds 1e-6 inside log(1 - a^2). Without it the updates are equal to 1e-9, with it to 1e-5.
     - SB3 minimises -log(alpha) (log pi + H), we equation 18: our gradient of log alpha is alpha times its. Adam's first
       step is the same, later ones are not.
     - SB3 moves alpha first and draws the actor's noise before the target's. Both losses use the alpha from before the
@@ -33,7 +33,7 @@ def float64():
 
 @pytest.fixture
 def needs_sb3():
-    module = pytest.importorskip("stable_baselines3", reason="pip install stable-baselines3==2.9.0")
+    module = pytest.importorskip("stable_baselines3", reason="needs stable-baselines3==2.9.0", exc_type=ImportError)
     if not module.__version__.startswith("2.9."):
         pytest.skip(f"stable-baselines3 is {module.__version__}: the comparison is with 2.9")
 
@@ -53,7 +53,7 @@ def make_agent(inputs: dict) -> sac.Agent:
 
 
 def ours(inputs: dict, learned: bool) -> dict[str, torch.Tensor]:
-    """The parameters after each of our updates, and the gradients of log alpha. The noise is given through the losses."""
+    """The parameters after each of our updates, and log alpha's gradients. The noise is given through the losses."""
     agent, states = make_agent(inputs), []
     adam = [torch.optim.Adam(part, sb3.RATE, fused=True)
             for part in (agent.actor.parameters(), agent.critics.parameters(), [agent.log_alpha])]  # fmt: skip
@@ -118,7 +118,7 @@ def test_recorded():
 
 
 def test_recorded_updates_move():
-    """Every recorded parameter moved by far more than the tolerance, so that an update that does nothing cannot pass."""
+    """Every recorded parameter moved by far more than the tolerance: an update that does nothing cannot pass."""
     inputs, theirs, _ = recorded()
     for name in make_agent(inputs).state_dict():
         case = 2 if name == "log_alpha" else 0
@@ -133,8 +133,8 @@ def test_live(needs_sb3):
 
 
 def test_epsilon_of_sb3(needs_sb3):
-    """SB3's log-density with its own 1e-6 is ours minus log(1 + 1e-6 cosh(u)^2) per action: nothing at moderate u, and a
-    density bounded by that of |u| = 7.6 in the tails."""
+    """SB3's log-density with its own 1e-6 is ours minus log(1 + 1e-6 cosh(u)^2) per action: nothing at moderate u, and
+    in the tails its correction stays below log 1e6, which ours passes at |u| = 7.6."""
     inputs = sb3.make_inputs()
     _, actions, logps = density(inputs, 4.0)
     difference = torch.log1p(1e-6 * actions.atanh().cosh() ** 2).sum(-1, keepdim=True)
