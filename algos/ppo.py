@@ -4,13 +4,13 @@ Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv 1707.0634
 advantages (arXiv 1506.02438, equation 16) and the details of OpenAI's baselines that make it work (Huang et al. 2022,
 "The 37 Implementation Details of PPO"). From T steps of N environments under pi_old, maximises
 
-    J(theta) = E { min[ rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t ] + c_ent H(pi_theta(s_t)) - c_vf (V(s_t) - R_t)^2 / 2 }
+    J(theta) = E { min[ rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t ] + c_ent H_t - c_vf (V(s_t) - R_t)^2 / 2 }
 
     rho_t   = pi_theta(a_t | s_t) / pi_old(a_t | s_t)            probability ratio
     delta_t = r_t + gamma V(s'_t) (1 - terminated_t) - V(s_t)    s'_t: the true next observation, never that of a reset
     A_t     = delta_t + gamma lambda (1 - done_t) A_t+1          done = terminated or truncated
     R_t     = A_t + V(s_t)                                       target of the critic
-    H       = entropy of the policy
+    H_t     = entropy of pi_theta(. | s_t)
 
 Differences
     - A truncated episode is bootstrapped from its last observation. CleanRL treats truncation as termination.
@@ -37,14 +37,14 @@ Metrics
     epochs              that were run; less than --update-epochs where --target-kl stopped
 
 Run
-    python algos/ppo.py                                                           CartPole-v1
-    python algos/ppo.py --env-id Pendulum-v1 --num-envs 4 --num-steps 1024 --learning-rate 1e-3 --gamma 0.9 \
-        --total-timesteps 200000                                                  continuous actions, truncated episodes
-    python algos/ppo.py --env-id HalfCheetah-v5 --threads 1                       the paper's recipe for MuJoCo (table 3)
-    python algos/ppo.py --env-id package.module:Name-v0 --env-kwargs size=5       your own environment
-    python algos/ppo.py --env-id Hopper-v5 --num-envs 8 --num-steps 256 --vector async   for environments slower than 1 ms;
-                                                                                  sync is faster for all others
-    python algos/ppo.py --evaluate RUN --eval-episodes 100 --capture-video        scores a saved agent
+    python algos/ppo.py                                                          CartPole-v1
+    python algos/ppo.py --env-id Pendulum-v1 --num-envs 8 --num-steps 256 --learning-rate 1e-3 --gamma 0.9 \
+        --total-timesteps 61440                                                  continuous actions, truncated episodes
+    python algos/ppo.py --env-id HalfCheetah-v5 --threads 1                      the paper's recipe (table 3), annealed
+    python algos/ppo.py --env-id package.module:Name-v0 --env-kwargs size=5      your own environment
+    python algos/ppo.py --env-id Hopper-v5 --num-envs 8 --num-steps 256 --vector async
+                                                                                 async: for steps slower than 1 ms
+    python algos/ppo.py --evaluate RUN --eval-episodes 100 --capture-video       scores a saved agent
 
 Expect
     EXPECT
@@ -156,8 +156,8 @@ class Agent(nn.Module):
         return self.critic(obs)[..., 0]
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """What makes `act` a sample: normal for Gaussian actions, Gumbel for categorical ones (the maximum of logits plus
-        Gumbel noise is a draw from the softmax). Times 0, `act` gives the likeliest action."""
+        """What makes `act` a sample: normal for Gaussian actions, Gumbel for categorical ones (the maximum of logits
+        plus Gumbel noise is a draw from the softmax). Times 0, `act` gives the likeliest action."""
         noise = torch.empty(*shape, sum(self.parts), device=generator.device)
         return noise.normal_(generator=generator) if self.continuous else -noise.exponential_(generator=generator).log()
 
@@ -173,7 +173,8 @@ class Agent(nn.Module):
         return *self.log_prob(obs, actions), self.value(obs)
 
     def log_prob(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability (of continuous actions: density) of actions (..., A), and the entropy, in nats: (...), (...)."""
+        """Log-probability (of continuous actions: density) of actions (..., A), and the entropy, in nats: (...),
+        (...)."""
         out = self.actor(obs)
         if self.continuous:
             z = (actions - out) * (-self.log_std).exp()
@@ -261,8 +262,8 @@ def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor
 
 def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, advantages: Tensor, returns: Tensor,
              old_values: Tensor, args: Args) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Loss of one minibatch, to be minimised (equation 9 with the sign turned), and (approx_kl, clip_fraction, entropy).
-    obs (B, D), actions (B, A), the others (B,)."""
+    """Loss of one minibatch, to be minimised (equation 9 with the sign turned), and (approx_kl, clip_fraction,
+    entropy). obs (B, D), actions (B, A), the others (B,)."""
     logps, entropy, values = agent(obs, actions)
     log_ratio = logps - old_logps
     ratio = log_ratio.exp()
@@ -351,8 +352,8 @@ def check(args: Args, space: gym.Space) -> None:
         raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
     rows = args.num_envs * args.num_steps
     if rows % args.num_minibatches or rows // args.num_minibatches < 2:
-        raise UserError(f"--num-minibatches {args.num_minibatches} must divide the {rows} rows of a rollout (num_envs * "
-                        "num_steps) into parts of at least 2")  # fmt: skip
+        raise UserError(f"--num-minibatches {args.num_minibatches} must divide the {rows} rows of a rollout "
+                        "(num_envs * num_steps) into parts of at least 2")  # fmt: skip
     if args.total_timesteps < rows:
         raise UserError(f"--total-timesteps {args.total_timesteps} is less than one rollout of {rows} steps")
 
@@ -402,8 +403,9 @@ def train(args: Args) -> list[dict]:
     envs = make_vector(make, args.num_envs, args.seed, args.vector)
 
     def state() -> dict:
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "statistics": statistics.state_dict(),
-                "generator": generator.get_state(), "obs": torch.from_numpy(obs), "envs": envs.log.state(obs)}  # fmt: skip
+        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
+                "statistics": statistics.state_dict(), "generator": generator.get_state(),
+                "obs": torch.from_numpy(obs), "envs": envs.log.state(obs)}  # fmt: skip
 
     step = 0
     if run.state is not None:

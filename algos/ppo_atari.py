@@ -1,28 +1,32 @@
 r"""Proximal Policy Optimization (PPO) on Atari.
 
 Parent: ppo.py. Changed: PRESETS, Args (env_id, clip_coef, normalize, hidden_size, eval_every, save_every), Agent (one
-convolutional network with two heads), Statistics (images as they are, the sign of rewards), train (make_atari for make_env,
-what is compiled, the name of the run). Gone: network, CLIP_NORMALIZED. Added: SeededGame, Lives, make_atari.
+convolutional network with two heads), Statistics (images as they are, the sign of rewards), train (make_atari for
+make_env, what is compiled, the name of the run). Gone: network, CLIP_NORMALIZED. Added: SeededGame, Lives, make_atari.
 
-Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv 1707.06347, table 5 for Atari), with the network and
-the frames of Mnih et al. 2015, "Human-level control through deep reinforcement learning". The objective is ppo.py's.
+Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv 1707.06347, table 5 for Atari), with the network
+and the frames of Mnih et al. 2015, "Human-level control through deep reinforcement learning". The objective is
+ppo.py's.
 
 Differences
-    - Frames (Gymnasium's AtariPreprocessing): up to 30 no-ops at the start, each action for 4 frames, the maximum of the last
-      two, grey, 84 x 84, and 4 of those stacked. Actions are never sticky, as in CleanRL and unlike ALE v5's default.
-    - A lost life ends bootstrap and recursion but not the game, which goes on from there; the score of a game is over all its
-      lives. Gymnasium's terminal_on_life_loss would start a new game at every lost life.
+    - Frames (Gymnasium's AtariPreprocessing): up to 30 no-ops at the start, each action for 4 frames, the maximum of
+      the last two, grey, 84 x 84, and 4 of those stacked. Actions are never sticky, as in CleanRL and unlike ALE v5's
+      default.
+    - A lost life ends bootstrap and recursion but not the game, which goes on from there; the score of a game is over
+      all its lives. Gymnasium's terminal_on_life_loss would start a new game at every lost life.
     - Games that begin with FIRE get it pressed at their start and after each lost life.
     - The network is shared by policy and value, as in the paper: orthogonal weights, zero biases.
-    - Settings are those of CleanRL and baselines (4 epochs of 4 minibatches; entropy 0.01; value loss 0.5, not clipped), the
-      learning rate and the clip are the paper's; the paper anneals both, makes 3 epochs and weighs the value loss by 1.
-    - A game is restored on resume by its actions, as in ppo.py: exact, since nothing in it is left to chance but the no-ops.
+    - Settings are those of CleanRL and baselines (4 epochs of 4 minibatches; entropy 0.01; value loss 0.5, not
+      clipped), the learning rate and the clip are the paper's; the paper anneals both, makes 3 epochs and weighs the
+      value loss by 1.
+    - A game is restored on resume by its actions, as in ppo.py: exact, since nothing in it is left to chance but the
+      no-ops.
 
 Metrics
     as in ppo.py; return is the score of the game, not the sign of rewards that is trained on
 
 Run
-    python algos/ppo_atari.py                                                     Pong for 10M steps (40M frames): for a GPU
+    python algos/ppo_atari.py                                                     Pong, 10M steps: for a GPU
     python algos/ppo_atari.py --env-id ALE/Breakout-v5 --total-timesteps 100000   minutes on a CPU
     python algos/ppo_atari.py --vector async                                      a process for each game
     python algos/ppo_atari.py --evaluate RUN --capture-video
@@ -115,8 +119,8 @@ class Args(EnvArgs):
 
 
 class SeededGame(gym.Wrapper):
-    """A reset with a seed draws from it what Gymnasium draws (the number of no-ops). ALE itself is not seeded, which would
-    load the game anew in every episode: it draws nothing where actions are not sticky."""
+    """A reset with a seed draws from it what Gymnasium draws (the number of no-ops). ALE itself is not seeded, which
+    would load the game anew in every episode: it draws nothing where actions are not sticky."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -184,8 +188,8 @@ class Agent(nn.Module):
         for layer, gain in zip([*layers, self.actor_head, self.critic_head], gains):
             nn.init.orthogonal_(layer.weight, gain)
             nn.init.zeros_(layer.bias)
-        self.body = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2], nn.ReLU(), nn.Flatten(), layers[3],
-                                  nn.ReLU())  # fmt: skip
+        self.body = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2], nn.ReLU(), nn.Flatten(),
+                                  layers[3], nn.ReLU())  # fmt: skip
 
     def features(self, obs: Tensor) -> Tensor:
         """(..., 4, 84, 84) uint8 -> (..., hidden_size)"""
@@ -197,8 +201,8 @@ class Agent(nn.Module):
         return self.critic_head(self.features(obs))[..., 0]
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """What makes `act` a sample: normal for Gaussian actions, Gumbel for categorical ones (the maximum of logits plus
-        Gumbel noise is a draw from the softmax). Times 0, `act` gives the likeliest action."""
+        """What makes `act` a sample: normal for Gaussian actions, Gumbel for categorical ones (the maximum of logits
+        plus Gumbel noise is a draw from the softmax). Times 0, `act` gives the likeliest action."""
         noise = torch.empty(*shape, sum(self.parts), device=generator.device)
         return noise.normal_(generator=generator) if self.continuous else -noise.exponential_(generator=generator).log()
 
@@ -264,8 +268,8 @@ def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor
 
 def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, advantages: Tensor, returns: Tensor,
              old_values: Tensor, args: Args) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Loss of one minibatch, to be minimised (equation 9 with the sign turned), and (approx_kl, clip_fraction, entropy).
-    obs (B, D), actions (B, A), the others (B,)."""
+    """Loss of one minibatch, to be minimised (equation 9 with the sign turned), and (approx_kl, clip_fraction,
+    entropy). obs (B, D), actions (B, A), the others (B,)."""
     logps, entropy, values = agent(obs, actions)
     log_ratio = logps - old_logps
     ratio = log_ratio.exp()
@@ -354,8 +358,8 @@ def check(args: Args, space: gym.Space) -> None:
         raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
     rows = args.num_envs * args.num_steps
     if rows % args.num_minibatches or rows // args.num_minibatches < 2:
-        raise UserError(f"--num-minibatches {args.num_minibatches} must divide the {rows} rows of a rollout (num_envs * "
-                        "num_steps) into parts of at least 2")  # fmt: skip
+        raise UserError(f"--num-minibatches {args.num_minibatches} must divide the {rows} rows of a rollout "
+                        "(num_envs * num_steps) into parts of at least 2")  # fmt: skip
     if args.total_timesteps < rows:
         raise UserError(f"--total-timesteps {args.total_timesteps} is less than one rollout of {rows} steps")
 
@@ -404,8 +408,9 @@ def train(args: Args) -> list[dict]:
     envs = make_vector(make, args.num_envs, args.seed, args.vector)
 
     def state() -> dict:
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "statistics": statistics.state_dict(),
-                "generator": generator.get_state(), "obs": torch.from_numpy(obs), "envs": envs.log.state(obs)}  # fmt: skip
+        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
+                "statistics": statistics.state_dict(), "generator": generator.get_state(),
+                "obs": torch.from_numpy(obs), "envs": envs.log.state(obs)}  # fmt: skip
 
     step = 0
     if run.state is not None:

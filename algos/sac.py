@@ -1,8 +1,8 @@
 r"""Soft Actor-Critic (SAC).
 
-Haarnoja et al. 2018, "Soft Actor-Critic: Off-Policy Maximum Entropy Deep Reinforcement Learning with a Stochastic Actor"
-(arXiv 1801.01290) in the form of "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905, algorithm 1): twin
-critics, no value network, learned temperature. On minibatches of a replay buffer minimises
+Haarnoja et al. 2018, "Soft Actor-Critic: Off-Policy Maximum Entropy Deep Reinforcement Learning with a Stochastic
+Actor" (arXiv 1801.01290) in the form of "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905, algorithm
+1): twin critics, no value network, learned temperature. On minibatches of a replay buffer minimises
 
     J_Q(theta_i) = E 1/2 (Q_i(s, a) - y)^2                                                     equation 5, i = 1, 2
                y = r + gamma (1 - terminated) [ min_i Qbar_i(s', a') - alpha log pi(a' | s') ],  a' ~ pi(. | s')
@@ -14,11 +14,13 @@ critics, no value network, learned temperature. On minibatches of a replay buffe
     s'     the true next observation, never that of a reset; truncation does not end the bootstrap
 
 Differences
-    - Actions live in [-1, 1] and are stretched to the environment's bounds outside of the density, so the target entropy
-      means the same in every environment, as in the authors' code and SB3. CleanRL's density includes the bounds.
+    - Actions live in [-1, 1] and are stretched to the environment's bounds outside of the density, so the target
+      entropy means the same in every environment, as in the authors' code and SB3. CleanRL's density includes the
+      bounds.
     - log pi in the stable form: log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u)), with no constant added inside.
     - log std is clamped to [-20, 2] as in the authors' code; CleanRL squashes it into [-5, 2] by another tanh.
-    - J(alpha) is minimised over log alpha, which starts at 0. The authors' code and SB3 minimise -log(alpha) (log pi + H).
+    - J(alpha) is minimised over log alpha, which starts at 0. The authors' code and SB3 minimise -log(alpha) (log pi +
+      H).
     - One actor update for every critic update, as in the paper; CleanRL makes two every second step.
     - The paper's 1M-step settings are HalfCheetah's below; the default is for Pendulum and starts learning earlier.
 
@@ -39,7 +41,7 @@ Run
     python algos/sac.py --env-id HalfCheetah-v5 --utd-ratio 4 --num-envs 4
     python algos/sac.py --env-id package.module:Name-v0 --env-kwargs size=5             your own environment
     python algos/sac.py --env-id Hopper-v5 --total-timesteps 1000000 --record-dataset data/hopper
-                                                                                        collections for the offline scripts
+                                                                                        collections for offline scripts
     python algos/sac.py --evaluate RUN --eval-episodes 100 --capture-video              scores a saved agent
 
 Expect
@@ -146,8 +148,8 @@ class Actor(nn.Module):
         self.net = network(obs_size, hidden_size, 2 * action_size)
 
     def forward(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions in [-1, 1] from standard normal noise (B, A), and their log-density there: (B, A), (B, 1). Noise 0 gives
-        the likeliest u, hence the deterministic action."""
+        """Actions in [-1, 1] from standard normal noise (B, A), and their log-density there: (B, A), (B, 1). Noise 0
+        gives the likeliest u, hence the deterministic action."""
         mean, log_std = self.net(obs).chunk(2, -1)
         log_std = log_std.clamp(*LOG_STD_BOUNDS)
         u = mean + log_std.exp() * noise
@@ -273,9 +275,9 @@ def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | fl
 def record(actor: Actor, snapshots: list, replay: ReplayBuffer, make: Callable, space: gym.spaces.Box, generator,
            args: Args) -> None:  # fmt: skip
     """Collections by D4RL's protocol (arXiv 2004.07219, appendix C). `snapshots` are (step, eval/return, weights of the
-    actor) from before the first update on. random, expert: sampled actions of the first and of the last actor; medium: of
-    the first that had come a third of the way between their returns; medium-replay: all that had been in the replay buffer
-    by then."""
+    actor) from before the first update on. random, expert: sampled actions of the first and of the last actor; medium:
+    of the first that had come a third of the way between their returns; medium-replay: all that had been in the replay
+    buffer by then."""
     (_, low, _), (_, high, _) = snapshots[0], snapshots[-1]
     medium = next(snapshot for snapshot in snapshots if snapshot[1] >= low + (high - low) / 3)
     for name, (step, score, weights) in {"random": snapshots[0], "medium-replay": medium, "medium": medium,
@@ -313,8 +315,8 @@ def train(args: Args) -> list[dict]:
     if args.target_entropy is None:
         args.target_entropy = -float(action_size)
     agent = Agent(obs_size, action_size, args.hidden_size, args.alpha or 1.0).to(device)
-    scored = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space), args.eval_episodes,
-                     args.seed, device)  # fmt: skip
+    scored = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),
+                     args.eval_episodes, args.seed, device)  # fmt: skip
     if args.evaluate:
         agent.load_state_dict(saved_agent(args)["agent"])
         print(json.dumps(scored(Path(args.evaluate) / "video" if args.capture_video else None)))
@@ -333,7 +335,8 @@ def train(args: Args) -> list[dict]:
     def state() -> dict:
         return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers if o is not None],
                 "generator": generator.get_state(), "obs": torch.from_numpy(obs), "envs": envs.log.state(obs),
-                "episodes": episodes, "snapshots": snapshots, "replay": replay.save(run.dir / "replay.bin")}  # fmt: skip
+                "episodes": episodes, "snapshots": snapshots,
+                "replay": replay.save(run.dir / "replay.bin")}  # fmt: skip
 
     def snapshot(score: float) -> list:
         return [(step, score, {name: value.clone() for name, value in agent.actor.state_dict().items()})]

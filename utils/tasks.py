@@ -202,8 +202,8 @@ def countdown_score(row: dict, text: str) -> dict[str, float]:
 
 
 def sort_row(rng: random.Random) -> tuple[dict, str]:
-    """Three to eight digits. Three in four demonstrations swap the first two of the sorted digits, so what the warm start
-    thinks likeliest is wrong (unless those two are equal), and sharpening it stays wrong."""
+    """Three to eight digits. Three in four demonstrations swap the first two of the sorted digits, so what the warm
+    start thinks likeliest is wrong (unless those two are equal), and sharpening it stays wrong."""
     digits = [rng.randint(0, 9) for _ in range(rng.randint(3, 8))]
     answer = sorted(digits)
     if rng.random() < WRONG_SHARE:
