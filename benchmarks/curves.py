@@ -70,6 +70,19 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
         "eval/return",
         ("mean eval/return", "last eval/return"),
     ),
+    "ppo-halfcheetah": (
+        "ppo",
+        dict(env_id="HalfCheetah-v5", total_timesteps=204_800, eval_every=40_960),
+        "eval/return",
+        ("mean eval/return", "last eval/return"),
+    ),
+    "sac-halfcheetah": (
+        "sac",
+        dict(env_id="HalfCheetah-v5", total_timesteps=10_000, learning_starts=1_000, eval_every=2_500,
+             eval_episodes=5),
+        "eval/return",
+        ("mean eval/return", "last eval/return"),
+    ),
 }  # fmt: skip
 
 
@@ -136,7 +149,8 @@ def show() -> None:
             about = "  ".join(f"{key} {value:.4g}" for key, value in band(name, number).items())
             print(f"{name:16} {number:20} {about}  false alarm {FALSE_ALARM:.1%}")
         figure, axis = plt.subplots(figsize=(6, 4))
-        for label, rows in {"plainrl": recorded(name), "TRL 1.16": recorded(f"trl-{name}")}.items():
+        for label, rows in {"plainrl": recorded(name), "TRL 1.16": recorded(f"trl-{name}"),
+                            "SB3 2.9": recorded(f"sb3-{name}")}.items():  # fmt: skip
             if rows:
                 values = torch.tensor([row[column] for row in rows]).double()
                 steps = range(1, values.shape[1] + 1)

@@ -15,7 +15,7 @@ import torch
 from algos import grpo, ppo, sft
 from benchmarks.curves import CURVES, FALSE_ALARM, band, run_once
 
-SLOW = ["grpo-countdown"]
+SLOW = ["grpo-countdown", "ppo-halfcheetah", "sac-halfcheetah"]
 ROOT = Path(__file__).resolve().parents[1]
 
 

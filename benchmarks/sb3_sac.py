@@ -1,0 +1,81 @@
+"""Stable-Baselines3's SAC with the settings of the curve sac-halfcheetah, evaluated as ours is, seed by seed beside it.
+
+python benchmarks/sb3_sac.py curve --seeds 5       appends one row per seed to curves/sb3-sac-halfcheetah.jsonl
+python benchmarks/sb3_sac.py compare               difference of the means, with a paired bootstrap over seeds
+"""
+
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks.curves import CURVES, FOLDER, recorded  # noqa: E402
+from utils.envs import evaluate, make_env  # noqa: E402
+
+NAME = "sac-halfcheetah"
+SETTINGS = CURVES[NAME][1]
+
+
+def train(seed: int) -> dict:
+    """One run; evaluation in the environments, start states and numbers of episodes that our script uses."""
+    from stable_baselines3 import SAC
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    env_id, every, episodes = SETTINGS["env_id"], SETTINGS["eval_every"], SETTINGS["eval_episodes"]
+    start, returns = time.perf_counter(), []
+
+    class Evaluation(BaseCallback):
+        def _on_step(self) -> bool:
+            if self.num_timesteps % every == 0:
+
+                def act(obs, scale, generator):
+                    parts = (obs[:episodes], True), (obs[episodes:], False)
+                    return np.concatenate([self.model.predict(part, deterministic=mode)[0] for part, mode in parts])
+
+                state = torch.get_rng_state()  # a sampled action must not change the training that follows
+                scores = evaluate(partial(make_env, env_id), act, episodes, seed, torch.device("cpu"))
+                torch.set_rng_state(state)
+                returns.append(scores["eval/return"])
+            return True
+
+    model = SAC("MlpPolicy", make_env(env_id), learning_starts=SETTINGS["learning_starts"], seed=seed, device="cpu")
+    model.learn(SETTINGS["total_timesteps"], callback=Evaluation())
+    return {"seed": seed, "eval/return": returns, "mean eval/return": float(np.mean(returns)),
+            "last eval/return": returns[-1], "seconds": round(time.perf_counter() - start, 1),
+            "versions": {name: importlib.metadata.version(name) for name in ("stable_baselines3", "torch")}}  # fmt: skip
+
+
+def curve(seeds: int = 5) -> None:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    known = {row["seed"] for row in recorded(f"sb3-{NAME}")}
+    for seed in [seed for seed in range(1, seeds + 1) if seed not in known]:
+        row = train(seed)
+        with open(FOLDER / f"sb3-{NAME}.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(row, flush=True)
+
+
+def compare(resamples: int = 10_000) -> None:
+    ours, theirs = ({row["seed"]: row for row in recorded(name)} for name in (NAME, f"sb3-{NAME}"))
+    seeds = sorted(ours.keys() & theirs.keys())
+    rng = np.random.default_rng(0)
+    for number in ("mean eval/return", "last eval/return"):
+        a, b = (np.array([rows[seed][number] for seed in seeds]) for rows in (ours, theirs))
+        means = (a - b)[rng.integers(len(seeds), size=(resamples, len(seeds)))].mean(1)
+        low, high = np.quantile(means, [0.05, 0.95])
+        verdict = "below SB3's" if high < 0 else "not below SB3's"
+        print(f"{number}: ours {a.mean():.0f}, SB3 {b.mean():.0f}, {len(seeds)} seeds; difference {(a - b).mean():.0f}, "
+              f"5 % to 95 % of the bootstrap {low:.0f} to {high:.0f}: {verdict} at 95 %, one-sided")  # fmt: skip
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"curve": curve, "compare": compare})
