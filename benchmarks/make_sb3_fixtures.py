@@ -3,9 +3,9 @@
     pip install stable-baselines3==2.9.0 && python benchmarks/make_sb3_fixtures.py
 
 writes tests/fixtures/sb3_ppo.safetensors: the inputs, and for every case of CASES two rounds of SB3's own
-collect_rollouts and train, unchanged, behind its own VecNormalize: what is in the rollout buffer, the weights after each
-round, and the logged metrics. The environments play a recorded stream whatever the actions are, so that the same stream
-can go through our code. The test calls the same function live where SB3 is installed.
+collect_rollouts and train, unchanged, behind its own VecNormalize: what is in the rollout buffer, the weights after
+each round, and the logged metrics. The environments play a recorded stream whatever the actions are, so that the same
+stream can go through our code. The test calls the same function live where SB3 is installed.
 """
 
 import itertools

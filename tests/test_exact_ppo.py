@@ -64,7 +64,7 @@ def weights(agent: nn.Module) -> dict[str, np.ndarray]:
 
 
 def own_advantages(rewards, values, next_values, terminated, truncated, gamma, gae_lambda) -> np.ndarray:
-    """Episode by episode: the sum over k of (gamma lambda)^k delta_t+k, up to the episode's or the rollout's last row."""
+    """By episode: the sum over k of (gamma lambda)^k delta_t+k, up to the episode's or the rollout's last row."""
     result = np.zeros(rewards.shape)
     for t, n in np.ndindex(rewards.shape):
         for k in range(t, len(rewards)):
@@ -333,7 +333,7 @@ def test_expected_movement_is_the_policy_gradient(gae_lambda, exact_values, cut)
 
 def test_normalised_advantages_see_only_the_order_of_two_rewards():
     """Minibatches of two: whatever the rewards, the better one's advantage is 1 / sqrt 2, the other's the opposite. The
-    expected movement is the sum over pairs a better than b of pi_a pi_b (e_a - e_b) / sqrt 2: no gradient of the return."""
+    expected movement, the sum over a better than b of pi_a pi_b (e_a - e_b) / sqrt 2, is no gradient of the return."""
     agent, args = linear_agent(1, DISCRETE), settings(normalize_advantages=True)
     logits = weights(agent)["actor.weight"][:, 0]
     pi = np.exp(logits) / np.exp(logits).sum()
@@ -585,20 +585,46 @@ def test_same_step_equals_disabled(env_id, limit, steps):
     assert len(np.unique(restarted, axis=0)) == len(restarted) > 5  # every episode has a start of its own
 
 
-@pytest.mark.parametrize("where", ["reward", "obs", "final_obs"])
-def test_numbers_that_are_not_finite_are_named(where):
-    class Broken(Script):
+def test_lost_life_is_terminated_inside_an_episode():
+    """info["life_lost"] in the second of four steps: terminated there, but the episode goes on and counts whole."""
+
+    class Lives(Script):
         def step(self, action):
-            obs, reward, terminated, truncated, info = super().step(action)
-            if self.place.tolist() == [1.0, 3.0 if where == "final_obs" else 2.0]:
-                reward, obs = (np.nan, obs) if where == "reward" else (reward, np.array([np.inf, 0.0], np.float32))
-            return obs, reward, terminated, truncated, info
+            *others, info = super().step(action)
+            return *others, info | ({"life_lost": True} if self.place[1] == 2 and len(self.script) == 1 else {})
+
+    scripts = iter([[(4, "truncated")], [(5, "truncated"), (5, "truncated")]])
+    envs = make_vector(lambda: Lives(next(scripts)), 2, 0)
+    envs.reset()
+    steps = [step_vector(envs, np.array([5, 5]), step) for step in range(4)]
+    obs, true_obs, _, terminated, truncated, episodes = (list(column) for column in zip(*steps))
+    assert np.array_equal(terminated, [[0, 0], [1, 0], [0, 0], [0, 0]])
+    assert np.array_equal(truncated, [[0, 0], [0, 0], [0, 0], [1, 0]])
+    assert true_obs[1] is obs[1] and true_obs[3][0].tolist() == [0, 4] and obs[3][0].tolist() == [1, 0]
+    assert episodes == [[], [], [], [(1.0 + 2 + 3 + 4, 4)]]
+
+
+@pytest.mark.parametrize("where, step", [("reward", 3), ("obs", 3), ("final_obs", 4), ("reset", 4)])
+def test_numbers_that_are_not_finite_are_named(where, step):
+    """In the second episode, from step 2 on, or in the third's first observation, which comes in step 4."""
+    place = {"reward": [1, 2], "obs": [1, 2], "final_obs": [1, 3], "reset": [2, 0]}[where]
+
+    class Broken(Script):
+        def reset(self, **kwargs):
+            obs, info = super().reset(**kwargs)
+            return np.full(2, np.inf, np.float32) if self.place.tolist() == place else obs, info
+
+        def step(self, action):
+            obs, reward, *others = super().step(action)
+            if self.place.tolist() == place:
+                reward, obs = (np.nan, obs) if where == "reward" else (reward, np.full(2, np.inf, np.float32))
+            return obs, reward, *others
 
     envs = make_vector(lambda: Broken(SCRIPTS[0]), 1, 0)
     envs.reset()
-    with pytest.raises(UserError, match="environment 0 .*(nan|inf).* step [34]:"):
-        for step in range(10):
-            step_vector(envs, np.array([5]), step)
+    with pytest.raises(UserError, match=f"environment 0 .*(nan|inf).* step {step}:"):
+        for i in range(10):
+            step_vector(envs, np.array([5]), i)
 
 
 # evaluation
@@ -701,9 +727,10 @@ def test_running_moments_equal_numpy():
         far.update(np.array([value] * 1000, np.float32))  # float32 holds multiples of 8 here: 1e8 and 1e8 again
     far_mean = np.float32(1e8).item()
     close(far.mean, far_mean, 100)
-    again = RunningMeanStd((2,))
-    again.load_state_dict(running.state_dict())
+    again, state = RunningMeanStd((2,)), running.state_dict()
+    again.load_state_dict(state)
     again.update(batches[0])
+    close(state["mean"], mean)  # a state that was loaded stays what it was
     running.update(batches[0])
     assert np.array_equal(again.var, running.var) and again.count == running.count
 
@@ -728,6 +755,10 @@ def test_statistics_by_hand():
     close(statistics.reward(np.array([-900.0, 900.0]), np.array([False, False])), [-900, 900] / np.std(
         [2, 4, 2, 6, 0, 3, -900, 901.5]), 1e-3)  # fmt: skip
     assert before["obs"]["mean"].item() == pytest.approx(2.0, abs=1e-3) and before["discounted"].tolist() == [0, 0]
+    again, rewards = ppo.Statistics(1, 2, 0.5, True), np.array([3.0, 5.0])
+    again.load_state_dict(statistics.state_dict())
+    over = np.array([False, False])
+    assert np.array_equal(again.reward(rewards, over), statistics.reward(rewards, over))
     small = ppo.Statistics(1, 1, 0.0, True)
     for reward in [0.0] * 400 + [1.0, -1.0]:
         last = small.reward(np.array([reward]), np.array([False]))
@@ -754,8 +785,9 @@ def test_initial_weights():
 
 
 @pytest.mark.parametrize(
-    "space", [Discrete(5), MultiDiscrete([2, 3, 4]), MultiDiscrete([[2, 3], [4, 2]]), Box(-1, 1, (1,)), Box(-1, 1, (2, 2))]
-)  # fmt: skip
+    "space",
+    [Discrete(5), MultiDiscrete([2, 3, 4]), MultiDiscrete([[2, 3], [4, 2]]), Box(-1, 1, (1,)), Box(-1, 1, (2, 2))],
+)
 def test_log_probabilities_equal_torch(space):
     """torch.distributions: Categorical for each choice, a sum over choices; independent Normals."""
     agent = linear_agent(3, space)

@@ -1,6 +1,6 @@
 """PPO computes what Stable-Baselines3's PPO computes behind its VecNormalize: rollout, advantages, and trained weights.
 
-Against recorded numbers (benchmarks/make_sb3_fixtures.py) always, against the installed SB3 where there is one. The same
+Against recorded numbers (benchmarks/make_sb3_fixtures.py) always, against the installed SB3 where there is one. One
 stream of observations and rewards goes through both, twice, with training between; SB3's actions are given to ours. The
 differences, each converted here or named in algos/ppo.py:
     - SB3 adds gamma V(last observation) to the reward where an episode is truncated; we bootstrap in delta.
@@ -93,7 +93,8 @@ def test_recorded():
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_live(case):
     """All cases against the installed SB3, on another stream and with its own network sizes."""
-    sb3 = pytest.importorskip("stable_baselines3", reason="pip install stable-baselines3==2.9.0")
+    why = "stable-baselines3 cannot be imported: pip install stable-baselines3==2.9.0"
+    sb3 = pytest.importorskip("stable_baselines3", reason=why, exc_type=ImportError)
     if not sb3.__version__.startswith("2.9."):
         pytest.skip(f"stable-baselines3 is {sb3.__version__}: the comparison is with 2.9")
     stream = make_stream(seed=1)
