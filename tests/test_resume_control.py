@@ -26,6 +26,7 @@ from helpers import (
     wait_for,
 )
 
+from algos import ppo_atari
 from utils import run as run_module
 from utils.checkpoint import load_newest
 
@@ -33,6 +34,7 @@ from utils.checkpoint import load_newest
 FLAGS = {
     "ppo": [*SMALL["ppo"], "--keep", 99, "--eval-episodes", 1],
     "sac": [*SMALL["sac"], "--keep", 99, "--eval-episodes", 1],
+    "ppo_atari": [*SMALL["ppo"], "--keep", 99, "--eval-episodes", 1, "--hidden-size", 8],
 }
 CASES = {
     "ppo-cartpole": ("ppo", []),
@@ -42,6 +44,7 @@ CASES = {
     "ppo-raw": ("ppo", [*WALK, "--no-normalize", "--no-anneal-lr", "--target-kl", 1e-4, "--clip-vloss"]),
     "sac-pendulum": ("sac", ["--env-kwargs", "max_episode_steps=50"]),
     "sac-cheetah": ("sac", ["--env-id", "HalfCheetah-v5", "--env-kwargs", "max_episode_steps=50"]),
+    "atari": ("ppo_atari", ["--env-id", "ALE/Breakout-v5", "--env-kwargs", "max_num_frames_per_episode=320"]),
     "sac-walk-async": ("sac", [*WALK, "--vector", "async", "--buffer-size", 100]),
 }
 every_case = pytest.mark.parametrize("case", CASES)
@@ -58,7 +61,7 @@ def flags(case: str) -> tuple:
     if "cheetah" in case:
         pytest.importorskip("mujoco", reason="not run: mujoco is not installed")
     algo, more = CASES[case]
-    return SCRIPTS[algo], [*FLAGS[algo], *more]
+    return (SCRIPTS | {"ppo_atari": ppo_atari})[algo], [*FLAGS[algo], *more]
 
 
 @pytest.fixture(scope="session")
