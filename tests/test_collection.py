@@ -1,4 +1,4 @@
-"""What sac.py --record-dataset writes: transitions of the environment, whole, in order, of the policies that D4RL names."""
+"""What sac.py --record-dataset writes: whole transitions of the environment, in order, of the policies D4RL names."""
 
 import h5py
 import numpy as np
@@ -35,8 +35,8 @@ def test_the_four_of_d4rl(collections):
 
 @pytest.mark.parametrize("name", ["random", "medium-replay", "medium", "expert"])
 def test_transitions_are_the_environment_s(collections, name):
-    """Pendulum's equations lead from each observation and action to the reward and to the next observation that a reader
-    reconstructs: the row after, or the episode's last observation."""
+    """Pendulum's equations lead from each observation and action to the reward, and to the next observation that a
+    reader reconstructs: the row after, or the episode's last observation."""
     data = {key: column[:].astype(np.float64) for key, column in collections[name].items()}
     obs, action, ends = data["observations"], data["actions"][:, 0], data["timeouts"] > 0
     assert not data["terminals"].any() and ends.sum() == len(data["last_observations"]) and ends[-1]

@@ -96,8 +96,8 @@ def test_answers_in_evaluation_are_as_long_as_the_model_needs(lora_rank, limit, 
 
 
 def test_the_shipped_model_is_what_readme_says():
-    """Small, ordinary, and a warm start with room above it: what it thinks likeliest is mostly wrong, what it samples is
-    right more often (on countdown half of the prompts in eight samples)."""
+    """Small, ordinary, and a warm start with room above it: what it thinks likeliest is mostly wrong, what it samples
+    is right more often (on countdown half of the prompts in eight samples)."""
     from utils.evaluation import evaluate
 
     model, tokenizer = load_model(TINY_MODEL)
