@@ -42,6 +42,8 @@ class Walk(gym.Env):
         return self.state, reward, bool(abs(self.state[0]) > self.size), False, {"place": self.state[0]}
 
     def render(self):
+        if self.label == "cannot be drawn":
+            raise gym.error.DependencyNotInstalled("pygame is not installed")
         return np.full((32, 32, 3), 100, np.uint8)
 
 
@@ -65,16 +67,18 @@ class Bandit(gym.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=np.random.randint(2**31) if self.draws == "start" else seed)
-        self.time, self.resets = 0, self.resets + 1
+        self.time, self.over, self.resets = 0, False, self.resets + 1
         obs = self.observe()
         return (obs * np.nan if self.nan == f"reset {self.resets}" else obs), {}
 
     def step(self, action):
-        assert self.time < 5, "a step of an episode that is over"
+        assert not self.over, "a step of an episode that is over"
         assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
         self.time += 1
         reward = np.random.normal() if self.draws == "reward" else self.np_random.normal()
-        return self.observe(), reward, self.np_random.random() < 0.2, self.time == 5, {}
+        terminated, truncated = bool(self.np_random.random() < 0.2), self.time == 5
+        self.over = terminated or truncated
+        return self.observe(), reward, terminated, truncated, {}
 
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)

@@ -63,6 +63,8 @@ class Forked:
     def communicate(self, timeout: float = 100) -> tuple[str, int]:
         """What was printed, and the exit code."""
         self.process.join(timeout)
+        if self.process.is_alive():
+            os.killpg(self.pid, signal.SIGKILL)
         return self.log.read_text(), self.process.exitcode
 
 

@@ -229,25 +229,8 @@ def test_going_on_inside_an_episode(env_id, kind, tmp_path, capsys):
         vectors.close()
 
 
-@pytest.mark.parametrize("why", ["start", "LONGEST_LOG"])
-def test_what_cannot_be_restored_begins_a_new_episode(why, capsys, monkeypatch):
-    """And says so: where it draws from elsewhere than its seed, or the log is too long. The others go on."""
-    if why == "LONGEST_LOG":
-        monkeypatch.setattr(envs_module, "LONGEST_LOG", 3)
-    args = ["environments:Bandit-v0", f"draws={'start' if why == 'start' else 'seed'}"]
-    envs = vector(*args)
-    reset_vector(envs)
-    states = lost = None
-    for step in range(50):  # until some of the episodes, and not all, are longer than 3 steps
-        obs = played(envs, 1, seed=step)[-1][0]
-        states = envs.log.state(np.array(obs, np.float32))
-        assert max(len(state["actions"]) for state in states) <= 5
-        lost = [i for i in range(3) if why == "start" or len(states[i]["actions"]) > 3]
-        if lost and (why == "start" or len(lost) < 3):
-            break
-    if why == "start":
-        np.random.seed(99)
-    other = vector(*args)
+def assert_lost(other, states, obs, lost: list[int], capsys) -> None:
+    """Restoring says how many were lost; those begin the next episode, the others are where they were; all go on."""
     seen = restore_vector(other, states)
     assert f"{len(lost)} of 3 environments could not be brought back" in capsys.readouterr().out
     assert [i for i in range(3) if seen[i].tolist() != obs[i]] == lost
@@ -257,13 +240,38 @@ def test_what_cannot_be_restored_begins_a_new_episode(why, capsys, monkeypatch):
     played(other, 20)
 
 
+def test_an_environment_that_does_not_repeat_itself(capsys):
+    """It draws from elsewhere than its seed: a new episode, also where the replay ends before the log does."""
+    args = ["environments:Bandit-v0", "draws=start"]
+    envs = vector(*args)
+    reset_vector(envs)
+    while max(len(actions) for actions in envs.log.actions) < 4:
+        obs = played(envs, 1)[-1][0]
+    states = envs.log.state(np.array(obs, np.float32))
+    for seed in range(5):
+        np.random.seed(seed)
+        assert_lost(vector(*args), states, obs, [0, 1, 2], capsys)
+
+
+def test_an_episode_that_is_too_long_to_replay(monkeypatch, capsys):
+    """It is not replayed, while shorter ones are."""
+    monkeypatch.setattr(envs_module, "LONGEST_LOG", 2)
+    envs, lost = vector("environments:Bandit-v0"), []
+    reset_vector(envs)
+    while not 0 < len(lost) < 3:
+        obs = played(envs, 1)[-1][0]
+        lost = [i for i in range(3) if envs.log.length[i] > 2]
+    assert_lost(vector("environments:Bandit-v0"), envs.log.state(np.array(obs, np.float32)), obs, lost, capsys)
+
+
 def test_a_long_episode_keeps_its_length(monkeypatch):
     """What is kept for a resume is limited, what is reported is not."""
     monkeypatch.setattr(envs_module, "LONGEST_LOG", 3)
     envs = vector("environments:Walk-v0", "size=100")
     reset_vector(envs)
-    rows = played(envs, 40)
-    assert [length for _, length in rows[-1][-1]] == [40] * 3
+    played(envs, 39)
+    assert {len(kept) for kept in envs.log.actions} == {4}  # one more than can be replayed tells that it cannot
+    assert [length for _, length in played(envs, 1)[0][-1]] == [40] * 3
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -362,12 +370,16 @@ def test_video(tmp_path, capsys):
     assert video.suffix == ".mp4" and video.stat().st_size > 100
 
 
-@pytest.mark.parametrize("lacks", ["moviepy", "pictures"])
+@pytest.mark.parametrize("lacks", ["moviepy", "pygame", "render_mode"])
 def test_video_that_cannot_be_made(lacks, tmp_path, monkeypatch, capsys):
-    """Without moviepy, or of an environment that cannot be drawn: one sentence."""
-    args = WALK if lacks == "moviepy" else ["--env-id", "environments:Bandit-v0"]
-    run = new_run(ppo, tmp_path / "runs", *SMALL["ppo"], *args)
+    """Without moviepy, without what the environment draws with, of one that cannot be drawn: one sentence."""
+    args = {
+        "moviepy": WALK,
+        "pygame": [*WALK, "--env-kwargs", "label=cannot be drawn"],
+        "render_mode": ["--env-id", "environments:Bandit-v0"],
+    }
+    run = new_run(ppo, tmp_path / "runs", *SMALL["ppo"], *args[lacks])
     if lacks == "moviepy":
         monkeypatch.setitem(sys.modules, "moviepy", None)
-    with user_error(capsys, "--capture-video", "not installed" if lacks == "moviepy" else "render_mode"):
+    with user_error(capsys, "--capture-video", {"moviepy": "not installed"}.get(lacks, lacks)):
         command_line(ppo, "--evaluate", run, "--capture-video")
