@@ -33,7 +33,7 @@ class Walk(gym.Env):
         action *= 0.5
         self.steps += 1
         self.state += (float(action[0]) + 0.3 * self.np_random.normal(), 1 / 7)
-        reward = -abs(self.state[0])
+        reward = -abs(self.state[0]) + (np.random.normal() if self.label == "noisy" else 0)
         if self.broken and self.steps == self.at and Path(self.broken).exists():
             if self.how == "raise":
                 deep(self.state)
