@@ -129,7 +129,9 @@ def stopped_after(step: int, reference: Path, tmp_path: Path) -> Path:
 
 def wait_for(process, output_dir: Path, there) -> Path:
     """Returns the run's folder as soon as `there(folder)` holds."""
-    while process.poll() is None:
+    ended = False
+    while not ended:
+        ended = process.poll() is not None  # before the look: it may have ended between two of them
         for folder in runs_in(output_dir):
             if there(folder):
                 return folder
