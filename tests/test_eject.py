@@ -40,9 +40,10 @@ def test_an_ejected_script_gives_the_same_curve(script, tmp_path, monkeypatch, i
         [sys.executable, ROOT / "utils/eject.py", ROOT / f"algos/{script}.py"], capture_output=True
     )
     assert ejected.returncode == 0, ejected.stderr
-    (tmp_path / "theirs/mine.py").write_bytes(ejected.stdout)
+    (tmp_path / "theirs/scripts").mkdir()
+    (tmp_path / "theirs/scripts/mine.py").write_bytes(ejected.stdout)
     # -I: neither the current folder nor PYTHONPATH is searched, so nothing of ours can be found
-    command = [sys.executable, "-I", "mine.py", *SHORT[script], "--output-dir", "out"]
+    command = [sys.executable, "-I", "scripts/mine.py", *SHORT[script], "--output-dir", "out"]
     done = subprocess.run(command, cwd=tmp_path / "theirs", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     [theirs] = (tmp_path / "theirs/out").iterdir()
