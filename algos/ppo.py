@@ -46,8 +46,10 @@ Run
                                                                                  async: for steps slower than 1 ms
     python algos/ppo.py --evaluate RUN --eval-episodes 100 --capture-video       scores a saved agent
 
-Expect
-    EXPECT
+Expect The default run: CartPole-v1 pays 500 (the most there is) from about 20,000 steps on, in less than 15 seconds on
+a CPU; all of 10 seeds reach 475 within 100,000 steps, nine of them 500. The Pendulum command: -1,200 to -240 (30 seeds:
+standard deviation 95), in about 10 seconds. HalfCheetah-v5, 1M steps: 1,774 in training at the end, 1,921 with the
+likeliest actions (one seed; CleanRL publishes 1,443 for v4 in training).
 """
 
 import json
@@ -131,6 +133,8 @@ class Args(EnvArgs):
     """units of the two hidden layers of policy and value network"""
     compile: bool = False
     """compile the networks and the loss (half a minute at the start)"""
+    threads: int = 1
+    """CPU threads: networks this small are slower on more; 0: OMP_NUM_THREADS where set, else one per core"""
     save_every: int = 20_000
     """environment steps between checkpoints"""
 

@@ -1,6 +1,7 @@
 r"""Proximal Policy Optimization (PPO) on Atari.
 
-Parent: ppo.py. Changed: PRESETS, Args (env_id, clip_coef, normalize, hidden_size, eval_every, save_every), Agent (one
+Parent: ppo.py. Changed: PRESETS, Args (env_id, clip_coef, normalize, hidden_size, threads, eval_every,
+save_every), Agent (one
 convolutional network with two heads), Statistics (images as they are, the sign of rewards), train (make_atari for
 make_env, what is compiled, the name of the run). Gone: network, CLIP_NORMALIZED. Added: SeededGame, Lives, make_atari.
 
@@ -32,7 +33,7 @@ Run
     python algos/ppo_atari.py --evaluate RUN --capture-video
 
 Expect
-    EXPECT
+    Not measured: a run that shows learning takes hours on a CPU. Mathematics, frames, lives and resume are tested.
 """
 
 import json
