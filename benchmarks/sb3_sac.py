@@ -51,7 +51,8 @@ def train(seed: int) -> dict:
     model.learn(SETTINGS["total_timesteps"], callback=Evaluation())
     return {"seed": seed, "eval/return": returns, "mean eval/return": float(np.mean(returns)),
             "last eval/return": returns[-1], "seconds": round(time.perf_counter() - start, 1),
-            "versions": {name: importlib.metadata.version(name) for name in ("stable_baselines3", "torch")}}  # fmt: skip
+            "versions": {name: importlib.metadata.version(name) for name in ("stable_baselines3", "torch")},
+            }  # fmt: skip
 
 
 def curve(seeds: int = 5) -> None:
@@ -73,8 +74,8 @@ def compare(resamples: int = 10_000) -> None:
         means = (a - b)[rng.integers(len(seeds), size=(resamples, len(seeds)))].mean(1)
         low, high = np.quantile(means, [0.05, 0.95])
         verdict = "below SB3's" if high < 0 else "not below SB3's"
-        print(f"{number}: ours {a.mean():.0f}, SB3 {b.mean():.0f}, {len(seeds)} seeds; difference {(a - b).mean():.0f}, "
-              f"5 % to 95 % of the bootstrap {low:.0f} to {high:.0f}: {verdict} at 95 %, one-sided")  # fmt: skip
+        print(f"{number}: ours {a.mean():.0f}, SB3 {b.mean():.0f}, {len(seeds)} seeds; difference "
+              f"{(a - b).mean():.0f}, 5 % to 95 % of the bootstrap {low:.0f} to {high:.0f}: {verdict} at 95 %, one-sided")  # fmt: skip
 
 
 if __name__ == "__main__":
