@@ -75,7 +75,8 @@ def compare(resamples: int = 10_000) -> None:
         low, high = np.quantile(means, [0.05, 0.95])
         verdict = "below SB3's" if high < 0 else "not below SB3's"
         print(f"{number}: ours {a.mean():.0f}, SB3 {b.mean():.0f}, {len(seeds)} seeds; difference "
-              f"{(a - b).mean():.0f}, 5 % to 95 % of the bootstrap {low:.0f} to {high:.0f}: {verdict} at 95 %, one-sided")  # fmt: skip
+              f"{(a - b).mean():.0f}, 5 % to 95 % of the bootstrap {low:.0f} to {high:.0f}: {verdict} at 95 %, "
+              "one-sided")  # fmt: skip
 
 
 if __name__ == "__main__":
