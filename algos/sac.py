@@ -44,8 +44,9 @@ Run
                                                                                         collections for offline scripts
     python algos/sac.py --evaluate RUN --eval-episodes 100 --capture-video              scores a saved agent
 
-Expect The default run: Pendulum-v1 goes from about -1,300 to -170 with the likeliest actions, and swings up in every
-episode from about 5,000 steps on, in about 2 minutes on a CPU (80 to 100 steps a second).
+Expect
+    The default run: Pendulum-v1 goes from about -1,300 to -170 with the likeliest actions in about 2 minutes on a CPU
+    (80 to 100 steps a second).
 """
 
 import copy
