@@ -78,7 +78,7 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
     ),
     "sac-halfcheetah": (
         "sac",
-        dict(env_id="HalfCheetah-v5", total_timesteps=10_000, learning_starts=1_000, eval_every=2_500,
+        dict(env_id="HalfCheetah-v5", total_timesteps=50_000, learning_starts=1_000, eval_every=10_000,
              eval_episodes=5),
         "eval/return",
         ("mean eval/return", "last eval/return"),
