@@ -80,7 +80,8 @@ def uninterrupted(tmp_path_factory):
 
 
 @every_case
-def test_killed_at_any_moment(case, uninterrupted, tmp_path):
+@pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.slow)])
+def test_killed_at_any_moment(case, kills, uninterrupted, tmp_path):
     """SIGKILL at random moments loses no row, repeats none, and changes no weight."""
     module, args = flags(case)
     reference = uninterrupted(case)
@@ -88,7 +89,7 @@ def test_killed_at_any_moment(case, uninterrupted, tmp_path):
     print(f"seed of the moments: {seed}")
     moments = random.Random(seed)
     folder, output_dir = None, tmp_path / "runs"
-    for _ in range(2):
+    for _ in range(kills):
         began = time.time_ns()
         now = ["--resume", folder] if folder else args
         process = Forked(module, *now, "--output-dir", output_dir, log=tmp_path / "log")
