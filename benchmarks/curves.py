@@ -8,7 +8,7 @@ m - t s sqrt(1/2 + 1/n) with probability FALSE_ALARM, where t is that quantile o
 degrees of freedom (a prediction interval; the values are treated as normal). Proportions of right answers are taken as
 arcsin(sqrt(p)), which stabilises their variance: near 1 they are skewed, and on their own scale the interval rang
 falsely (0.9746 against 0.9786, from code that repeats its recorded seeds bit for bit). Which numbers are compared was
-fixed before the first recording. A drop is caught with 90 % probability where it is at least (t + 1.28) s sqrt(1/2 + 1/n),
+fixed before the first recording. A drop of at least (t + 1.28) s sqrt(1/2 + 1/n) is caught with 90 % probability,
 about.
 """
 
