@@ -2,7 +2,7 @@
 
     git clone https://github.com/vwxyzjn/cleanrl /tmp/cleanrl          (recorded with its commit fe8d8a0)
     pip install -e ".[mujoco,peers]"
-    python benchmarks/control_speed.py --cleanrl /tmp/cleanrl          -> results/speed_control.json
+    python benchmarks/control_speed.py --cleanrl /tmp/cleanrl          -> results/speed_CASE.json
     python benchmarks/control_speed.py --cleanrl /tmp/cleanrl --quick --cases ppo-cartpole          prints only
 
 Cases. All on the CPU, all with CleanRL's settings and the same update work on every side.
@@ -390,7 +390,7 @@ def main(
     cases: tuple[str, ...] = tuple(CASES),
     quick: bool = False,
     threads: tuple[int, ...] = (),
-    output: Path = ROOT / "benchmarks" / "results" / "speed_control.json",
+    output: Path = ROOT / "benchmarks" / "results",
 ) -> None:
     """Times all sides of the cases in turn.
 
@@ -400,14 +400,15 @@ def main(
         cases: of ppo-cartpole, ppo-halfcheetah, sac-halfcheetah
         quick: one round
         threads: thread counts; default: each case's own
-        output: written only where every case and side was run, in at least 3 rounds
+        output: folder for a speed_CASE.json, written where every side was run, in at least 3 rounds
     """
-    cleanrl, rounds, before, results = cleanrl and cleanrl.resolve(), 1 if quick else rounds, machine(), []
+    cleanrl, rounds = cleanrl and cleanrl.resolve(), 1 if quick else rounds
     if unknown := set(cases) - CASES.keys():
         sys.exit(f"--cases {', '.join(sorted(unknown))}: there are {', '.join(CASES)}")
     if cleanrl and not (cleanrl / "cleanrl" / "ppo.py").exists():
         sys.exit(f"--cleanrl {cleanrl} is not a clone of https://github.com/vwxyzjn/cleanrl")
     for name in cases:
+        before, results = machine(), []
         sides = [side for side in CASES[name].sides if side != "cleanrl" or cleanrl]
         for count in threads or CASES[name].threads:
             runs = []
@@ -418,16 +419,16 @@ def main(
                 print(f"{name}, {count} threads, round {i + 1}: {rates} steps/s", flush=True)
             results.append(summary(name, count, [{side: run[side] for side in sides} for run in runs]))
             print(json.dumps({k: v for k, v in results[-1].items() if k not in ("settings", "rounds")}, indent=1))
-    packages = ("torch", "numpy", "gymnasium", "mujoco", "stable-baselines3")
-    result = {
-        "cases": results, "versions": {package: importlib.metadata.version(package) for package in packages},
-        "commit": commit(ROOT), "cleanrl_commit": commit(cleanrl), "command": sys.argv, "machine": before,
-        "load_after": machine()["load"], "python": sys.version.split()[0],
-    }  # fmt: skip
-    if cleanrl and rounds >= 3 and not threads and set(cases) == CASES.keys():
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written: {output}")
+        packages = ("torch", "numpy", "gymnasium", "mujoco", "stable-baselines3")
+        result = {
+            "case": name, "results": results,
+            "versions": {package: importlib.metadata.version(package) for package in packages},
+            "commit": commit(ROOT), "cleanrl_commit": commit(cleanrl), "command": sys.argv, "machine": before,
+            "load_after": machine()["load"], "python": sys.version.split()[0],
+        }  # fmt: skip
+        if cleanrl and rounds >= 3:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / f"speed_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
