@@ -119,7 +119,7 @@ class Args(EnvArgs):
     record_steps: int = 100_000
     """transitions in each of random, medium and expert"""
     compile: bool = False
-    """compile the losses (a minute at the start)"""
+    """compile the losses: for a GPU; on the CPU that was measured it is slower"""
     log_every: int = 500
     """environment steps between rows of metrics"""
     eval_every: int = 2_000
