@@ -28,7 +28,7 @@ Metrics
 
 Run
     python algos/ppo_atari.py                                                     Pong, 10M steps: for a GPU
-    python algos/ppo_atari.py --env-id ALE/Breakout-v5 --total-timesteps 100000   minutes on a CPU
+    python algos/ppo_atari.py --env-id ALE/Breakout-v5 --total-timesteps 100000   another game, a short budget
     python algos/ppo_atari.py --vector async                                      a process for each game
     python algos/ppo_atari.py --evaluate RUN --capture-video
 
@@ -260,7 +260,7 @@ def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor
     """Generalised advantages (arXiv 1506.02438, equation 16), all (T, N). Termination ends the bootstrap from
     `next_values`, truncation does not; the recursion ends at both, because the next row is another episode."""
     deltas = rewards + gamma * next_values * ~terminated - values
-    decay = gamma * gae_lambda * ~done
+    decay = gamma * gae_lambda * (~done).to(deltas)
     advantages, last = torch.empty_like(deltas), torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
         advantages[t] = last = deltas[t] + decay[t] * last
