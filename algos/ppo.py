@@ -134,7 +134,7 @@ class Args(EnvArgs):
     hidden_size: int = 64
     """units of the two hidden layers of policy and value network"""
     compile: bool = False
-    """compile the networks and the loss (half a minute at the start)"""
+    """compile the loss (half a minute at the start)"""
     threads: int = 1
     """CPU threads: networks this small are slower on more; 0: OMP_NUM_THREADS where set, else one per core"""
     save_every: int = 20_000
@@ -403,8 +403,6 @@ def train(args: Args) -> list[dict]:
     run.print(f"settings for {preset} actions: {resolved}")
     loss_function = ppo_loss
     if args.compile:
-        agent.actor.compile()
-        agent.critic.compile()
         loss_function = torch.compile(ppo_loss)
     envs = make_vector(make, args.num_envs, args.seed, args.vector)
 

@@ -112,7 +112,7 @@ class Args(EnvArgs):
     hidden_size: int = 512
     """units of the layer between convolutions and heads"""
     compile: bool = False
-    """compile the networks and the loss (half a minute at the start)"""
+    """compile the network and the loss (half a minute at the start)"""
     eval_every: int = 250_000
     """environment steps between evaluations; 0: at the end only"""
     save_every: int = 50_000

@@ -73,6 +73,7 @@ from utils.envs import EnvArgs, evaluate, make_env, make_vector, reset_vector, r
 from utils.errors import UserError, check_numbers
 from utils.replay import ReplayBuffer
 from utils.run import Run, crosses, main, prepare
+from utils.spaces import to_env
 
 LOG_STD_BOUNDS = (-20.0, 2.0)
 RANGES = {  # what numbers must be
@@ -115,7 +116,7 @@ class Args(EnvArgs):
     hidden_size: int = 256
     """units of the two hidden layers of actor and critics"""
     record_dataset: str = ""
-    """write collections to this folder at the end, by D4RL's protocol: random, medium-replay, medium, expert"""
+    """write collections to this folder at the end, as D4RL does: random, medium, expert, medium- and full-replay"""
     record_steps: int = 100_000
     """transitions in each of random, medium and expert"""
     compile: bool = False
@@ -260,12 +261,6 @@ def check(args: Args, space: gym.Space) -> None:
                             "folder, and h5py must be installed") from error  # fmt: skip
 
 
-def to_env(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
-    """Actions (N, A) in [-1, 1] stretched to the bounds of the environment."""
-    actions = actions.reshape(-1, *space.shape)
-    return space.low + (actions + 1) / 2 * (space.high - space.low)
-
-
 @torch.no_grad()
 def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float, generator) -> np.ndarray:
     """Actions (N, A) in [-1, 1] of observations (N, D); `scale` 0: the likeliest, 1: samples."""
@@ -278,12 +273,12 @@ def record(actor: Actor, snapshots: list, replay: ReplayBuffer, make: Callable, 
     """Collections by D4RL's protocol (arXiv 2004.07219, appendix C). `snapshots` are (step, eval/return, weights of the
     actor) from before the first update on. random, expert: sampled actions of the first and of the last actor; medium:
     of the first that had come a third of the way between their returns; medium-replay: all that had been in the replay
-    buffer by then."""
+    buffer by then; full-replay: all that is in it at the end."""
     (_, low, _), (_, high, _) = snapshots[0], snapshots[-1]
-    medium = next(snapshot for snapshot in snapshots if snapshot[1] >= low + (high - low) / 3)
+    medium = next((one for one in snapshots[1:] if one[1] >= low + (high - low) / 3), snapshots[-1])
     for name, (step, score, weights) in {"random": snapshots[0], "medium-replay": medium, "medium": medium,
-                                         "expert": snapshots[-1]}.items():  # fmt: skip
-        if name == "medium-replay":
+                                         "full-replay": snapshots[-1], "expert": snapshots[-1]}.items():  # fmt: skip
+        if name.endswith("-replay"):
             rows, count = replay.newest(replay.total)[:step], args.num_envs
         else:
             actor.load_state_dict(weights)
@@ -299,8 +294,8 @@ def record(actor: Actor, snapshots: list, replay: ReplayBuffer, make: Callable, 
             rows = rollouts.newest(args.record_steps)
         rows = torch.cat([rows[i::count] for i in range(count)])  # each environment's episodes one after the other
         obs, actions, rewards, terminals, next_obs = (part.numpy() for part in rows.split(replay.sizes, 1))
-        about = {"env_id": args.env_id, "env_kwargs": " ".join(args.env_kwargs), "seed": args.seed, "policy_step": step,
-                 "policy_return": score, "random_return": low, "expert_return": high}  # fmt: skip
+        about = {"env_id": args.env_id, "env_kwargs": json.dumps(args.env_kwargs), "seed": args.seed,
+                 "policy_step": step, "policy_return": score, "random_return": low, "expert_return": high}  # fmt: skip
         save_collection(Path(args.record_dataset) / f"{name}.hdf5", obs, to_env(actions, space).reshape(len(obs), -1),
                         rewards[:, 0], terminals[:, 0] > 0, next_obs, about)  # fmt: skip
 

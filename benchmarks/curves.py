@@ -33,6 +33,7 @@ from utils.machine import environment  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "curves"
 FALSE_ALARM = 0.001  # per band; the bands of all scripts together stay below 1 %
+CLONING = dict(max_steps=3_000, hidden_size=128, batch_size=128, learning_rate=1e-3, eval_every=0, eval_episodes=20)
 CURVES = {  # name -> script, arguments, column over steps, compared numbers (all: higher is better)
     "grpo-sort": (
         "grpo",
@@ -71,6 +72,22 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
              eval_every=1_000),
         "eval/return",
         ("mean eval/return", "last eval/return"),
+    ),
+    "bc-hopper": ("bc", CLONING, "eval/return", ("last eval/return",)),
+    "bc10-hopper": ("bc", CLONING | dict(top_fraction=0.1), "eval/return", ("last eval/return",)),
+    "iql-hopper": (
+        "iql",
+        dict(max_steps=5_000, hidden_size=128, batch_size=128, learning_rate=2e-3, tau=0.02, eval_every=0,
+             eval_episodes=20),
+        "eval/return",
+        ("last eval/return",),
+    ),
+    "dt-hopper": (
+        "dt",
+        dict(max_steps=1_200, context_length=3, batch_size=192, dropout=0.0, warmup_steps=100, precision="bfloat16",
+             eval_every=150, eval_episodes=4),
+        "eval/slope",
+        ("mean eval/slope",),
     ),
     "ppo-halfcheetah": (
         "ppo",

@@ -20,6 +20,7 @@ from utils import run as utils_run
 
 REPO = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+OFFLINE = "--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32".split()
 SMALL = {  # runs of about a second
     "grpo": "--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every 2"
     " --save-every 2".split(),
@@ -29,6 +30,9 @@ SMALL = {  # runs of about a second
     "--eval-every 64 --eval-episodes 2 --save-every 32".split(),
     "sac": "--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
     "--log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32".split(),
+    "bc": [*OFFLINE, *"--hidden-size 16 --batch-size 8".split()],
+    "iql": [*OFFLINE, *"--hidden-size 16 --batch-size 8".split()],
+    "dt": [*OFFLINE, *"--embed-dim 8 --num-layers 2 --num-heads 2 --context-length 4 --batch-size 4".split()],
 }
 
 

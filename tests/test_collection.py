@@ -21,19 +21,20 @@ def collections(tmp_path_factory):
     return {path.stem: h5py.File(path) for path in sorted((folder / "data").glob("*.hdf5"))}
 
 
-def test_the_four_of_d4rl(collections):
-    """1000 transitions of each policy, and all that the buffer held when the medium policy was reached."""
-    assert set(collections) == {"random", "medium-replay", "medium", "expert"}
+def test_the_five_of_d4rl(collections):
+    """1000 transitions of each policy, and all that the buffer held: when the medium policy was reached, at the end."""
+    assert set(collections) == {"random", "medium-replay", "medium", "full-replay", "expert"}
     about = {name: dict(file.attrs) for name, file in collections.items()}
     low, high = about["random"]["policy_return"], about["expert"]["policy_return"]
     assert about["random"]["policy_step"] == 0 and about["expert"]["policy_step"] == 1200
     assert about["medium"]["policy_return"] >= low + (high - low) / 3 or high < low
     assert about["medium"]["policy_step"] == about["medium-replay"]["policy_step"]
     sizes = {name: len(file["rewards"]) for name, file in collections.items()}
-    assert sizes == {"random": 1000, "medium": 1000, "expert": 1000, "medium-replay": about["medium"]["policy_step"]}
+    replays = {"medium-replay": about["medium"]["policy_step"], "full-replay": 1200}
+    assert sizes == {"random": 1000, "medium": 1000, "expert": 1000} | replays
 
 
-@pytest.mark.parametrize("name", ["random", "medium-replay", "medium", "expert"])
+@pytest.mark.parametrize("name", ["random", "medium-replay", "medium", "full-replay", "expert"])
 def test_transitions_are_the_environment_s(collections, name):
     """Pendulum's equations lead from each observation and action to the reward, and to the next observation that a
     reader reconstructs: the row after, or the episode's last observation."""

@@ -9,16 +9,21 @@ from pathlib import Path
 import pytest
 from control import write_project
 from helpers import SMALL, assert_same_result, metrics, new_run
+from small_data import pendulum
 
 from utils.eject import EjectError, eject
 from utils.lm import TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
 MINE = ["--env-id", "project:Mine-v0"]  # of a package in the current folder, beside one called utils
+DATA = ["--dataset", "pendulum.hdf5"]
 LANGUAGE = ["--model", TINY_MODEL, *"--task sort --max-steps 3 --eval-prompts 4".split()]
 SHORT = {
     "grpo": [*LANGUAGE, *"--num-prompts 4 --num-generations 4 --micro-batch-size 16".split()],
     "sft": [*LANGUAGE, "--batch-size", "8"],
+    "bc": [*SMALL["bc"], *DATA],
+    "iql": [*SMALL["iql"], *DATA, "--online-steps", "16"],
+    "dt": [*SMALL["dt"], *DATA],
     "ppo": [*SMALL["ppo"], *MINE],
     "sac": [*SMALL["sac"], *MINE],
     "ppo_atari": [
@@ -36,6 +41,7 @@ def test_an_ejected_script_gives_the_same_curve(script, tmp_path, monkeypatch, i
     for name in ("ours", "theirs"):
         (tmp_path / name).mkdir()
         write_project(tmp_path / name)
+        pendulum(tmp_path / name / "pendulum.hdf5")
     ejected = subprocess.run(
         [sys.executable, ROOT / "utils/eject.py", ROOT / f"algos/{script}.py"], capture_output=True
     )

@@ -9,10 +9,11 @@ import subprocess
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from algos import grpo, ppo, sft
+from algos import dt, grpo, iql, ppo, sft
 from benchmarks.curves import CURVES, FALSE_ALARM, band, recorded, run_once
 
 SLOW = ["grpo-countdown", "ppo-halfcheetah", "sac-halfcheetah"]
@@ -116,6 +117,41 @@ def test_control_learns_nothing_from_shuffled_rewards(name, monkeypatch):
         lambda r: r.flatten()[torch.randperm(r.numel())].view_as(r))  # fmt: skip
     with_control_rewards(monkeypatch, importlib.import_module(f"algos.{CURVES[name][0]}"), noise)
     misses_all_bands(name)
+
+
+def test_iql_gains_nothing_over_cloning_from_shuffled_rewards(monkeypatch):
+    load = iql.load_dataset
+
+    def shuffled(args):
+        data = load(args)
+        np.random.default_rng(args.seed).shuffle(data.rewards)
+        return data
+
+    monkeypatch.setattr(iql, "load_dataset", shuffled)
+    reached = run_once("iql-hopper", fresh_seeds()[0])["last eval/return"]
+    assert (
+        reached < (band("bc-hopper", "last eval/return")["mean"] + band("iql-hopper", "last eval/return")["lower"]) / 2
+    )
+
+
+def test_dt_does_not_listen_to_shuffled_returns_to_go(monkeypatch):
+    """Each trajectory gets the return of another one, less what it has collected so far."""
+    returns_to_go = dt.returns_to_go
+
+    def shuffled(rewards, starts):
+        totals = np.add.reduceat(rewards.astype(np.float64), starts)
+        others = np.random.default_rng(len(starts)).permutation(totals)
+        return returns_to_go(rewards, starts) + np.repeat(others - totals, np.diff(starts, append=len(rewards)))
+
+    monkeypatch.setattr(dt, "returns_to_go", shuffled)
+    slope = run_once("dt-hopper", fresh_seeds()[0])["mean eval/slope"]
+    assert abs(slope) < band("dt-hopper", "mean eval/slope")["lower"]
+
+
+def test_iql_s_band_lies_above_cloning():
+    """Of the same data, with the same network."""
+    cloning = band("bc-hopper", "last eval/return")
+    assert band("iql-hopper", "last eval/return")["lower"] > cloning["mean"] + 2 * cloning["sd"]
 
 
 def test_ppo_with_flipped_advantages_does_not_learn(monkeypatch):

@@ -10,9 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 import tyro
 from helpers import command_line
+from small_data import pendulum, write_minari
 
 from utils.lm import TINY_MODEL
 
@@ -25,13 +28,19 @@ TINY = {  # what makes a command of any size run in seconds, on what is here
     "sft": dict(max_steps=2, batch_size=4, micro_batch_size=2, eval_prompts=4, eval_every=0, eval_max_new_tokens=12),
 }  # fmt: skip
 PPO = dict(total_timesteps=64, num_steps=8, num_minibatches=2, update_epochs=1, eval_every=0, eval_episodes=1)
+OFFLINE = dict(max_steps=48, batch_size=8, eval_every=0, eval_episodes=1, log_every=16)
 TINY_CONTROL = {
     "ppo": PPO,
     "ppo_atari": PPO | dict(env_kwargs=("max_num_frames_per_episode=200",)),
     "sac": dict(total_timesteps=64, learning_starts=32, batch_size=8, hidden_size=8, eval_every=0, eval_episodes=1,
                 record_steps=50),
+    "bc": OFFLINE,
+    "iql": OFFLINE | dict(hidden_size=8),
+    "dt": OFFLINE | dict(embed_dim=8, num_layers=1),
 }  # fmt: skip
-NEEDED = {"ale_py": "ppo_atari", "mujoco": "(HalfCheetah|Hopper)-v", "moviepy": "--capture-video", "h5py": "--record"}
+OFFLINE_SCRIPTS = "algos/(bc|iql|dt).py"
+NEEDED = {"ale_py": "ppo_atari", "mujoco": f"(HalfCheetah|Hopper)-v|{OFFLINE_SCRIPTS}", "moviepy": "--capture-video",
+          "h5py": f"--record|{OFFLINE_SCRIPTS}", "minari": "mujoco/"}  # fmt: skip
 
 
 def commands() -> list[str]:
@@ -93,7 +102,9 @@ def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
     module, tiny = importlib.import_module(f"algos.{Path(script).stem}"), TINY_CONTROL[Path(script).stem]
     if "RUN" in words:
         args = module.Args(**tiny)
-        if "ALE/" not in args.env_id:
+        if hasattr(args, "dataset"):
+            args.dataset = str(pendulum(tmp_path / "pendulum.hdf5"))
+        elif "ALE/" not in args.env_id:
             args.env_id = "environments:Walk-v0"  # can be drawn without pygame
         module.train(args)
         (run,) = tmp_path.glob("runs/*")
@@ -104,11 +115,36 @@ def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
     args = tyro.cli(module.Args, args=words)
     for name, value in tiny.items():
         setattr(args, name, value)
-    assert module.train(args)[-1]["step"] == 64
+    if getattr(args, "online_steps", 0):
+        args.online_steps = 16
+    if dataset := getattr(args, "dataset", ""):  # what cannot be downloaded here stands in its place, small
+        write_dataset(dataset, monkeypatch)
+    if (args.env_id or "").startswith("gymnasium_robotics"):
+        args.env_id = "Hopper-v4"
+    steps = args.total_timesteps if hasattr(args, "total_timesteps") else args.max_steps
+    assert module.train(args)[-1]["step"] == steps + getattr(args, "online_steps", 0)
     assert len(list(tmp_path.glob("runs/*/model/model.safetensors"))) == 1
     if getattr(args, "record_dataset", ""):
         names = {path.stem for path in Path(args.record_dataset).glob("*.hdf5")}
-        assert names == {"random", "medium-replay", "medium", "expert"}
+        assert names == {"random", "medium-replay", "medium", "full-replay", "expert"}
+
+
+def write_dataset(name: str, monkeypatch) -> None:
+    """A D4RL file or a Minari dataset of that name with a few made-up steps of Hopper, in the current folder."""
+    generator = np.random.default_rng(0)
+    obs, actions = generator.normal(size=(60, 11)), generator.uniform(-1, 1, (60, 3)).astype(np.float32)
+    rewards = generator.normal(size=60)
+    if name.endswith(".hdf5"):
+        ends = np.arange(60) % 20 == 19
+        with h5py.File(name, "w") as file:
+            for key, column in dict(observations=obs, actions=actions, rewards=rewards, terminals=ends & False,
+                                    timeouts=ends).items():  # fmt: skip
+                file[key] = column
+        return
+    write_minari(Path.cwd() / "minari" / name, "Hopper-v5", [
+        dict(observations=obs[:20], actions=actions[:19], rewards=rewards[:19], terminations=np.arange(19) == 18,
+             truncations=np.zeros(19, bool))] * 2)  # fmt: skip
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(Path.cwd() / "minari"))
 
 
 def test_the_table_lists_every_script_with_its_length():

@@ -243,17 +243,28 @@ def evaluate(
     act(obs (N, D), scale (N, 1), generator) -> actions; `scale` 0 or 1 multiplies the noise of a row. Start states are
     functions of `seed`, hence the same at every evaluation. Returns eval/return, eval/return_stochastic, eval/length.
     """
-    thunks = [lambda i=i: Episode(make(), seed + 2**31, i) for i in range(2 * episodes)]
+    generator = torch.Generator(device).manual_seed(seed)
+    scale = torch.cat([torch.zeros(episodes, 1), torch.ones(episodes, 1)]).to(device)
+    returns, lengths = rollouts(make, lambda obs, *_: act(obs, scale, generator), 2 * episodes, seed, video)
+    return {"eval/return": returns[:episodes].mean().item(), "eval/return_stochastic": returns[episodes:].mean().item(),
+            "eval/length": lengths[:episodes].mean().item()}  # fmt: skip
+
+
+def rollouts(make: Callable, act: Callable, episodes: int, seed: int, video: Path | None = None):
+    """One episode in each of N = `episodes` environments of its own, stepped together: returns (N,), lengths (N,).
+
+    act(obs (N, D), rewards (N,) of the step before, running (N,) bool) -> actions; rows whose episode is over are
+    ignored. No random numbers of the training's are used.
+    """
+    thunks = [lambda i=i: Episode(make(), seed + 2**31, i) for i in range(episodes)]
     if video is not None:
         thunks[0] = lambda: Episode(recorded(make, video), seed + 2**31, 0)
     before = rng_state()  # an environment may draw from the global generators, which are the training's
     envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP, copy=False)
-    generator = torch.Generator(device).manual_seed(seed)
-    scale = torch.cat([torch.zeros(episodes, 1), torch.ones(episodes, 1)]).to(device)
-    returns, lengths, first = np.zeros(2 * episodes), np.zeros(2 * episodes), np.ones(2 * episodes, bool)
-    obs, _ = envs.reset()
+    returns, lengths, first = np.zeros(episodes), np.zeros(episodes), np.ones(episodes, bool)
+    obs, rewards = envs.reset()[0], np.zeros(episodes)
     for _ in range(LONGEST_EVALUATION):
-        obs, rewards, terminated, truncated, _ = envs.step(act(obs, scale, generator))
+        obs, rewards, terminated, truncated, _ = envs.step(act(obs, rewards, first))
         returns += rewards * first
         lengths += first
         first &= ~(terminated | truncated)
@@ -261,8 +272,7 @@ def evaluate(
             break
     envs.close()
     set_rng_state(before)
-    return {"eval/return": returns[:episodes].mean().item(), "eval/return_stochastic": returns[episodes:].mean().item(),
-            "eval/length": lengths[:episodes].mean().item()}  # fmt: skip
+    return returns, lengths
 
 
 def recorded(make: Callable, video: Path) -> gym.Env:
@@ -276,12 +286,12 @@ def recorded(make: Callable, video: Path) -> gym.Env:
         raise UserError(f"--capture-video cannot draw this environment here ({error}): leave it out") from error
 
 
-def saved_agent(args: EnvArgs) -> dict:
+def saved_agent(args: EnvArgs, free: tuple[str, ...] = ()) -> dict:
     """The state in the newest checkpoint of the run that --evaluate names. Raises UserError where the folder is no
-    run's, or where an argument differs that the agent was made or trained with."""
+    run's, or where an argument, other than those of evaluation and `free`, is not the one it was trained with."""
     folder = Path(args.evaluate)
     for name, value in saved_args(folder).items():
-        if getattr(args, name) != value and name not in EVALUATION_FLAGS:
+        if getattr(args, name) != value and name not in (*EVALUATION_FLAGS, *free):
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)} but the run in {folder} has {value}: "
                             "it cannot change with --evaluate")  # fmt: skip
     return load_newest(folder / "checkpoints")

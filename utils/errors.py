@@ -8,6 +8,8 @@ RULES = {
     "above 0": lambda x: x > 0,
     "from 0 to 1": lambda x: 0 <= x <= 1,
     "at least 0 and below 1": lambda x: 0 <= x < 1,
+    "above 0 and at most 1": lambda x: 0 < x <= 1,
+    "above 0 and below 1": lambda x: 0 < x < 1,
 }
 
 

@@ -1,0 +1,371 @@
+r"""Decision Transformer (DT).
+
+Chen et al. 2021, "Decision Transformer: Reinforcement Learning via Sequence Modeling" (arXiv 2106.01345, algorithm 1).
+Imitates trajectories given how much return was still to come, and is then asked for a high return. Windows of K steps
+
+    R_1 s_1 a_1  R_2 s_2 a_2  ...  R_K s_K a_K        R_t = r_t + r_t+1 + ... + r_T, the return-to-go, undiscounted
+
+are 3K tokens of a causal transformer; the output at the token of s_t predicts a_t. Minimises
+
+    L = mean over real steps t and action dimensions of (a_t - pi(R_1 s_1 a_1 ... R_t s_t))^2
+
+In the environment R_1 is a target return, and R_t+1 = R_t - r_t.
+
+Differences
+    - None in network, loss, sampling and optimiser: GPT-2's blocks without its positions, a learned embedding of the
+      time step added to the three tokens of a step, LayerNorm over them, weight decay on all parameters. Windows begin
+      at every step of the data with equal probability and are padded on the left, as in the authors' code; padding is
+      masked as a key and in the loss. CORL pads on the right and divides by padded positions, too.
+    - Returns-to-go are computed once, and windows are gathered on the device.
+    - Actions are stretched from the environment's bounds to [-1, 1], where the tanh of the output lives.
+    - The paper reports the best of two targets; ours are all reported, eval/return is of the first.
+    - The default has shorter windows, a higher learning rate and 3,000 updates, for a CPU; the paper's recipe is below.
+
+Metrics
+    loss                mean squared error of actions in [-1, 1] (the one script whose loss says something); falls
+    grad_norm           before clipping
+    eval/return         mean over --eval-episodes, for the first target; eval/return_at_R: for each target return R
+    eval/slope          of achieved over target return, all episodes; 1: it does as told, 0: it does not listen
+    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data, of eval/return
+    eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
+    eval/best_return    in the last row: the best of all evaluations, which is selection on the test; the last is not
+
+Run
+    python algos/dt.py                                                           the collection that ships: Hopper-v5
+    python algos/dt.py --dataset hopper_medium_replay-v2.hdf5 --context-length 20 --batch-size 64 --max-steps 100000 \
+        --learning-rate 1e-4 --warmup-steps 10000 --eval-every 10000 --eval-episodes 100 --target-returns 3600 1800
+                                                                                 the paper's recipe
+    python algos/dt.py --dataset mujoco/hopper/medium-v0                         Minari
+    python algos/dt.py --evaluate RUN --eval-episodes 100 --target-returns 500 1000 2000
+                                                                                 scores a saved agent
+
+Expect
+    The default run, Hopper-v5's collection: 1,100 to 1,500 asked for its best return, 250 to 800 for a quarter of it.
+"""
+
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.envs import make_env, rollouts, saved_agent
+from utils.errors import UserError, check_numbers
+from utils.offline import Dataset, OfflineArgs, check_spaces, load_dataset
+from utils.run import Run, main, prepare
+from utils.spaces import to_env, to_unit
+
+RANGES = {  # what numbers must be
+    "at least 1": "max_steps batch_size embed_dim num_layers num_heads context_length max_episode_length log_every "
+    "eval_episodes",
+    "at least 0": "eval_every weight_decay warmup_steps",
+    "above 0": "learning_rate max_grad_norm rtg_scale",
+    "at least 0 and below 1": "dropout",
+}
+TARGETS = (1.0, 0.75, 0.5, 0.25)  # default target returns: from the lowest (0) to the highest (1) of the dataset
+
+
+@dataclass
+class Args(OfflineArgs):
+    max_steps: int = 3_000
+    """updates"""
+    target_returns: tuple[float, ...] = ()
+    """returns that evaluation asks for; none: the highest of the dataset, and 3/4, 1/2, 1/4 of the way to it"""
+    rtg_scale: float = 1_000.0
+    """returns-to-go are divided by this"""
+    context_length: int = 5
+    """steps in a window: K"""
+    embed_dim: int = 128
+    """width of the transformer"""
+    num_layers: int = 3
+    """blocks"""
+    num_heads: int = 1
+    """attention heads"""
+    dropout: float = 0.1
+    """of embeddings, attention and residuals"""
+    max_episode_length: int = 1_000
+    """time steps that have an embedding of their own; later ones share the last"""
+    batch_size: int = 128
+    """windows per update"""
+    learning_rate: float = 1e-3
+    """learning rate of AdamW, after the warm-up"""
+    warmup_steps: int = 500
+    """updates over which the learning rate rises linearly"""
+    weight_decay: float = 1e-4
+    """weight decay of AdamW, on all parameters"""
+    max_grad_norm: float = 0.25
+    """gradients are clipped to this norm"""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """of the forward pass, by autocast; weights and optimizer stay float32"""
+    log_every: int = 100
+    """updates between rows of metrics"""
+    save_every: int = 1_000
+    """updates between checkpoints"""
+
+
+class Windows(NamedTuple):
+    """B windows of K steps, padded on the left."""
+
+    obs: Tensor  # (B, K, D), normalised
+    actions: Tensor  # (B, K, A) in [-1, 1]
+    rtg: Tensor  # (B, K, 1), scaled returns-to-go
+    timesteps: Tensor  # (B, K) int64
+    mask: Tensor  # (B, K) bool: a real step
+
+
+class Block(nn.Module):
+    """GPT-2's, with ReLU."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float):
+        super().__init__()
+        self.num_heads, self.dropout = num_heads, nn.Dropout(dropout)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        for layer in (self.qkv, self.out, self.up, self.down):
+            nn.init.normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor, visible: Tensor) -> Tensor:
+        """x (B, L, W); visible (B, 1, L, L) bool: the row's token may look at the column's."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        dropped = self.dropout.p if self.training else 0.0
+        attended = F.scaled_dot_product_attention(q, k, v, visible, dropped)
+        x = x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.down(F.relu(self.up(self.norm2(x)))))
+
+
+class DecisionTransformer(nn.Module):
+    def __init__(self, obs_size: int, action_size: int, args: Args):
+        super().__init__()
+        width = args.embed_dim
+        self.embed_rtg, self.embed_obs = nn.Linear(1, width), nn.Linear(obs_size, width)
+        self.embed_action = nn.Linear(action_size, width)
+        self.embed_timestep = nn.Embedding(args.max_episode_length, width)
+        self.norm_in, self.norm_out = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.dropout = nn.Dropout(args.dropout)
+        self.blocks = nn.ModuleList(Block(width, args.num_heads, args.dropout) for _ in range(args.num_layers))
+        self.predict_action = nn.Linear(width, action_size)
+        self.register_buffer("obs_mean", torch.zeros(obs_size))  # statistics of the dataset, saved with the weights
+        self.register_buffer("obs_std", torch.ones(obs_size))
+
+    def forward(self, windows: Windows) -> Tensor:
+        """Predicted actions (B, K, A) in [-1, 1]; each depends on what stands up to its state, and not on padding."""
+        parts = (self.embed_rtg(windows.rtg), self.embed_obs(windows.obs), self.embed_action(windows.actions))
+        time_embedding = self.embed_timestep(windows.timesteps.clamp(max=self.embed_timestep.num_embeddings - 1))
+        tokens = torch.stack([part + time_embedding for part in parts], 2).flatten(1, 2)  # (B, 3K, W)
+        length = tokens.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        visible = causal & windows.mask.repeat_interleave(3, 1)[:, None, None]
+        visible = visible | torch.eye(length, dtype=torch.bool, device=tokens.device)  # padding sees itself: no NaN
+        x = self.dropout(self.norm_in(tokens))
+        for block in self.blocks:
+            x = block(x, visible)
+        return self.predict_action(self.norm_out(x[:, 1::3])).tanh()
+
+
+class Sequences(NamedTuple):
+    """All trajectories one after the other, n rows, on the device."""
+
+    obs: Tensor  # (n, D), normalised
+    actions: Tensor  # (n, A) in [-1, 1]
+    rtg: Tensor  # (n, 1), scaled
+    timesteps: Tensor  # (n,) int64, from 0 in each trajectory
+    left: Tensor  # (n,) int64: rows of the trajectory from this one on, itself included
+
+
+def returns_to_go(rewards: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """(n,) sums of rewards from each row to the end of its trajectory; starts (k,) first rows."""
+    return np.concatenate([part[::-1].cumsum(dtype=np.float64)[::-1] for part in np.split(rewards, starts[1:])])
+
+
+def sequences(data: Dataset, space: gym.spaces.Box, model: DecisionTransformer, rtg_scale: float, device) -> Sequences:
+    lengths = np.diff(data.starts, append=len(data.obs))
+    timesteps = np.arange(len(data.obs)) - np.repeat(data.starts, lengths)
+    obs = (torch.from_numpy(data.obs).to(device) - model.obs_mean) / model.obs_std
+    actions = torch.from_numpy(to_unit(data.actions, space).astype(np.float32))
+    rtg = torch.from_numpy(returns_to_go(data.rewards, data.starts) / rtg_scale).float()
+    left = torch.from_numpy(np.repeat(lengths, lengths) - timesteps)
+    return Sequences(obs, *(x.to(device) for x in (actions, rtg[:, None], torch.from_numpy(timesteps), left)))
+
+
+def windows(data: Sequences, rows: Tensor, length: int) -> Windows:
+    """Windows of `length` steps that begin at `rows` (B,), shorter where the trajectory ends: padded on the left."""
+    steps = data.left[rows].clamp(max=length)  # real steps of each window
+    position = torch.arange(length, device=rows.device) - (length - steps)[:, None]
+    mask, index = position >= 0, rows[:, None] + position.clamp(min=0)
+    obs, actions, rtg = (x[index] * mask[..., None] for x in (data.obs, data.actions, data.rtg))
+    return Windows(obs, actions, rtg, data.timesteps[index] * mask, mask)
+
+
+def dt_loss(predicted: Tensor, batch: Windows) -> Tensor:
+    """Mean squared error over real steps and action dimensions. predicted (B, K, A)."""
+    errors = (predicted - batch.actions).square().mean(-1)
+    return (errors * batch.mask).sum() / batch.mask.sum()
+
+
+def update(
+    model: DecisionTransformer, optimizer: torch.optim.Optimizer, batch: Windows, args: Args
+) -> dict[str, Tensor]:
+    """One step. Returns metrics, as tensors: reading them would make the CPU wait for the device at every update."""
+    with torch.autocast(batch.obs.device.type, torch.bfloat16, enabled=args.precision == "bfloat16"):
+        predicted = model(batch)
+    loss = dt_loss(predicted.to(batch.actions.dtype), batch)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return {"loss": loss.detach(), "grad_norm": grad_norm}
+
+
+def check(args: Args) -> None:
+    """Raises UserError for settings that no run can have."""
+    check_numbers(args, RANGES)
+    if args.capture_video and not args.evaluate:
+        raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
+    if args.embed_dim % args.num_heads:
+        raise UserError(f"--embed-dim {args.embed_dim} must be a multiple of --num-heads {args.num_heads}")
+
+
+@torch.no_grad()
+def achieved(model: DecisionTransformer, make, space: gym.spaces.Box, args: Args, device, video=None) -> np.ndarray:
+    """Returns (targets, episodes) of episodes that each ask for one of --target-returns."""
+    count, length = len(args.target_returns) * args.eval_episodes, args.context_length
+    to_go = torch.tensor(args.target_returns, dtype=torch.float32, device=device).repeat_interleave(args.eval_episodes)
+    empty = partial(torch.zeros, count, length, device=device)
+    seen = Windows(empty(len(model.obs_mean)), empty(math.prod(space.shape)), empty(1), empty().long(), empty().bool())
+    time_step = 0
+
+    def act(obs: np.ndarray, rewards: np.ndarray, running: np.ndarray) -> np.ndarray:
+        nonlocal seen, to_go, time_step
+        to_go = to_go - torch.from_numpy(rewards).to(to_go)
+        seen = Windows(*(x.roll(-1, 1) for x in seen))
+        seen.obs[:, -1] = (torch.from_numpy(obs.astype(np.float32)).to(device) - model.obs_mean) / model.obs_std
+        seen.rtg[:, -1, 0] = to_go / args.rtg_scale
+        seen.timesteps[:, -1], seen.mask[:, -1], seen.actions[:, -1] = time_step, True, 0
+        time_step += 1
+        rows = torch.from_numpy(running).to(device)
+        seen.actions[rows, -1] = model(Windows(*(x[rows] for x in seen)))[:, -1]
+        return to_env(seen.actions[:, -1].cpu().numpy(), space)
+
+    model.eval()
+    returns, _ = rollouts(make, act, count, args.seed, video)
+    model.train()
+    return returns.reshape(len(args.target_returns), args.eval_episodes)
+
+
+def scores(data: Dataset, returns: np.ndarray, targets: tuple[float, ...]) -> dict[str, float]:
+    """Columns of one evaluation: returns (targets, episodes)."""
+    means, asked = returns.mean(1), np.repeat(targets, returns.shape[1])
+    columns = {"eval/return": means[0].item()} | data.score(means[0].item())
+    columns |= {f"eval/return_at_{target:g}": mean.item() for target, mean in zip(targets, means)}
+    if len(set(targets)) > 1:
+        columns["eval/slope"] = np.polyfit(asked, returns.ravel(), 1)[0].item()
+    return columns
+
+
+def plot_targets(targets: tuple[float, ...], returns: np.ndarray, best: float, path: Path) -> None:
+    """Achieved over target return, and the dataset's best trajectory, as a PNG."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(5, 4))
+    axis.plot(np.repeat(targets, returns.shape[1]), returns.ravel(), ".", alpha=0.5, label="episodes")
+    axis.plot(targets, returns.mean(1), "o-", label="mean")
+    axis.plot(sorted(targets), sorted(targets), ":", color="gray", label="as asked")
+    axis.axhline(best, color="gray", linewidth=0.8, label="best of the dataset")
+    axis.set(xlabel="target return", ylabel="achieved return", title="Decision Transformer")
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def train(args: Args) -> list[dict]:
+    device = prepare(args)
+    check(args)
+    data = load_dataset(args)
+    make = partial(make_env, args.env_id, args.env_kwargs)
+    env = make()
+    space = env.action_space
+    check_spaces(data, env.observation_space, space)
+    env.close()
+    returns_in_data = data.trajectory_returns()
+    lowest, highest = returns_in_data.min().item(), returns_in_data.max().item()
+    if not args.target_returns:
+        args.target_returns = tuple(float(f"{lowest + share * (highest - lowest):.4g}") for share in TARGETS)
+    model = DecisionTransformer(data.obs.shape[1], data.actions.shape[1], args).to(device)
+    model.obs_mean.copy_(torch.from_numpy(data.obs.mean(0, np.float64)))
+    model.obs_std.copy_(torch.from_numpy(data.obs.std(0, np.float64) + 1e-6))
+    scored = partial(achieved, model, make, space, args, device)
+    if args.evaluate:
+        model.load_state_dict(saved_agent(args, ("target_returns",))["model"])
+        returns = scored(Path(args.evaluate) / "video" if args.capture_video else None)
+        print(json.dumps(scores(data, returns, args.target_returns)))
+        return []
+    rows = sequences(data, space, model, args.rtg_scale, device)
+    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    run = Run(args, "dt", args.env_id, args.max_steps, ("loss", "eval/return", "eval/slope"))
+    run.print(f"{data.name}: {len(data.starts)} trajectories, {len(data.obs)} steps, returns up to {highest:.0f}; "
+              f"target returns: {', '.join(f'{target:g}' for target in args.target_returns)}")  # fmt: skip
+
+    def state() -> dict:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "generator": generator.get_state(),
+                "best": best}  # fmt: skip
+
+    step, best, returns = 0, -math.inf, None
+    if run.state is not None:
+        model.load_state_dict(run.state["model"])
+        optimizer.load_state_dict(run.state["optimizer"])
+        generator.set_state(run.state["generator"].cpu())
+        step, best = run.state["step"], run.state["best"]
+    run.restore_rng()
+    logged, begun = step, time.perf_counter()
+    while step < run.total:
+        # update
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * min((step + 1) / max(args.warmup_steps, 1), 1)
+        starts = torch.randint(len(rows.obs), (args.batch_size,), generator=generator, device=device)
+        columns = update(model, optimizer, windows(rows, starts, args.context_length), args)
+        step += 1
+
+        # evaluate
+        due = step == run.total or (args.eval_every and step % args.eval_every == 0)
+        if due or step % args.log_every == 0:
+            now = time.perf_counter()
+            numbers = {name: value.item() for name, value in columns.items()}
+            if due:
+                returns = scored()
+                numbers |= scores(data, returns, args.target_returns)
+                best = max(best, numbers["eval/return"])
+                if step == run.total:
+                    numbers["eval/best_return"] = best
+                    run.print(f"return: {numbers['eval/return']:.1f} at the end, {best:.1f} at best, of "
+                              f"{args.eval_episodes} episodes asked for {args.target_returns[0]:g}, seed {args.seed}"
+                              )  # fmt: skip
+            run.log(step, **numbers, **{"time/updates_per_second": (step - logged) / (now - begun)})
+            logged, begun = step, time.perf_counter()
+        run.end_step(step, state)
+
+    curves = {"return": tuple(f"eval/return_at_{target:g}" for target in args.target_returns), "loss": ("loss",),
+              "slope": ("eval/slope",)}  # fmt: skip
+    history = run.finish(lambda folder: save_file(model.state_dict(), folder / "model.safetensors"), curves,
+                         f"Decision Transformer on {data.name}")  # fmt: skip
+    if returns is not None:
+        plot_targets(args.target_returns, returns, highest, run.dir / "targets.png")
+    return history
+
+
+if __name__ == "__main__":
+    main(Args, train)

@@ -1,0 +1,373 @@
+r"""Implicit Q-learning (IQL).
+
+Parent: bc.py. Changed: RANGES, Args (dropout; new: domain, anneal_actor, gamma, tau, expectile, temperature, rewards,
+online_steps; gone: top_fraction), Agent, actor_loss, update, check, train. Gone: top_rows. Added: DOMAINS, MAX_WEIGHT,
+Critics, Optimizers, expectile_loss, critic_loss, descend, reward_map.
+
+Kostrikov, Nair and Levine 2021, "Offline Reinforcement Learning with Implicit Q-Learning" (arXiv 2110.06169). Learns
+from a dataset without ever asking for the value of an action that is not in it. On minibatches minimises
+
+    L_V   = E |tau - 1(u < 0)| u^2,    u = min_i Qbar_i(s, a) - V(s)          equation 5, expectile tau
+    L_pi  = -E min(exp(beta A), 100) log pi(a | s),    A = min_i Qbar_i(s, a) - V(s)          equation 7
+    L_Q   = E sum_i (r + gamma (1 - terminated) V(s') - Q_i(s, a))^2          equation 6
+    Qbar  target critics: after each update Qbar <- (1 - tau_Q) Qbar + tau_Q Q
+
+    V     for tau -> 1 the best value among actions of the data; for tau = 1/2 the value of the policy that recorded it
+    beta  --temperature, an inverse temperature: 0 is bc.py, more leans on the best actions
+
+The order is the authors': V first, then the policy and Q with the new V, then the targets. With --online-steps it goes
+on in the environment: one sampled action and one update a step, the buffer holding the dataset and what is new.
+
+Differences
+    - None in the update: the authors' code (JAX) is the source of every constant. The policy's learning rate falls by a
+      cosine to 0 over the offline updates, which for V and Q stay constant; rewards of locomotion are divided by the
+      range of returns and multiplied by 1,000, AntMaze's are lowered by 1 (--rewards). CORL's defaults depart from it
+      (states normalised, rewards not, other tau and a deterministic policy on Hopper); its advantages use the old V.
+    - Actions are not clipped to 0.99999: only a squashed density needs that.
+    - Online, the authors do not anneal at all (--no-anneal-actor; else online updates begin at --learning-rate again)
+      and leave online rewards of locomotion unscaled beside scaled ones; ours get the dataset's treatment.
+    - The authors draw minibatches on the CPU; ours are drawn on the device.
+
+Metrics
+    q, v                means of min Qbar(s, a) and V(s); in units of the treated rewards; should stay near the returns
+    weight              mean of min(exp(beta A), 100); 1 to 10. clipped: share of weights at 100; rises late, below 0.1
+    td_error            mean |Q_1 - y|
+    nll                 mean of -log pi over the batch, unweighted
+    std                 mean of the policy's standard deviations
+    (these: of the newest update)
+    return, length      of the online episodes that ended since the row before
+    eval/return         mean over --eval-episodes, mean actions; eval/return_stochastic: sampled actions
+    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data
+    eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
+    eval/best_return    in the last row: the best of all evaluations, which is selection on the test; the last is not
+
+Run
+    python algos/iql.py                                                          the collection that ships: Hopper-v5
+    python algos/iql.py --dataset hopper_medium_replay-v2.hdf5 --max-steps 1000000 --eval-every 5000
+                                                                                 the paper's recipe for locomotion
+    python algos/iql.py --dataset antmaze.hdf5 --env-id gymnasium_robotics:AntMaze_UMaze-v5 --domain antmaze \
+        --max-steps 1000000 --eval-every 100000 --eval-episodes 100              the paper's recipe for AntMaze
+    python algos/iql.py --online-steps 10000 --no-anneal-actor                   offline, then online
+    python algos/iql.py --evaluate RUN --eval-episodes 100 --capture-video       scores a saved agent
+
+Expect
+    The default run, Hopper-v5's collection: about 950 with mean actions in 1 to 2 minutes on a CPU (bc.py: 210).
+"""
+
+import copy
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.envs import evaluate, make_env, make_vector, reset_vector, restore_vector, saved_agent, step_vector
+from utils.errors import UserError, check_numbers
+from utils.offline import Dataset, OfflineArgs, check_spaces, load_dataset
+from utils.replay import ReplayBuffer
+from utils.run import Run, main, prepare
+from utils.spaces import to_env, to_unit
+
+LOG_STD_BOUNDS = (-5.0, 2.0)
+MAX_WEIGHT = 100.0  # of exp(beta A)
+DOMAINS = {  # the authors' configurations: taken for every argument that is left at None
+    "mujoco": dict(expectile=0.7, temperature=3.0, dropout=0.0, rewards="return-range"),
+    "antmaze": dict(expectile=0.9, temperature=10.0, dropout=0.0, rewards="minus-one"),
+    "kitchen": dict(expectile=0.7, temperature=0.5, dropout=0.1, rewards="raw"),
+    "adroit": dict(expectile=0.7, temperature=0.5, dropout=0.1, rewards="raw"),
+}
+RANGES = {  # what numbers must be
+    "at least 1": "max_steps batch_size hidden_size log_every eval_episodes",
+    "at least 0": "eval_every online_steps temperature",
+    "above 0": "learning_rate",
+    "from 0 to 1": "gamma tau",
+    "above 0 and below 1": "expectile",
+    "at least 0 and below 1": "dropout",
+}
+
+
+@dataclass
+class Args(OfflineArgs):
+    max_steps: int = 10_000
+    """updates on the dataset"""
+    online_steps: int = 0
+    """environment steps after them, each with one update"""
+    domain: Literal["mujoco", "antmaze", "kitchen", "adroit"] = "mujoco"
+    """the authors' settings of expectile, temperature, dropout and rewards for"""
+    learning_rate: float = 3e-4
+    """learning rate of Adam, for policy, critics and value"""
+    anneal_actor: bool = True
+    """let the policy's learning rate fall by a cosine to 0 over max_steps"""
+    gamma: float = 0.99
+    """discount"""
+    tau: float = 0.005
+    """step of the target critics towards the critics"""
+    expectile: float | None = None
+    """expectile of the value"""
+    temperature: float | None = None
+    """inverse temperature of the policy's weights: beta"""
+    rewards: Literal["raw", "return-range", "minus-one"] | None = None
+    """treatment of rewards: none, times 1,000 / (highest - lowest return of the dataset), or less 1"""
+    batch_size: int = 256
+    """transitions per update"""
+    hidden_size: int = 256
+    """units of the two hidden layers"""
+    dropout: float | None = None
+    """share of the actor's hidden units that is dropped in training"""
+    log_every: int = 500
+    """updates between rows of metrics"""
+    save_every: int = 5_000
+    """updates between checkpoints"""
+
+
+class Transitions(NamedTuple):
+    """A minibatch of B rows, all float32."""
+
+    obs: Tensor  # (B, D)
+    actions: Tensor  # (B, A) in [-1, 1]
+    rewards: Tensor  # (B, 1)
+    terminated: Tensor  # (B, 1), 0 or 1; 0 where an episode was only cut off
+    next_obs: Tensor  # (B, D)
+
+
+def network(size_in: int, hidden_size: int, size_out: int, dropout: float = 0.0) -> nn.Sequential:
+    layers = [nn.Linear(size_in, hidden_size), nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, size_out)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight, 2**0.5)
+        nn.init.zeros_(layer.bias)
+    between = [nn.ReLU(), nn.Dropout(dropout)]
+    return nn.Sequential(layers[0], *between, layers[1], *between, layers[2])
+
+
+class Actor(nn.Module):
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int, dropout: float):
+        super().__init__()
+        self.net = network(obs_size, hidden_size, action_size, dropout)
+        self.log_std = nn.Parameter(torch.zeros(action_size))
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean (B, A) in [-1, 1] and log of the standard deviation (A,)."""
+        return self.net(obs).tanh(), self.log_std.clamp(*LOG_STD_BOUNDS)
+
+    def log_prob(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Log-density (B, 1) of actions (B, A)."""
+        mean, log_std = self(obs)
+        z = (actions - mean) * (-log_std).exp()
+        return -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1, keepdim=True)
+
+
+class Critics(nn.Module):
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int):
+        super().__init__()
+        self.q1, self.q2 = (network(obs_size + action_size, hidden_size, 1) for _ in range(2))
+
+    def forward(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Q_1 and Q_2, each (B, 1)."""
+        both = torch.cat([obs, actions], -1)
+        return self.q1(both), self.q2(both)
+
+
+class Agent(nn.Module):
+    """What is saved: actor, critics, target critics and value."""
+
+    def __init__(self, obs_size: int, action_size: int, args: Args):
+        super().__init__()
+        self.actor = Actor(obs_size, action_size, args.hidden_size, args.dropout)
+        self.critics = Critics(obs_size, action_size, args.hidden_size)
+        self.targets = copy.deepcopy(self.critics).requires_grad_(False)
+        self.value = network(obs_size, args.hidden_size, 1)
+
+
+def expectile_loss(errors: Tensor, expectile: float) -> Tensor:
+    """Mean of |expectile - 1(u < 0)| u^2 over errors u: equation 5."""
+    return (torch.where(errors > 0, expectile, 1 - expectile) * errors.square()).mean()
+
+
+def actor_loss(
+    actor: Actor, batch: Transitions, advantages: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Equation 7, the weights and the log-densities, without gradient (B, 1). advantages (B, 1)."""
+    weights = (temperature * advantages).exp().clamp(max=MAX_WEIGHT)
+    logps = actor.log_prob(batch.obs, batch.actions)
+    return -(weights * logps).mean(), weights, logps.detach()
+
+
+def critic_loss(critics: Critics, batch: Transitions, next_values: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """Equation 6 summed over both critics, and |Q_1 - y| (B, 1) without gradient. next_values (B, 1)."""
+    target = batch.rewards + gamma * (1 - batch.terminated) * next_values
+    q1, q2 = critics(batch.obs, batch.actions)
+    return ((q1 - target).square() + (q2 - target).square()).mean(), (q1.detach() - target).abs()
+
+
+class Optimizers(NamedTuple):
+    actor: torch.optim.Optimizer
+    critics: torch.optim.Optimizer
+    value: torch.optim.Optimizer
+
+
+def update(agent: Agent, optimizers: Optimizers, batch: Transitions, args: Args) -> dict[str, Tensor]:
+    """One step of value, actor, critics and target critics, in this order. Returns metrics, as tensors: reading them
+    would make the CPU wait for the device at every update."""
+    with torch.no_grad():
+        q = torch.min(*agent.targets(batch.obs, batch.actions))
+    descend(optimizers.value, expectile_loss(q - agent.value(batch.obs), args.expectile))
+    with torch.no_grad():
+        values, next_values = agent.value(torch.cat([batch.obs, batch.next_obs])).chunk(2)
+    loss, weights, logps = actor_loss(agent.actor, batch, q - values, args.temperature)
+    descend(optimizers.actor, loss)
+    loss, td_errors = critic_loss(agent.critics, batch, next_values, args.gamma)
+    descend(optimizers.critics, loss)
+    with torch.no_grad():
+        torch._foreach_lerp_(list(agent.targets.parameters()), list(agent.critics.parameters()), args.tau)
+    return {"q": q.mean(), "v": values.mean(), "weight": weights.mean(),
+            "clipped": (weights == MAX_WEIGHT).float().mean(), "td_error": td_errors.mean(), "nll": -logps.mean(),
+            "std": agent.actor.log_std.detach().exp().mean()}  # fmt: skip
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+
+
+def reward_map(data: Dataset, treatment: str) -> tuple[float, float]:
+    """(factor, summand) of the rewards. Raises UserError where all returns are equal and their range is to divide."""
+    if treatment == "return-range":
+        returns = data.trajectory_returns(data.known)
+        if returns.max() == returns.min():
+            raise UserError(f"--rewards return-range divides by the range of returns, but all of the dataset's are "
+                            f"{returns.max()}: use --rewards raw")  # fmt: skip
+        return 1000 / (returns.max() - returns.min()), 0.0
+    return 1.0, -1.0 if treatment == "minus-one" else 0.0
+
+
+def check(args: Args) -> None:
+    """Raises UserError for settings that no run can have."""
+    check_numbers(args, RANGES)
+    if args.capture_video and not args.evaluate:
+        raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
+
+
+@torch.no_grad()
+def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float, generator) -> np.ndarray:
+    """Actions (N, A) in [-1, 1] of observations (N, D); `scale` 0: the mean, 1: samples, clipped."""
+    mean, log_std = actor.eval()(torch.from_numpy(obs.astype(np.float32)).to(generator.device))
+    actor.train()
+    noise = torch.randn(mean.shape, generator=generator, device=generator.device)
+    return (mean + log_std.exp() * noise * scale).clamp(-1, 1).cpu().numpy()
+
+
+def train(args: Args) -> list[dict]:
+    device = prepare(args)
+    resolved = {name: value for name, value in DOMAINS[args.domain].items() if getattr(args, name) is None}
+    for name, value in resolved.items():
+        setattr(args, name, value)
+    check(args)
+    data = load_dataset(args)
+    make = partial(make_env, args.env_id, args.env_kwargs)
+    env = make()
+    space = env.action_space
+    check_spaces(data, env.observation_space, space)
+    env.close()
+    obs_size, action_size = data.obs.shape[1], data.actions.shape[1]
+    agent = Agent(obs_size, action_size, args).to(device)
+    scored = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),
+                     args.eval_episodes, args.seed, device)  # fmt: skip
+    if args.evaluate:
+        agent.load_state_dict(saved_agent(args)["agent"])
+        print(json.dumps(scored(Path(args.evaluate) / "video" if args.capture_video else None)))
+        return []
+    rows, (factor, summand) = data.known, reward_map(data, args.rewards)
+    replay = ReplayBuffer(rows.sum() + args.online_steps, (obs_size, action_size, 1, 1, obs_size), device)
+    replay.add(data.obs[rows], to_unit(data.actions[rows], space), factor * data.rewards[rows, None] + summand,
+               data.terminated[rows, None], data.next_obs[rows])  # fmt: skip
+    adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
+    optimizers = Optimizers(*(adam(part.parameters()) for part in (agent.actor, agent.critics, agent.value)))
+    generator = torch.Generator(device).manual_seed(args.seed)
+    run = Run(args, "iql", args.env_id, args.max_steps + args.online_steps, ("return", "eval/return", "weight"),
+              "online_steps")  # fmt: skip
+    run.print(f"{data.name}: {len(data.starts)} trajectories, {rows.sum()} transitions taken of {len(data.obs)}")
+    run.print(f"settings for {args.domain}: {resolved}")
+    envs = make_vector(make, 1, args.seed)
+
+    def state() -> dict:
+        online = {"obs": torch.from_numpy(obs), "envs": envs.log.state(obs), "episodes": episodes,
+                  "replay": replay.save(run.dir / "replay.bin")} if step > args.max_steps else {}  # fmt: skip
+        return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
+                "generator": generator.get_state(), "best": best} | online  # fmt: skip
+
+    step, best, obs, episodes = 0, -math.inf, None, []
+    if run.state is not None:
+        agent.load_state_dict(run.state["agent"])
+        for optimizer, saved in zip(optimizers, run.state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        generator.set_state(run.state["generator"].cpu())
+        step, best = run.state["step"], run.state["best"]
+        if step > args.max_steps:
+            replay.load(run.dir / "replay.bin", run.state["replay"])
+            obs, episodes = restore_vector(envs, run.state["envs"]), run.state["episodes"]
+    run.restore_rng()
+    logged, begun = step, time.perf_counter()
+    while step < run.total:
+        # collect
+        if step >= args.max_steps:
+            obs = reset_vector(envs) if obs is None else obs
+            before = generator.get_state()
+            actions = act(agent.actor, space, obs, 1.0, generator)
+            try:
+                next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space), step + 1)
+            except UserError:
+                raise
+            except Exception:
+                run.save(step, state() | {"generator": before})  # a resumed run repeats this step
+                raise
+            replay.add(obs, actions, factor * rewards[:, None] + summand, terminated[:, None], true_obs)
+            obs, episodes = next_obs.copy(), episodes + ended
+
+        # update
+        for group in optimizers.actor.param_groups:
+            group["lr"] = args.learning_rate
+            if args.anneal_actor and step < args.max_steps:
+                group["lr"] *= 0.5 + 0.5 * math.cos(math.pi * step / args.max_steps)
+        batch = Transitions(*replay.sample(args.batch_size, generator))
+        columns = update(agent, optimizers, batch, args)
+        step += 1
+
+        # evaluate
+        due = step in (args.max_steps, run.total) or (args.eval_every and step % args.eval_every == 0)
+        if due or step % args.log_every == 0:
+            now = time.perf_counter()
+            numbers = {name: value.item() for name, value in columns.items()}
+            if episodes:
+                numbers |= dict(zip(("return", "length"), np.mean(episodes, 0).tolist()))
+                episodes = []
+            if due:
+                numbers |= scored()
+                numbers |= data.score(numbers["eval/return"])
+                best = max(best, numbers["eval/return"])
+                if step == run.total:
+                    numbers["eval/best_return"] = best
+                    run.print(f"return: {numbers['eval/return']:.1f} at the end, {best:.1f} at best, of "
+                              f"{args.eval_episodes} episodes with mean actions, seed {args.seed}")  # fmt: skip
+            run.log(step, **numbers, **{"time/updates_per_second": (step - logged) / (now - begun)})
+            logged, begun = step, time.perf_counter()
+        run.end_step(step, state)
+
+    envs.close()
+    curves = {"return": ("eval/return", "eval/return_stochastic"), "value": ("q", "v"), "weight": ("weight",)}
+    return run.finish(lambda folder: save_file(agent.state_dict(), folder / "model.safetensors"), curves,
+                      f"IQL on {data.name}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(Args, train)

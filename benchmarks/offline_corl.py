@@ -1,0 +1,280 @@
+"""IQL and Decision Transformer beside CORL's on the same file: updates per second, and scores.
+
+    git clone https://github.com/corl-team/CORL /tmp/corl
+    python benchmarks/offline_corl.py speed --corl /tmp/corl --rounds 5         -> results/speed_offline.json
+    python benchmarks/offline_corl.py score --corl /tmp/corl --seeds 3          -> results/score_offline.json
+
+CORL's files algorithms/offline/iql.py and dt.py are imported as they are, with empty modules in place of d4rl, gym,
+pyrallis and wandb, of which only what is not used here is needed. Its networks, data handling and updates
+are its own; the loops around them are those of its `train`, without what they log (which is in its favour).
+
+speed: batch 256, two hidden layers of 256 for IQL; batch 64, K = 20, three layers of 128, dropout 0.1 for DT. CORL
+reads DT's windows in the four processes of its data loader. Each run is a fresh process; sides take turns.
+score: the same file, number of updates, batch and network sizes, learning rate and reward treatment; everything else is
+as each code has it (CORL normalises observations for IQL). Evaluation is ours for both: the same environments, start
+states and episodes. The paired bootstrap is over seeds.
+"""
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks.trl_grpo import machine  # noqa: E402
+from utils.envs import evaluate, make_env, rollouts  # noqa: E402
+from utils.offline import load_dataset  # noqa: E402
+from utils.spaces import to_env, to_unit  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+Algo = Literal["iql", "dt"]
+SIDES = {"iql": ("ours", "corl"), "dt": ("ours", "bfloat16", "corl")}
+AIMS = {"iql": (1.0, 1.4), "dt": (1.1, 1.8)}
+PAPER_DT = dict(embed_dim=128, num_layers=3, num_heads=1, context_length=20, batch_size=64, dropout=0.1,
+                learning_rate=1e-4, warmup_steps=10_000)  # fmt: skip
+
+
+def corl_module(folder: Path, algo: str):
+    """CORL's script as a module."""
+    for name in ("d4rl", "gym", "pyrallis", "wandb"):
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules["gym"].Env = object
+    sys.modules["pyrallis"].wrap = lambda: lambda function: function
+    spec = importlib.util.spec_from_file_location(f"corl_{algo}", folder / "algorithms" / "offline" / f"{algo}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module
+
+
+def read(dataset: str):
+    """The dataset, a function that makes its environment, and its action space."""
+    from algos import bc
+
+    args = bc.Args(dataset=dataset)
+    data = load_dataset(args)
+    make = partial(make_env, args.env_id, args.env_kwargs)
+    env = make()
+    env.close()
+    return data, make, env.action_space
+
+
+def corl_iql(folder: Path, dataset: str, seed: int, steps: int):
+    """(update, score(episodes)) of CORL's IQL with its defaults and rewards divided by the range of returns."""
+    corl, (data, make, space) = corl_module(folder, "iql"), read(dataset)
+    corl.set_seed(seed)
+    config = corl.TrainConfig(max_timesteps=steps)
+    rewards = data.rewards.copy()
+    returns = data.trajectory_returns()
+    rewards *= 1000 / (returns.max() - returns.min())
+    mean, std = corl.compute_mean_std(data.obs, eps=1e-3)
+    columns = {"observations": corl.normalize_states(data.obs, mean, std), "actions": to_unit(data.actions, space),
+               "next_observations": corl.normalize_states(data.next_obs, mean, std), "rewards": rewards,
+               "terminals": data.terminated}  # fmt: skip
+    buffer = corl.ReplayBuffer(data.obs.shape[1], data.actions.shape[1], len(rewards))
+    buffer.load_d4rl_dataset({name: column[data.known] for name, column in columns.items()})
+    sizes = data.obs.shape[1], data.actions.shape[1]
+    q, v, actor = corl.TwinQ(*sizes), corl.ValueFunction(sizes[0]), corl.GaussianPolicy(*sizes, 1.0)
+    adam = partial(torch.optim.Adam, lr=3e-4)
+    trainer = corl.ImplicitQLearning(
+        max_action=1.0, actor=actor, actor_optimizer=adam(actor.parameters()), q_network=q,
+        q_optimizer=adam(q.parameters()), v_network=v, v_optimizer=adam(v.parameters()), iql_tau=config.iql_tau,
+        beta=config.beta, max_steps=steps, discount=config.discount, tau=config.tau,
+    )  # fmt: skip
+
+    def update():
+        trainer.train([part.to("cpu") for part in buffer.sample(256)])
+
+    @torch.no_grad()
+    def act(obs, scale, generator):
+        states = torch.from_numpy(((obs - mean) / std).astype(np.float32))
+        return to_env(actor(states).mean.clamp(-1, 1).numpy(), space)
+
+    def score(episodes: int) -> float:
+        actor.eval()
+        return evaluate(make, act, episodes, seed, torch.device("cpu"))["eval/return"]
+
+    return update, score
+
+
+def corl_dt(folder: Path, dataset: str, seed: int, settings: dict):
+    """(update, score(episodes)) of CORL's Decision Transformer; the score asks for the best return in the data."""
+    corl, (data, make, space) = corl_module(folder, "dt"), read(dataset)
+    corl.set_seed(seed)
+    parts = np.split(np.arange(len(data.obs)), data.starts[1:])
+    trajectories = [{"observations": data.obs[rows], "actions": to_unit(data.actions[rows], space).astype(np.float32),
+                     "rewards": data.rewards[rows], "returns": corl.discounted_cumsum(data.rewards[rows], 1.0)}
+                    for rows in parts]  # fmt: skip
+    info = {"obs_mean": data.obs.mean(0, keepdims=True), "obs_std": data.obs.std(0, keepdims=True) + 1e-6,
+            "traj_lens": np.array([len(rows) for rows in parts])}  # fmt: skip
+    corl.load_d4rl_trajectories = lambda *_, **__: (trajectories, info)
+    length, target = settings["context_length"], data.trajectory_returns().max()
+    sequences = corl.SequenceDataset("", seq_len=length, reward_scale=0.001)
+    loader = iter(torch.utils.data.DataLoader(sequences, batch_size=settings["batch_size"], num_workers=4))
+    drop = settings["dropout"]
+    model = corl.DecisionTransformer(data.obs.shape[1], data.actions.shape[1], length, 1000, settings["embed_dim"],
+                                     settings["num_layers"], settings["num_heads"], drop, drop, drop)  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), settings["learning_rate"], weight_decay=1e-4)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / settings["warmup_steps"], 1))
+
+    def update():
+        states, actions, returns, time_steps, mask = next(loader)
+        predicted = model(states, actions, returns.float(), time_steps, ~mask.to(torch.bool))
+        loss = (torch.nn.functional.mse_loss(predicted, actions, reduction="none") * mask.unsqueeze(-1)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+        scheduler.step()
+
+    @torch.no_grad()
+    def score(episodes: int) -> float:
+        model.eval()
+        sizes = data.obs.shape[1], data.actions.shape[1]
+        states, actions = torch.zeros(episodes, 1001, sizes[0]), torch.zeros(episodes, 1000, sizes[1])
+        to_go, times, step = torch.zeros(episodes, 1001), torch.arange(1000).expand(episodes, -1), 0
+        to_go[:, 0] = target * 0.001
+
+        def act(obs, rewards, running):
+            nonlocal step
+            states[:, step] = torch.from_numpy((obs - info["obs_mean"]) / info["obs_std"])
+            if step:
+                to_go[:, step] = to_go[:, step - 1] - torch.from_numpy(rewards * 0.001)
+            seen = [x[running, : step + 1][:, -length:] for x in (states, actions, to_go, times)]
+            actions[torch.from_numpy(running), step] = model(*seen)[:, -1]
+            step += 1
+            return to_env(actions[:, step - 1].numpy(), space)
+
+        return rollouts(make, act, episodes, seed)[0].mean().item()
+
+    return update, score
+
+
+def ours(algo: Algo, dataset: str, seed: int, steps: int, settings: dict) -> list[dict]:
+    """The history of our script, started as a user would."""
+    from algos import dt, iql
+
+    script = {"iql": iql, "dt": dt}[algo]
+    return script.train(script.Args(dataset=dataset, seed=seed, max_steps=steps, save_every=10**9, eval_every=0,
+                                    threads=torch.get_num_threads(), **settings))  # fmt: skip
+
+
+def worker(algo: Algo, side: str, corl: Path, dataset: str, threads: int, steps: int) -> None:
+    """Updates per second of one side after a warm-up, in this process; a line of JSON last."""
+    torch.set_num_threads(threads)
+    warm = max(10, steps // 10)
+    if side == "corl":
+        update, _ = corl_iql(corl, dataset, 1, steps) if algo == "iql" else corl_dt(corl, dataset, 1, PAPER_DT)
+        for _ in range(warm):
+            update()
+        start = time.perf_counter()
+        for _ in range(steps):
+            update()
+        rate = steps / (time.perf_counter() - start)
+    else:
+        settings = dict(eval_episodes=1, log_every=warm) | (PAPER_DT | {
+            "precision": "bfloat16" if side == "bfloat16" else "float32", "target_returns": (1.0,)} if algo == "dt"
+            else {})  # fmt: skip
+        history = ours(algo, dataset, 1, warm * (1 + -(-steps // warm)), settings)
+        rate = statistics.harmonic_mean([row["time/updates_per_second"] for row in history[1:]])
+    print()
+    print(json.dumps(rate))
+
+
+def measure(threads: int, *words) -> object:
+    """What a command of this script prints last, run in a fresh process."""
+    environment = os.environ | {variable: str(threads) for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    command = [sys.executable, str(Path(__file__).resolve()), *map(str, words)]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def speed(corl: Path, dataset: str = "", rounds: int = 5, threads: int = 2) -> None:
+    """Times all sides in turn and writes results/speed_offline.json where there were at least 3 rounds."""
+    corl, dataset, results = corl.resolve(), dataset and str(Path(dataset).resolve()), {}
+    for algo, steps in (("iql", 1000), ("dt", 60)):
+        runs = []
+        for i in range(rounds):
+            order = SIDES[algo][:: 1 if i % 2 == 0 else -1]
+            runs.append({side: measure(threads, "worker", "--algo", algo, "--side", side, "--corl", corl, "--dataset",
+                                       dataset, "--threads", threads, "--steps", steps) for side in order})  # fmt: skip
+            print(algo, f"round {i + 1}:", {side: round(rate, 1) for side, rate in runs[-1].items()}, flush=True)
+        ratios = {side: [run[side] / run["corl"] for run in runs] for side in SIDES[algo] if side != "corl"}
+        results[algo] = {
+            "updates_per_second": {side: round(statistics.median(run[side] for run in runs), 1) for side in runs[0]},
+            "over_corl": {side: {"median": round(statistics.median(r), 2), "min": round(min(r), 2),
+                                 "max": round(max(r), 2)} for side, r in ratios.items()},
+            "floor_and_aim": AIMS[algo], "rounds": runs,
+        }  # fmt: skip
+    results |= {"threads": threads, "machine": machine()}
+    print(json.dumps(results, indent=1))
+    if rounds >= 3:
+        (RESULTS / "speed_offline.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def score_worker(algo: Algo, side: str, corl: Path, dataset: str, seed: int, steps: int, episodes: int) -> None:
+    """The return of one run of one side at its end, as a line of JSON."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    small = dict(embed_dim=64, num_layers=3, num_heads=1, context_length=10, batch_size=64, dropout=0.1,
+                 learning_rate=1e-3, warmup_steps=500)  # fmt: skip
+    if side == "corl":
+        update, score = corl_iql(corl, dataset, seed, steps) if algo == "iql" else corl_dt(corl, dataset, seed, small)
+        for _ in range(steps):
+            update()
+        result = score(episodes)
+    else:
+        settings = {"eval_episodes": episodes}
+        if algo == "dt":
+            settings |= small | {"target_returns": (float(read(dataset)[0].trajectory_returns().max()),)}
+        result = ours(algo, dataset, seed, steps, settings)[-1]["eval/return"]
+    print()
+    print(json.dumps(result))
+
+
+def score(corl: Path, datasets: tuple[str, ...] = ("",), seeds: int = 3, iql_steps: int = 10_000,
+          dt_steps: int = 5_000, episodes: int = 20, threads: int = 1) -> None:  # fmt: skip
+    """Trains both sides on each dataset ("": the one that ships) and writes results/score_offline.json."""
+    results, path = [], RESULTS / "score_offline.json"
+    for dataset in datasets:
+        where = dataset and str(Path(dataset).resolve())
+        for algo, steps in (("iql", iql_steps), ("dt", dt_steps)):
+            rows = []
+            for seed in range(1, seeds + 1):
+                words = ("--corl", corl.resolve(), "--dataset", where, "--seed", seed, "--steps", steps, "--episodes",
+                         episodes)  # fmt: skip
+                rows.append([measure(threads, "score-worker", "--algo", algo, "--side", side, *words)
+                             for side in ("ours", "corl")])  # fmt: skip
+                print(
+                    algo, Path(dataset).name, f"seed {seed}: ours {rows[-1][0]:.0f}, corl {rows[-1][1]:.0f}", flush=True
+                )
+            differences = np.subtract(*np.transpose(rows))
+            drawn = np.random.default_rng(0).choice(differences, (10_000, seeds)).mean(1)
+            results.append({
+                "algo": algo, "dataset": Path(dataset).name or "shipped", "updates": steps, "episodes": episodes,
+                "ours": [row[0] for row in rows], "corl": [row[1] for row in rows],
+                "mean_difference": differences.mean().item(),
+                "bootstrap_95_percent": np.percentile(drawn, [2.5, 97.5]).tolist(),
+            })  # fmt: skip
+            path.write_text(json.dumps({"results": results, "machine": machine()}, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    commands = {"speed": speed, "score": score, "worker": worker, "score-worker": score_worker}
+    tyro.extras.subcommand_cli_from_dict(commands)

@@ -1,0 +1,560 @@
+"""dt.py against numbers computed another way: returns-to-go and windows by hand, the transformer by transformers'
+GPT-2, one update by AdamW written out, the episodes of an evaluation by an environment whose rewards are known.
+"""
+
+import math
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from helpers import metrics, new_run
+from safetensors.torch import load_file
+from torch import nn
+
+from algos import dt
+from utils.collection import save_collection
+from utils.offline import Dataset
+from utils.spaces import to_env
+
+D, A, W, K, B = 3, 2, 8, 5, 6  # observations, actions, width, steps in a window, windows
+LONGEST = 12  # time steps with an embedding of their own
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+double = pytest.mark.usefixtures("float64")
+
+
+def close(actual, expected, atol=1e-10) -> None:
+    actual, expected = (x.detach() if isinstance(x, torch.Tensor) else x for x in (actual, expected))
+    np.testing.assert_allclose(actual, np.asarray(expected), rtol=0, atol=atol)
+
+
+def make_model(seed: int = 0, **settings) -> dt.DecisionTransformer:
+    """Random weights everywhere, large enough that every part of the network counts."""
+    args = dt.Args(**{"embed_dim": W, "num_layers": 2, "num_heads": 2, "max_episode_length": LONGEST} | settings)
+    model, generator = dt.DecisionTransformer(D, A, args), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+            if "norm" in name and name.endswith("weight"):
+                parameter += 1
+    return model.eval()
+
+
+def make_windows(seed: int = 0, real=(K, 1, 3, K, 2, 4), length: int = K) -> dt.Windows:
+    """Windows of so many real steps, with zeros in the padding on the left."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.arange(length) >= length - torch.tensor(real)[:, None]
+    rows = len(real)
+    first = torch.randint(0, LONGEST - length, (rows, 1), generator=g)
+    timesteps = first + torch.arange(length) - (length - torch.tensor(real)[:, None])
+    obs, rtg = torch.randn(rows, length, D, generator=g), 2 * torch.randn(rows, length, 1, generator=g)
+    actions = torch.rand(rows, length, A, generator=g) * 2 - 1
+    return dt.Windows(*(x * mask[..., None] for x in (obs, actions, rtg)), timesteps * mask, mask)
+
+
+# --- what the windows hold
+
+LENGTHS, STARTS = [4, 1, 7, 2], np.array([0, 4, 5, 12])
+REWARDS = np.array([1, 2, 3, 4, -5, 1, 1, 1, 1, 1, 1, 1, 0.5, 0.25], np.float32)
+TO_GO = [10, 9, 7, 4, -5, 7, 6, 5, 4, 3, 2, 1, 0.75, 0.25]
+
+
+def test_returns_to_go_by_hand():
+    """Sums to the end of each trajectory, the step's own reward included; precise over a long one."""
+    close(dt.returns_to_go(REWARDS, STARTS), TO_GO, 0)
+    close(dt.returns_to_go(REWARDS[:4], STARTS[:1]), TO_GO[:4], 0)
+    long = np.full(100_000, 0.1, np.float32)
+    close(dt.returns_to_go(long, np.array([0]))[0], 100_000 * float(np.float32(0.1)), 1e-6)
+
+
+def numbered() -> dt.Sequences:
+    """Row i has the observation 100 + i, the action i / 100 and its return-to-go; no number is 0, as padding is."""
+    row = torch.arange(14.0)[:, None]
+    timesteps = torch.cat([torch.arange(n) for n in LENGTHS])
+    left = torch.cat([torch.arange(n, 0, -1) for n in LENGTHS])
+    return dt.Sequences(100 + row, (row + 1) / 100, torch.tensor(TO_GO)[:, None], timesteps, left)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 9])
+def test_windows_by_hand(length):
+    """One begins at every row: its steps up to `length` or the end of the trajectory, on the right; zeros before."""
+    batch = dt.windows(numbered(), torch.arange(14), length)
+    assert batch.mask.dtype == torch.bool and batch.timesteps.dtype == torch.int64
+    for row in range(14):
+        trajectory = np.searchsorted(STARTS, row, "right") - 1
+        end = min(row + length, STARTS[trajectory] + LENGTHS[trajectory])
+        padding, rows = [0] * (length - (end - row)), list(range(row, end))
+        assert batch.mask[row].tolist() == [False] * len(padding) + [True] * len(rows)
+        assert batch.obs[row, :, 0].tolist() == padding + [100 + i for i in rows]
+        close(batch.actions[row, :, 0], padding + [(i + 1) / 100 for i in rows], 1e-7)
+        assert batch.rtg[row, :, 0].tolist() == padding + [TO_GO[i] for i in rows]
+        assert batch.timesteps[row].tolist() == padding + [int(i - STARTS[trajectory]) for i in rows]
+
+
+def collection() -> Dataset:
+    generator = np.random.default_rng(0)
+    obs = generator.normal(3.0, 2.0, (14, D)).astype(np.float32)
+    obs[:, 2] = 7  # which has no spread
+    actions = (generator.uniform(0, 1, (14, A)) * [4, 0.5] + [-1, 2]).astype(np.float32)
+    return Dataset(obs, actions, REWARDS, np.zeros(14, bool), obs, np.ones(14, bool), STARTS)
+
+
+SPACE = gym.spaces.Box(np.array([-1, 2], np.float32), np.array([3, 2.5], np.float32))
+
+
+def test_sequences_by_hand():
+    """Normalised by the model's statistics, stretched to [-1, 1], scaled; time and what is left, from the starts."""
+    data, model = collection(), make_model()
+    model.obs_mean.copy_(torch.tensor([3.0, 2.0, 7.0]))
+    model.obs_std.copy_(torch.tensor([2.0, 0.5, 1e-6]))
+    rows = dt.sequences(data, SPACE, model, 4.0, torch.device("cpu"))
+    close(rows.obs, (data.obs - [3, 2, 7]) / [2, 0.5, 1e-6], 1e-5)
+    close([-1, 2] + (rows.actions.numpy() + 1) / 2 * [4, 0.5], data.actions, 1e-6)
+    close(rows.rtg[:, 0], np.array(TO_GO) / 4, 1e-7)
+    assert rows.timesteps.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5, 6, 0, 1]
+    assert rows.left.tolist() == [4, 3, 2, 1, 1, 7, 6, 5, 4, 3, 2, 1, 2, 1]
+    assert all(x.dtype == torch.float32 for x in rows[:3])
+
+
+# --- the network
+
+
+@double
+def test_predictions_depend_on_what_came_before():
+    """Gradient of the action at t with respect to every input: exactly 0 for the action at t and all that is later,
+    not 0 for returns-to-go and states up to t and actions before t."""
+    model, batch = make_model(), make_windows(real=(K,))
+    inputs = [x.clone().requires_grad_() for x in (batch.obs, batch.actions, batch.rtg)]
+    predicted = model(batch._replace(obs=inputs[0], actions=inputs[1], rtg=inputs[2]))
+    for t in range(K):
+        for dimension in range(A):
+            slopes = torch.autograd.grad(predicted[0, t, dimension], inputs, retain_graph=True)
+            obs, actions, rtg = (slope[0].abs().sum(-1) > 1e-9 for slope in slopes)
+            assert obs.tolist() == rtg.tolist() == [i <= t for i in range(K)]
+            assert actions.tolist() == [i < t for i in range(K)]
+            assert not any(slope[0, t + 1 :].any() for slope in slopes) and not slopes[1][0, t].any()
+
+
+@double
+def test_predictions_depend_on_time():
+    """On the time step of every step up to t, beyond the last embedding on the last one; not on the order alone."""
+    model, batch = make_model(), make_windows(real=(K,))
+    predicted = model(batch)
+    for t in range(K):
+        moved = batch._replace(timesteps=batch.timesteps.clone())
+        moved.timesteps[0, t] = LONGEST - 1
+        changed = (model(moved) != predicted)[0].any(-1)
+        assert changed.tolist() == [i >= t for i in range(K)]
+        later = batch._replace(timesteps=moved.timesteps.clone())
+        later.timesteps[0, t] = LONGEST + 40
+        assert torch.equal(model(later), model(moved))
+
+
+def gradients(model, batch) -> tuple[torch.Tensor, dict]:
+    model.zero_grad()
+    loss = dt.dt_loss(model(batch), batch)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def with_padding(batch: dt.Windows, more: int, fill: float = 0.0) -> dt.Windows:
+    """`more` steps of padding on the left, and `fill` in all padding."""
+    padded = dt.Windows(*(torch.cat([x.new_zeros(len(x), more, *x.shape[2:]), x], 1) for x in batch))
+    for x in padded[:3]:
+        x[~padded.mask] = fill
+    padded.timesteps[~padded.mask] = int(abs(fill)) % LONGEST
+    return padded
+
+
+@double
+@pytest.mark.parametrize("more, fill", [(0, -10.0), (3, 0.0), (7, 1e3)])
+def test_padding_changes_nothing(more, fill):
+    """Neither its content nor its amount: predictions of real steps, loss and gradients of all parameters."""
+    model, batch = make_model(), make_windows()
+    padded = with_padding(batch, more, fill)
+    close(model(padded)[:, more:][batch.mask], model(batch)[batch.mask])
+    (loss, slopes), (padded_loss, padded_slopes) = gradients(model, batch), gradients(model, padded)
+    close(padded_loss, loss)
+    for name, slope in slopes.items():
+        close(padded_slopes[name], slope)
+        assert slope.any(), name
+
+
+@double
+def test_windows_are_independent():
+    """Each gives the same alone, without any padding, as among others."""
+    model, batch = make_model(), make_windows()
+    predicted = model(batch)
+    for i, mask in enumerate(batch.mask):
+        alone = dt.Windows(*(x[i : i + 1, mask] for x in batch))
+        assert alone.mask.all()
+        close(model(alone)[0], predicted[i, mask])
+
+
+@double
+def test_loss_is_a_mean_over_real_steps():
+    """By hand: 3 real steps of 4, two action dimensions; what is predicted for padding does not count."""
+    mask = torch.tensor([[False, True], [True, True]])
+    actions = torch.zeros(2, 2, 2)
+    predicted = torch.tensor([[[50.0, 50.0], [1.0, 2.0]], [[0.0, 3.0], [-1.0, 0.5]]], requires_grad=True)
+    loss = dt.dt_loss(predicted, dt.Windows(None, actions, None, None, mask))
+    close(loss, (1 + 4 + 0 + 9 + 1 + 0.25) / 6)
+    loss.backward()
+    close(predicted.grad, (2 * predicted.detach() * mask[..., None]) / 6)
+
+
+def gpt2(model, num_heads: int):
+    """transformers' GPT-2 with the blocks' weights, ReLU and no positions of its own."""
+    from transformers import GPT2Config, GPT2Model
+
+    width, blocks = model.embed_rtg.out_features, len(model.blocks)
+    config = GPT2Config(vocab_size=1, n_positions=64, n_embd=width, n_layer=blocks, n_head=num_heads, n_inner=4 * width,
+                        activation_function="relu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+                        attn_implementation="eager")  # fmt: skip
+    theirs = GPT2Model(config).eval()
+    with torch.no_grad():
+        theirs.wpe.weight.zero_()
+        for ours, block in zip(model.blocks, theirs.h):
+            pairs = [(ours.norm1, block.ln_1), (ours.norm2, block.ln_2), (ours.qkv, block.attn.c_attn),
+                     (ours.out, block.attn.c_proj), (ours.up, block.mlp.c_fc), (ours.down, block.mlp.c_proj)
+                     ]  # fmt: skip
+            for layer, other in pairs:
+                weight = layer.weight
+                other.weight.copy_(weight.T if weight.dim() == 2 else weight)  # their linear layers are transposed
+                other.bias.copy_(layer.bias)
+        theirs.ln_f.weight.copy_(model.norm_out.weight)
+        theirs.ln_f.bias.copy_(model.norm_out.bias)
+    return theirs.to(torch.get_default_dtype())
+
+
+@double
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+@pytest.mark.parametrize("real", [(K,) * B, (K, 1, 3, K, 2, 4)], ids=["whole", "padded"])
+def test_forward_equals_gpt2(num_heads, real):
+    """As the authors put it together: tokens R, s, a of each step, each with the embedding of its time, LayerNorm,
+    GPT-2 given the mask, and Linear and tanh on the outputs at the states."""
+    model, batch = make_model(num_heads=num_heads), make_windows(1, real)
+    time = model.embed_timestep.weight[batch.timesteps]
+    tokens = torch.empty(B, 3 * K, W)
+    tokens[:, 0::3] = batch.rtg @ model.embed_rtg.weight.T + model.embed_rtg.bias + time
+    tokens[:, 1::3] = batch.obs @ model.embed_obs.weight.T + model.embed_obs.bias + time
+    tokens[:, 2::3] = batch.actions @ model.embed_action.weight.T + model.embed_action.bias + time
+    centred = tokens - tokens.mean(-1, keepdim=True)
+    tokens = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + 1e-5)
+    tokens = tokens * model.norm_in.weight + model.norm_in.bias
+    mask = batch.mask[:, :, None].expand(B, K, 3).reshape(B, 3 * K).long()
+    out = gpt2(model, num_heads)(inputs_embeds=tokens, attention_mask=mask).last_hidden_state
+    expected = torch.tanh(out.reshape(B, K, 3, W)[:, :, 1] @ model.predict_action.weight.T + model.predict_action.bias)
+    close(model(batch)[batch.mask], expected[batch.mask])
+
+
+def test_a_new_model_begins_as_gpt2():
+    """Weights of the blocks from N(0, 0.02), biases 0; the rest as PyTorch makes it."""
+    torch.manual_seed(0)
+    model = dt.DecisionTransformer(D, A, dt.Args(embed_dim=64))
+    assert len(model.blocks) == 3
+    for block in model.blocks:
+        for layer in (block.qkv, block.out, block.up, block.down):
+            assert not layer.bias.any() and layer.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert model.embed_timestep.weight.shape == (1000, 64)
+    assert model.embed_timestep.weight.std().item() == pytest.approx(1, rel=0.05)
+
+
+def test_dropout_is_for_training():
+    """Of embeddings, attention and residuals; none of it in eval."""
+    torch.manual_seed(0)
+    model, batch = make_model(dropout=0.5), make_windows()
+    assert torch.equal(model(batch), model(batch))
+    plain = model(batch)
+    model.train()
+    assert not torch.equal(model(batch), model(batch))
+    parts = [model.dropout, *(block.dropout for block in model.blocks)]
+    assert all(part.p == 0.5 for part in parts)
+    for part in parts:
+        part.eval()
+    assert not torch.equal(model(batch), plain)  # attention is left
+    model.eval()
+    for part in parts:  # all of it dropped: a block adds nothing, without embeddings the windows do not differ
+        part.p = 1.0
+        part.train()
+    assert len(model(batch)[batch.mask].unique(dim=0)) == 1
+    parts[0].eval()
+    without, model.blocks = model(batch), nn.ModuleList()
+    assert torch.equal(without, model(batch)) and not torch.equal(without, plain)
+
+
+# --- update
+
+RATE, DECAY = 1e-2, 0.1
+
+
+def own_adamw(p: dict, moments: dict, slopes: dict, rate: float) -> None:
+    """Gradients scaled to a norm of at most 0.25; weight decay off the parameter itself, for each of them."""
+    norm = math.sqrt(sum((g**2).sum().item() for g in slopes.values()))
+    for name, g in slopes.items():
+        g = g * min(1.0, 0.25 / (norm + 1e-6))
+        m, v, t = moments.get(name, (0.0, 0.0, 0))
+        m, v, t = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2, t + 1
+        moments[name] = m, v, t
+        p[name] = p[name] - rate * DECAY * p[name] - rate * m / (1 - 0.9**t) / (torch.sqrt(v / (1 - 0.999**t)) + 1e-8)
+
+
+@double
+def test_update_equals_adamw_by_hand():
+    """Four updates at learning rates that change, as in a warm-up: all parameters; loss and norm as reported."""
+    model, args = make_model(), dt.Args()
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=DECAY, fused=True)
+    p, moments, norms = {name: x.detach().clone() for name, x in model.named_parameters()}, {}, []
+    reference = make_model()
+    for step in range(4):
+        batch, rate = make_windows(step), RATE * (step + 1) / 4
+        if step == 3:  # so that the gradient is small
+            batch = batch._replace(actions=0.98 * reference_predictions(reference, p, batch))
+        optimizer.param_groups[0]["lr"] = rate
+        numbers = dt.update(model, optimizer, batch, args)
+        reference.load_state_dict(p, strict=False)
+        predicted = reference(batch)
+        loss = ((predicted - batch.actions) ** 2)[batch.mask].mean()
+        slopes = dict(zip(p, torch.autograd.grad(loss, list(reference.parameters()))))
+        own_adamw(p, moments, slopes, rate)
+        for name, x in model.named_parameters():
+            close(x, p[name])
+        norms.append(math.sqrt(sum((g**2).sum().item() for g in slopes.values())))
+        close(numbers["loss"], loss)
+        close(numbers["grad_norm"], norms[-1])
+    assert max(norms) > 0.25 > min(norms)
+
+
+def reference_predictions(reference, p: dict, batch):
+    """A fixed point of imitating: the actions that are predicted when they are also the ones in the window."""
+    reference.load_state_dict(p, strict=False)
+    for _ in range(2 * K):
+        batch = batch._replace(actions=reference(batch).detach())
+    return batch.actions
+
+
+def test_bfloat16_is_of_the_forward_pass_only():
+    """Near float32, not equal to it; weights, gradients and the loss stay float32."""
+    results = []
+    for precision in ("float32", "bfloat16"):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True)
+        numbers = dt.update(model, optimizer, make_windows(), dt.Args(precision=precision))
+        assert {x.dtype for p in model.parameters() for x in (p, p.grad)} == {numbers["loss"].dtype} == {torch.float32}
+        results.append(numbers["loss"].item())
+    assert results[0] != results[1] and results[0] == pytest.approx(results[1], rel=0.02)
+
+
+# --- evaluation
+
+
+class Toy(gym.Env):
+    """Episode i begins at place i / 10 and lasts 4 + 3 i steps. Observes (place, steps so far, episode); the reward
+    follows from the steps and the action."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (D,))
+    action_space = SPACE
+
+    def __init__(self, index: int = 0):
+        self.index = index
+
+    def observe(self):
+        return np.array([self.place, self.time, self.index])  # float64, as MuJoCo's
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place, self.time = self.index / 10, 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.time += 1
+        self.place += float(action[0]) / 10
+        over = self.time == 4 + 3 * self.index
+        return self.observe(), self.time + float(action[1]), over, False, {}
+
+
+def replayed(model, index: int, target: float, length: int):
+    """One episode step by step, with all that was seen kept: the windows given to the model, and the return."""
+    env, seen, given, total, over = Toy(index), [], [], 0.0, False
+    (obs, _), to_go = env.reset(), target
+    while not over:
+        seen.append([(obs - model.obs_mean.numpy()) / model.obs_std.numpy(), np.zeros(A), [to_go / 50], len(seen)])
+        newest = seen[-length:]
+        *parts, time = (torch.tensor(np.array(column)) for column in zip(*newest))
+        batch = dt.Windows(*(x.float()[None] for x in parts), time[None], torch.ones(1, len(newest)).bool())
+        given.append(batch)
+        action = model(batch)[0, -1].detach().numpy()
+        seen[-1][1] = action
+        obs, reward, over, _, _ = env.step(to_env(action, SPACE)[0])
+        total, to_go = total + reward, to_go - reward
+    return given, total
+
+
+TARGETS = (60.0, 20.0)
+
+
+def evaluate(targets: tuple[float, ...]):
+    """What `achieved` returns for these targets and three episodes each, and what it gave to the model."""
+    model, given = make_model(max_episode_length=6).train(), []
+    model.obs_mean.copy_(torch.tensor([0.5, 3.0, 1.0]))
+    model.obs_std.copy_(torch.tensor([0.4, 2.0, 0.9]))
+    args = dt.Args(target_returns=targets, eval_episodes=3, context_length=3, rtg_scale=50.0)
+    spy = model.register_forward_pre_hook(lambda module, inputs: given.append((module.training, inputs[0])))
+    made = iter(range(100))
+    returns = dt.achieved(model, lambda: Toy(next(made) % 3), SPACE, args, torch.device("cpu"))
+    assert model.training
+    spy.remove()
+    return returns, given, model.eval()
+
+
+@pytest.fixture(scope="module")
+def evaluated():
+    """`evaluate` for two targets, and the same episodes one by one."""
+    returns, given, model = evaluate(TARGETS)
+    episodes = {}
+    with torch.no_grad():
+        for i, target in enumerate(TARGETS):
+            for index in range(3):
+                episodes[i, index] = replayed(model, index, target, 3)
+    return SimpleNamespace(returns=returns, given=given, episodes=episodes)
+
+
+def test_whole_targets_are_numbers_like_others(evaluated):
+    """As train() makes them from the dataset's returns: rewards are not rounded on their way into the returns-to-go."""
+    returns, given, _ = evaluate(tuple(map(int, TARGETS)))
+    for (_, batch), (_, expected) in zip(given, evaluated.given):
+        close(batch.rtg, expected.rtg, 1e-6)
+    close(returns, evaluated.returns, 1e-6)
+
+
+def test_evaluation_asks_for_each_target(evaluated):
+    """The returns of the episodes run one by one; a row for each target, in which all episodes ask for it."""
+    assert evaluated.returns.shape == (2, 3)
+    close(evaluated.returns, [[evaluated.episodes[i, index][1] for index in range(3)] for i in range(2)], 1e-4)
+    assert np.abs(evaluated.returns[0] - evaluated.returns[1]).min() > 1e-3  # the target matters
+
+
+def test_evaluation_shows_the_newest_steps(evaluated):
+    """Normalised observations, own actions of the past and 0 for the one to come, the target less the rewards so far,
+    time steps, at most as many as the context, padded on the left; only episodes that go on."""
+    for step, (training, batch) in enumerate(evaluated.given):
+        assert not training
+        alone = [given[step] for given, _ in evaluated.episodes.values() if step < len(given)]
+        assert len(batch.mask) == len(alone) and batch.mask.shape[1] == 3
+        for row, expected in enumerate(alone):
+            mask = batch.mask[row]
+            assert mask.tolist() == [i >= 3 - expected.mask.shape[1] for i in range(3)]
+            assert batch.timesteps[row, mask].tolist() == expected.timesteps[0].tolist()
+            for name in ("obs", "actions", "rtg"):
+                close(getattr(batch, name)[row, mask], getattr(expected, name)[0], 1e-5)
+    assert len(evaluated.given) == 10 and evaluated.given[-1][1].timesteps.max() == 9  # beyond the embeddings
+
+
+def test_return_to_go_falls_by_the_rewards(evaluated):
+    """By hand along the longest episode: 60, then less each reward, which is the step's number plus the action."""
+    to_go = [batch.rtg[2, -1, 0].item() * 50 for _, batch in evaluated.given[:4]]
+    actions = [to_env(batch.actions[2, -2:-1].numpy(), SPACE)[0, 1] for _, batch in evaluated.given[1:4]]
+    expected = 60.0
+    close(to_go[0], expected, 1e-4)
+    for step, action in enumerate(actions):
+        expected -= step + 1 + action
+        close(to_go[step + 1], expected, 1e-4)
+
+
+def test_scores_by_hand():
+    """eval/return is of the first target; the slope is that of least squares over all episodes."""
+    returns = np.array([[10.0, 14.0], [5.0, 7.0]])
+    columns = dt.scores(collection(), returns, (20.0, 10.0))
+    assert columns == {"eval/return": 12.0, "eval/return_at_20": 12.0, "eval/return_at_10": 6.0,
+                       "eval/slope": pytest.approx(0.6)}  # fmt: skip
+    assert "eval/slope" not in dt.scores(collection(), returns[:1], (20.0,))
+
+
+# --- train()
+
+gym.register("PlainrlDtToy-v0", lambda **kwargs: Toy(1))
+SETTINGS = ("--device cpu --embed-dim 8 --num-layers 1 --context-length 3 --batch-size 16 --eval-episodes 1 "
+            "--rtg-scale 5 --max-episode-length 6 --max-steps 40 --warmup-steps 10 --eval-every 0").split()  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A short run on `collection`: its folder, the data, and what `update` was called with each time."""
+    folder, data, calls, update = tmp_path_factory.mktemp("dt"), collection(), [], dt.update
+
+    def recording(model, optimizer, batch, args):
+        calls.append(SimpleNamespace(model=model, optimizer=optimizer, batch=batch, args=args,
+                                     training=model.training, rate=optimizer.param_groups[0]["lr"]))  # fmt: skip
+        return update(model, optimizer, batch, args)
+
+    ends = np.isin(np.arange(14), STARTS[1:] - 1)
+    next_obs = np.roll(data.obs, -1, 0)
+    next_obs[ends] = next_obs[-1] = 99
+    save_collection(folder / "data.hdf5", data.obs, data.actions, data.rewards, data.terminated, next_obs,
+                    {"env_id": "PlainrlDtToy-v0"})  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dt, "update", recording)
+        out = new_run(dt, folder / "runs", *SETTINGS, "--dataset", folder / "data.hdf5")
+    return SimpleNamespace(folder=out, data=data, calls=calls)
+
+
+def test_train_normalises_by_the_dataset(run):
+    """Mean and standard deviation + 1e-6 over all rows, in the model that is saved, and in the windows."""
+    saved = load_file(run.folder / "model" / "model.safetensors")
+    mean, std = run.data.obs.astype(np.float64).mean(0), run.data.obs.astype(np.float64).std(0) + 1e-6
+    close(saved["obs_mean"], mean, 1e-5)
+    close(saved["obs_std"], std, 1e-7 * 20)
+    assert saved["obs_std"][2].item() == pytest.approx(1e-6)
+    rows = (run.data.obs[:, :2] - mean[:2]) / std[:2]
+    shown = torch.cat([call.batch.obs[call.batch.mask][:, :2] for call in run.calls]).unique(dim=0).numpy()
+    close(shown[np.lexsort(shown.T)], rows[np.lexsort(rows.T)], 1e-5)
+
+
+def test_train_begins_windows_everywhere(run):
+    """At every row equally often, with returns-to-go over the scale; dropout is on."""
+    first = torch.cat([torch.stack([row[mask][0] for row, mask in zip(call.batch.rtg[..., 0], call.batch.mask)])
+                       for call in run.calls])  # fmt: skip
+    counts = {value: TO_GO.count(value) for value in TO_GO}
+    assert {round(x * 5, 4) for x in first.tolist()} == set(counts)
+    for value, count in counts.items():
+        share = ((first * 5 - value).abs() < 1e-4).double().mean().item()
+        expected = count / 14
+        assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / len(first))
+    assert all(call.batch.mask.shape == (16, 3) and call.training for call in run.calls)
+
+
+def test_train_warms_up(run):
+    """Linearly from 1/10 of the learning rate to all of it, then constant; AdamW on all parameters alike."""
+    close([call.rate for call in run.calls], [1e-3 * min((k + 1) / 10, 1) for k in range(40)], 1e-15)
+    model, optimizer = run.calls[0].model, run.calls[0].optimizer
+    (group,) = optimizer.param_groups
+    assert type(optimizer) is torch.optim.AdamW
+    assert {id(x) for x in group["params"]} == {id(x) for x in model.parameters()}
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 1e-4)
+    assert run.calls[0].args.max_grad_norm == 0.25
+
+
+def test_train_asks_for_returns_of_the_dataset(run):
+    """The trajectories return 10, -5, 7 and 0.75: the highest, and 3/4, 1/2, 1/4 of the way to it from the lowest."""
+    assert run.calls[0].args.target_returns == (10, 6.25, 2.5, -1.25)
+    (row,) = [row for row in metrics(run.folder) if "eval/return" in row]
+    assert row["eval/return"] == row["eval/return_at_10"] == row["eval/best_return"]
+    assert {"eval/return_at_6.25", "eval/return_at_2.5", "eval/return_at_-1.25", "eval/slope"} <= row.keys()
+    assert (run.folder / "targets.png").exists()
+
+
+def test_no_module_is_left_out():
+    """Every parameter of a model gets a gradient from a batch of whole windows."""
+    model = make_model()
+    dt.dt_loss(model(make_windows(real=(K,) * B)), make_windows(real=(K,) * B)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert not any(isinstance(m, nn.Dropout) and m.training for m in model.modules())

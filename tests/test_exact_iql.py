@@ -1,0 +1,684 @@
+"""iql.py and bc.py against numbers computed another way: the fixed point of the expectile backup by root finding, one
+update by a second implementation of the authors' order, and what train() does by an environment that tells what
+happened.
+
+The second implementation takes tensors by name and uses its own forward pass, density, losses and Adam; only
+derivatives are left to autograd.
+"""
+
+import copy
+import math
+from types import SimpleNamespace
+
+import gymnasium as gym
+import h5py
+import numpy as np
+import pytest
+import torch
+from helpers import metrics, new_run, weights
+from scipy import optimize, stats
+from torch import nn
+
+from algos import bc, iql
+from utils.collection import save_collection
+from utils.errors import UserError
+from utils.offline import Dataset
+from utils.replay import ReplayBuffer
+
+D, A, H, B = 3, 2, 8, 16  # observations, actions, hidden units, rows of a minibatch
+GAMMA, TAU, RATE, EXPECTILE, TEMPERATURE = 0.9, 0.1, 1e-2, 0.8, 3.0
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+double = pytest.mark.usefixtures("float64")
+
+
+def close(actual, expected, atol=1e-10) -> None:
+    actual, expected = (x.detach() if isinstance(x, torch.Tensor) else x for x in (actual, expected))
+    np.testing.assert_allclose(actual, np.asarray(expected), rtol=0, atol=atol)
+
+
+# --- a finite MDP, whose best in-support behaviour no trajectory shows
+
+STATES, END = 6, 5
+POINTS = np.array([[-0.8, -0.5], [0.7, -0.2], [0.1, 0.9]])  # the three actions
+TRAJECTORIES = [  # how often; steps of (state, action, reward, next state, terminated)
+    (4, [(0, 0, 0.0, 1, 0), (1, 0, 2.5, END, 1)]),  # what is mostly done in state 0
+    (3, [(0, 1, 0.0, 2, 0), (2, 0, 2.0, END, 1)]),  # the good first action, then the bad one
+    (2, [(3, 2, 0.5, 2, 0), (2, 1, 0.0, 4, 0), (4, 0, 0.3, 4, 0)]),  # the good second one; cut off in state 4
+    (1, [(3, 2, 0.0, END, 1)]),  # the same action may also end it: Q is a mean over outcomes
+]
+ROWS = np.array([step for count, steps in TRAJECTORIES for step in steps * count])
+STATE, ACTION, NEXT = (ROWS[:, i].astype(int) for i in (0, 1, 3))
+REWARD, TERMINATED = ROWS[:, 2], ROWS[:, 4]
+PAIRS = sorted(set(zip(STATE, ACTION)))
+MAJORITY = {state: np.bincount(ACTION[STATE == state]).argmax() for state in range(END)}
+
+
+def mdp_batch() -> iql.Transitions:
+    one_hot, column = np.eye(STATES), [x[:, None] for x in (REWARD, TERMINATED)]
+    return iql.Transitions(*map(torch.tensor, (one_hot[STATE], POINTS[ACTION], *column, one_hot[NEXT])))
+
+
+def expectile_of(values: np.ndarray, expectile: float) -> float:
+    """Where the weighted errors balance."""
+
+    def slope(v):
+        return (np.where(values > v, expectile, 1 - expectile) * (values - v)).sum()
+
+    low, high = values.min(), values.max()
+    return low if low == high else optimize.brentq(slope, low, high, xtol=1e-14)
+
+
+def fixed_point(summary) -> tuple[np.ndarray, dict]:
+    """V (states,) and Q by pair: Q the mean of r + gamma V(s') where it did not end, V summary(Q of the rows of s)."""
+    v = np.zeros(STATES)
+    for _ in range(300):
+        y = np.where(TERMINATED == 1, REWARD, REWARD + GAMMA * v[NEXT])
+        q = {pair: y[(STATE == pair[0]) & (ACTION == pair[1])].mean() for pair in PAIRS}
+        rows = np.array([q[pair] for pair in zip(STATE, ACTION)])
+        v = np.array([summary(rows[state == STATE]) for state in range(END)] + [0.0])
+    return v, q
+
+
+def expectile_fixed_point(expectile: float):
+    return fixed_point(lambda values: expectile_of(values, expectile))
+
+
+class Tables(nn.Module):
+    """Two Q's, one number for each state and action. They begin below what is learnt, as V does: from above, V would
+    come down at the pace of 1 - expectile."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.q1, self.q2 = (nn.Parameter(-torch.rand(STATES, len(POINTS), generator=generator)) for _ in range(2))
+
+    def forward(self, obs, actions):
+        pair = obs.argmax(1), torch.cdist(actions, torch.tensor(POINTS)).argmin(1)
+        return self.q1[pair][:, None], self.q2[pair][:, None]
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.v = nn.Parameter(torch.tensor([0.0] * END + [7.0]))  # END keeps it: a bootstrap from it would show
+
+    def forward(self, obs):
+        return self.v[obs.argmax(1)][:, None]
+
+
+@pytest.fixture(scope="module")
+def learnt():
+    """Expectile -> agent after 350 updates with tables as critics and value. Plain gradient steps, each cell's times
+    rows / (2 rows of the cell): then a step of a Q table is the mean of its targets."""
+    torch.set_default_dtype(torch.float64)
+    agents = {}
+    try:
+        for expectile in (0.5, 0.7, 0.9, 0.99):
+            torch.manual_seed(0)
+            args = iql.Args(gamma=GAMMA, tau=1.0, expectile=expectile, temperature=10.0, dropout=0.0, hidden_size=16)
+            agent, batch = iql.Agent(STATES, A, args), mdp_batch()
+            agent.critics, agent.targets, agent.value = Tables(1), Tables(2).requires_grad_(False), Table()
+            counts = torch.zeros(STATES, len(POINTS)).index_put_(
+                (torch.tensor(STATE), torch.tensor(ACTION)), torch.ones(len(ROWS)), accumulate=True
+            )
+            scale = len(ROWS) / 2 / counts.clamp(min=1)
+            for table in agent.critics.parameters():
+                table.register_hook(lambda g, scale=scale: g * scale)
+            v_scale = len(ROWS) / 2 / counts.sum(1).clamp(min=1) / max(expectile, 1 - expectile)
+            agent.value.v.register_hook(lambda g, scale=v_scale: g * scale)
+            optimizers = iql.Optimizers(torch.optim.Adam(agent.actor.parameters(), 2e-2),
+                                        torch.optim.SGD(agent.critics.parameters(), 1.0),
+                                        torch.optim.SGD(agent.value.parameters(), 1.0))  # fmt: skip
+            for _ in range(350):
+                iql.update(agent, optimizers, batch, args)
+            agents[expectile] = agent
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return agents
+
+
+@double
+@pytest.mark.parametrize("expectile", [0.5, 0.7, 0.9, 0.99])
+def test_update_converges_to_the_expectile_fixed_point(learnt, expectile):
+    """V and both Q's; ended steps do not look at V(END), the cut off one in state 4 is worth 0.3 / (1 - gamma)."""
+    agent, (v, q) = learnt[expectile], expectile_fixed_point(expectile)
+    close(agent.value.v[:END], v[:END], 1e-6)
+    close(agent.value.v[END], 7.0)
+    for table in (*agent.critics.parameters(), *agent.targets.parameters()):
+        close([table[pair].item() for pair in PAIRS], [q[pair] for pair in PAIRS], 1e-6)
+    close(v[4], 3.0, 1e-6)
+
+
+def greedy(q: dict) -> dict:
+    return {s: max((a for state, a in PAIRS if state == s), key=lambda a: q[s, a]) for s in range(END)}
+
+
+def test_value_approaches_in_support_value_iteration(learnt):
+    """The distance falls with the expectile, from far off at 1/2, where V is that of the behaviour, to below 1 %. The
+    best first step pays only with the second step of another trajectory: expectile 1/2 does not find it."""
+    best, best_q = fixed_point(np.max)
+    distances = []
+    for expectile, agent in learnt.items():
+        v = np.append(agent.value.v.detach()[:END], 0)
+        distances.append(np.abs(v - best).max() / best.max())
+        assert expectile > 0.5 or distances[-1] > 0.05
+    assert distances == sorted(distances, reverse=True) and distances[-1] < 0.01
+    assert expectile_fixed_point(0.9999)[0] == pytest.approx(best, rel=1e-4)
+
+    mean, mean_q = fixed_point(np.mean)
+    close(learnt[0.5].value.v[:END], mean[:END], 1e-6)
+    assert greedy(best_q)[0] == greedy(best_q)[2] == 1 and MAJORITY[0] == MAJORITY[2] == 0
+    chosen = {e: greedy({p: agent.critics.q1[p].item() for p in PAIRS}) for e, agent in learnt.items()}
+    assert chosen[0.5] == greedy(mean_q) and chosen[0.5][0] == 0
+    assert chosen[0.9] == chosen[0.99] == greedy(best_q)
+
+
+@double
+def test_policy_leans_on_the_best_actions(learnt):
+    """Its mean is that of the data's actions with weights exp(10 A), nearer to the best action than to the usual one,
+    which behaviour cloning prefers."""
+    v, q = expectile_fixed_point(0.9)
+    rows = np.array([q[pair] for pair in zip(STATE, ACTION)])
+    row_weights = np.exp(10 * (rows - v[STATE]))
+    for s in (0, 2):
+        mine = STATE == s
+        expected = (row_weights[mine, None] * POINTS[ACTION[mine]]).sum(0) / row_weights[mine].sum()
+        obs = torch.eye(STATES)[[s]]
+        mean = learnt[0.9].actor(obs)[0][0]
+        close(mean, expected, 0.02)
+        good, usual = (learnt[0.9].actor.log_prob(obs, torch.tensor(POINTS[[a]])).item() for a in (1, MAJORITY[s]))
+        assert good > usual + 0.1
+        cloned = POINTS[ACTION[mine]].mean(0)
+        assert np.linalg.norm(cloned - POINTS[1]) > np.linalg.norm(cloned - POINTS[MAJORITY[s]])
+
+
+# --- a second implementation of the step
+
+
+def mlp(p: dict, name: str, x: torch.Tensor) -> torch.Tensor:
+    for layer in (0, 3, 6):
+        x = x @ p[f"{name}.{layer}.weight"].T + p[f"{name}.{layer}.bias"]
+        x = x * (x > 0) if layer < 6 else x
+    return x
+
+
+def own_q(p: dict, name: str, batch):
+    return [mlp(p, f"{name}.{q}", torch.hstack([batch.obs, batch.actions])) for q in ("q1", "q2")]
+
+
+def own_log_prob(p: dict, batch):
+    std = torch.exp(torch.minimum(torch.maximum(p["actor.log_std"], torch.tensor(-5.0)), torch.tensor(2.0)))
+    normal = torch.distributions.Normal(torch.tanh(mlp(p, "actor.net", batch.obs)), std)
+    return normal.log_prob(batch.actions).sum(1)[:, None]
+
+
+def own_adam(p: dict, moments: dict, part: str, loss) -> None:
+    """Moves the parameters whose names start with `part`."""
+    names = [name for name in p if name.startswith(part)]
+    for name, g in zip(names, torch.autograd.grad(loss, [p[name] for name in names])):
+        m, v, t = moments.get(name, (0.0, 0.0, 0))
+        m, v, t = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2, t + 1
+        moments[name] = m, v, t
+        p[name] = (p[name] - RATE * m / (1 - 0.9**t) / (torch.sqrt(v / (1 - 0.999**t)) + 1e-8)).detach()
+        p[name].requires_grad_()
+
+
+def own_update(p: dict, moments: dict, batch) -> dict:
+    """The authors' order. Changes `p` and `moments`; returns the metrics."""
+    q1, q2 = own_q(p, "targets", batch)
+    q = torch.where(q1 < q2, q1, q2).detach()
+    u = q - mlp(p, "value", batch.obs)
+    own_adam(p, moments, "value", (abs(EXPECTILE - 1.0 * (u.detach() < 0)) * u**2).sum() / len(u))
+
+    v, next_v = (mlp(p, "value", obs).detach() for obs in (batch.obs, batch.next_obs))
+    w = torch.exp(TEMPERATURE * (q - v))
+    w = torch.where(w > 100, torch.tensor(100.0), w)
+    logps = own_log_prob(p, batch)
+    own_adam(p, moments, "actor", -(w * logps).sum() / len(w))
+
+    y = torch.where(batch.terminated == 1, batch.rewards, batch.rewards + GAMMA * next_v)
+    online = own_q(p, "critics", batch)
+    td_error = abs(online[0].detach() - y).mean()
+    own_adam(p, moments, "critics", sum(((x - y) ** 2).sum() / len(x) for x in online))
+    for name in p:
+        if name.startswith("targets"):
+            p[name] = ((1 - TAU) * p[name] + TAU * p[name.replace("targets", "critics")]).detach()
+    return {"q": q.mean(), "v": v.mean(), "weight": w.mean(), "clipped": (w == 100).double().mean(),
+            "td_error": td_error, "nll": -logps.detach().mean(), "std": p["actor.log_std"].detach().exp().mean()
+            }  # fmt: skip
+
+
+def make_agent(seed: int = 50) -> iql.Agent:
+    """Random weights, other ones in the target critics."""
+    generator = torch.Generator().manual_seed(seed)
+    agent = iql.Agent(D, A, iql.Args(hidden_size=H, dropout=0.0))
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter.copy_((0.5 if parameter.dim() > 1 else 0.2) * torch.randn(parameter.shape, generator=generator))
+    return agent
+
+
+def named(agent) -> dict:
+    return {name: tensor.detach().clone().requires_grad_() for name, tensor in agent.state_dict().items()}
+
+
+def make_batch(seed: int = 0) -> iql.Transitions:
+    g = torch.Generator().manual_seed(seed)
+    terminated = (torch.arange(B) % 3 == 0).view(B, 1).to(torch.get_default_dtype())
+    return iql.Transitions(torch.randn(B, D, generator=g), torch.rand(B, A, generator=g) * 2 - 1,
+                           3 * torch.randn(B, 1, generator=g), terminated, torch.randn(B, D, generator=g))  # fmt: skip
+
+
+def make_optimizers(agent) -> iql.Optimizers:
+    parts = (agent.actor, agent.critics, agent.value)
+    return iql.Optimizers(*(torch.optim.Adam(part.parameters(), lr=RATE, fused=True) for part in parts))
+
+
+@double
+def test_update_equals_a_second_implementation():
+    """Five updates: all parameters and metrics. The value moves first, by the target critics; the policy's weights are
+    those of the target critics less the new value, the critics' target has the new value, the targets come last."""
+    agent = make_agent()
+    optimizers, p, moments, clipped = make_optimizers(agent), named(agent), {}, []
+    args = iql.Args(gamma=GAMMA, tau=TAU, expectile=EXPECTILE, temperature=TEMPERATURE)
+    for step in range(5):
+        batch = make_batch(step)
+        for name in ("critics", "targets"):  # each of the two is the smaller one somewhere
+            assert 0 < torch.lt(*own_q(p, name, batch)).sum() < B
+        numbers = iql.update(agent, optimizers, batch, args)
+        own = own_update(p, moments, batch)
+        for name, tensor in agent.state_dict().items():
+            np.testing.assert_allclose(tensor, p[name].detach(), rtol=1e-10, atol=1e-13, err_msg=f"{name} {step}")
+        assert numbers.keys() == own.keys()
+        for name, value in own.items():
+            close(numbers[name], value)
+        assert not any(x.requires_grad or x.grad is not None for x in agent.targets.parameters())
+        clipped.append(own["clipped"].item())
+    assert 0 < sum(clipped) < 5  # weights on both sides of 100
+
+
+@double
+def test_losses_by_hand():
+    """Sums over both critics, not halved; the bootstrap is cut where terminated is 1, and only there."""
+    errors = torch.tensor([[2.0], [-1.0], [0.0], [3.0]])
+    close(iql.expectile_loss(errors, 0.9), (0.9 * 4 + 0.1 * 1 + 0.9 * 9) / 4)
+    close(iql.expectile_loss(errors, 0.5), 0.5 * 14 / 4)
+    errors.requires_grad_()
+    iql.expectile_loss(errors, 0.9).backward()
+    close(errors.grad[:, 0], np.array([2 * 0.9 * 2, -2 * 0.1, 0, 2 * 0.9 * 3]) / 4)
+
+    q1, q2 = (torch.tensor([[x], [x]], requires_grad=True) for x in (1.0, 4.0))
+    batch = iql.Transitions(None, None, torch.tensor([[10.0], [10.0]]), torch.tensor([[0.0], [1.0]]), None)
+    loss, td_errors = iql.critic_loss(lambda *_: (q1, q2), batch, torch.tensor([[5.0], [7.0]]), 0.9)
+    close(loss, ((14.5 - 1) ** 2 + (14.5 - 4) ** 2 + (10 - 1) ** 2 + (10 - 4) ** 2) / 2)
+    close(td_errors[:, 0], [13.5, 9])
+    loss.backward()
+    close(q1.grad[:, 0], [-13.5, -9])
+    close(q2.grad[:, 0], [-10.5, -6])
+
+    logps = torch.tensor([[-1.0], [0.5], [-3.0]], requires_grad=True)
+    advantages = torch.tensor([[0.2], [-4.0], [2.0]])  # exp(3 * 2) = 403
+    actor = SimpleNamespace(log_prob=lambda *_: logps)
+    loss, row_weights, out = iql.actor_loss(actor, batch, advantages, 3.0)
+    expected = [math.exp(0.6), math.exp(-12), 100.0]
+    close(row_weights[:, 0], expected)
+    close(loss, -(-expected[0] + 0.5 * expected[1] - 300) / 3)
+    loss.backward()
+    close(logps.grad[:, 0], -np.array(expected) / 3)
+    assert not out.requires_grad and torch.equal(out, logps.detach())
+    close(bc.actor_loss(actor, batch), 3.5 / 3)
+
+
+# --- temperature 0 is behaviour cloning
+
+
+def test_temperature_0_is_behaviour_cloning():
+    """Bit for bit, whatever the advantages: the loss, its gradients, and the actor after an update."""
+    agent, batch = make_agent(), make_batch()
+    cloner = bc.Agent(D, A, bc.Args(hidden_size=H))
+    cloner.actor.load_state_dict(agent.actor.state_dict())
+    advantages = 50 * torch.randn(B, 1, generator=torch.Generator().manual_seed(0))
+    loss, row_weights, _ = iql.actor_loss(agent.actor, batch, advantages, 0.0)
+    cloning = bc.actor_loss(cloner.actor, bc.Transitions(*batch))
+    assert torch.equal(loss, cloning) and (row_weights == 1).all()
+    loss.backward(), cloning.backward()
+    for ours, theirs in zip(agent.actor.parameters(), cloner.actor.parameters()):
+        assert ours.grad.any() and torch.equal(ours.grad, theirs.grad)
+
+    optimizers, before = make_optimizers(agent), copy.deepcopy(agent.actor.state_dict())
+    args = iql.Args(expectile=0.7, temperature=0.0)
+    adam = torch.optim.Adam(cloner.actor.parameters(), lr=RATE, fused=True)
+    for step in range(3):
+        numbers = iql.update(agent, optimizers, make_batch(step), args)
+        own = bc.update(cloner, adam, bc.Transitions(*make_batch(step)))
+        assert {name: numbers[name] for name in own} == own
+    for name, tensor in cloner.actor.state_dict().items():
+        assert torch.equal(agent.actor.state_dict()[name], tensor) and not torch.equal(before[name], tensor)
+
+
+# --- the policy
+
+modules = pytest.mark.parametrize("module", [iql, bc], ids=["iql", "bc"])
+
+
+def make_actor(module, log_std, dropout: float = 0.0):
+    torch.manual_seed(5)
+    actor = module.Actor(D, A, H, dropout)
+    with torch.no_grad():
+        actor.log_std.copy_(torch.tensor(log_std))
+        actor.net[-1].bias.copy_(torch.tensor([0.3, -0.8]))
+    return actor
+
+
+@double
+@modules
+@pytest.mark.parametrize(
+    "raw, bounded", [((-0.5, 0.4), (-0.5, 0.4)), ((-9.0, 1.9), (-5.0, 1.9)), ((-4.9, 3.0), (-4.9, 2.0))]
+)
+def test_density_is_normal_with_a_bounded_std(module, raw, bounded):
+    """Mean tanh of the network, for any state the same log std; one beyond [-5, 2] counts as the bound."""
+    actor, batch = make_actor(module, raw), make_batch()
+    mean, log_std = actor(batch.obs)
+    close(log_std, bounded, 1e-15)
+    close(mean, torch.tanh(mlp(named(actor), "net", batch.obs)))
+    expected = torch.distributions.Normal(mean, torch.tensor(bounded).exp()).log_prob(batch.actions).sum(1)
+    assert actor.log_prob(batch.obs, batch.actions).shape == (B, 1)
+    close(actor.log_prob(batch.obs, batch.actions)[:, 0], expected)
+
+
+@modules
+def test_act_samples_the_policy(module):
+    """Scale 0: the mean; scale 1: mean + std x noise, clipped to [-1, 1]. No unit is dropped, as it is in training."""
+    actor, generator = make_actor(module, [-2.5, 2.0], dropout=0.5), torch.Generator().manual_seed(0)
+    obs = np.tile([[0.3, -1.0, 0.5]], (4000, 1))  # float64, as MuJoCo's
+    mean = torch.tanh(mlp(named(actor), "net", torch.tensor(obs[0]).float())).detach().numpy()
+    close(module.act(actor, None, obs, 0.0, generator), np.tile(mean, (4000, 1)), 1e-6)
+    assert actor.training and len(actor(torch.tensor(obs).float())[0].unique(dim=0)) > 10
+    actions = module.act(actor, None, obs, 1.0, generator)
+    assert actions.dtype == np.float32 and np.abs(actions).max() == 1
+    assert stats.kstest(actions[:, 0], stats.norm(mean[0], math.exp(-2.5)).cdf).pvalue > 0.01
+    below = stats.norm(mean[1], math.exp(2.0)).cdf([-1, 1])
+    close([(actions[:, 1] == -1).mean(), (actions[:, 1] < 1).mean()], below, 0.03)
+    close(module.act(actor, None, obs[:2], torch.tensor([[0.0], [1.0]]), generator)[0], mean, 1e-6)
+
+
+# --- the rows and rewards that are taken
+
+
+def dataset(lengths, rewards, known=None) -> Dataset:
+    n = len(rewards)
+    obs, starts = np.zeros((n, 1), np.float32), np.cumsum([0, *lengths[:-1]])
+    rewards = np.array(rewards, np.float32)
+    known = np.ones(n, bool) if known is None else np.array(known)
+    return Dataset(obs, obs, rewards, np.zeros(n, bool), obs, known, starts, name="test")
+
+
+def test_reward_map_by_hand():
+    """Factor and summand of the three treatments. The range of returns is that of the rows that are trained on."""
+    data = dataset([2, 3, 1], [1, 2, -1, -1, 0, 5])  # returns 3, -2, 5
+    assert iql.reward_map(data, "raw") == (1, 0)
+    assert iql.reward_map(data, "minus-one") == (1, -1)
+    assert iql.reward_map(data, "return-range") == (pytest.approx(1000 / 7), 0)
+    cut = dataset([2, 3, 1], [1, 2, -1, -1, 0, 5], [1, 1, 1, 1, 1, 0] > np.zeros(6))  # returns 3, -2, 0
+    assert iql.reward_map(cut, "return-range") == (pytest.approx(1000 / 5), 0)
+    with pytest.raises(UserError, match="--rewards raw"):
+        iql.reward_map(dataset([1, 2], [3, 1, 2]), "return-range")
+
+
+@pytest.mark.parametrize(
+    "fraction, kept",
+    [
+        (1.0, [0, 1, 2, 3]),
+        (0.95, [1, 3, 0]),  # 9 rows would be all of the 9.5 allowed; the last trajectory has one more
+        (0.9, [1, 3]),  # 9 rows are not below 9
+        (0.51, [1, 3]),  # 5 rows are below 5.1
+        (0.5, [1]),  # but not below 5
+        (0.31, [1]),
+        (0.01, [1]),  # the best one is always kept, however long
+    ],
+)
+def test_top_rows_by_hand(fraction, kept):
+    """10 rows in trajectories of 4, 3, 1, 2 rows with returns 2, 9, -1, 3: a share of the rows, not of trajectories."""
+    data = dataset([4, 3, 1, 2], [2, 0, 0, 0, 10, 0, -1, -1, 3, 0])
+    rows = bc.top_rows(data, fraction)
+    assert rows.dtype == bool
+    assert rows.tolist() == [number in kept for number in [0, 0, 0, 0, 1, 1, 1, 2, 3, 3]]
+
+
+def test_top_rows_do_not_skip_a_long_trajectory():
+    """The first that does not fit ends it, though shorter and worse ones would."""
+    data = dataset([2, 5, 1, 2], [9, 0, 8, 0, 0, 0, 0, 7, 6, 0])
+    assert bc.top_rows(data, 0.45).tolist() == [True] * 2 + [False] * 8
+
+
+def test_top_rows_of_equal_returns():
+    """Equal returns are taken in the order of the data, on every machine."""
+    data = dataset([1] * 200, [1.0] * 100 + [2.0] * 100)
+    assert np.flatnonzero(bc.top_rows(data, 0.255)).tolist() == list(range(100, 150))
+
+
+# --- train()
+
+LIMIT = 5
+
+
+class Probe(gym.Env):
+    """Observation: step in the episode, length at which it ends by itself, the action as it arrived. Lengths of 2 to 7
+    under a time limit of LIMIT make episodes that terminate, that are cut off, and that do both in one step."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (4,))
+    action_space = gym.spaces.Box(np.array([-1, 2], np.float32), np.array([3, 2.5], np.float32))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.step_in_episode, self.length = 0, int(self.np_random.integers(2, 8))
+        return np.array([0, self.length, 0, 0], np.float32), {}
+
+    def step(self, action):
+        self.step_in_episode += 1
+        obs = np.array([self.step_in_episode, self.length, *action], np.float32)
+        return obs, 100.0 + action[0], self.step_in_episode == self.length, False, {}
+
+
+gym.register("PlainrlIqlProbe-v0", Probe, max_episode_steps=LIMIT)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A collection of 12 episodes with random actions: its file and its columns."""
+    env, rows = gym.make("PlainrlIqlProbe-v0"), []
+    env.action_space.seed(0)
+    for episode in range(12):
+        obs, over = env.reset(seed=episode)[0], False
+        while not over:
+            action = env.action_space.sample()
+            next_obs, reward, terminated, truncated, _ = env.step(action)
+            rows.append((obs, action, np.float32(reward), terminated, next_obs, terminated or truncated))
+            obs, over = next_obs, terminated or truncated
+    columns = [np.array(column) for column in zip(*rows)]
+    path = tmp_path_factory.mktemp("data") / "probe.hdf5"
+    save_collection(path, *columns[:5], {"env_id": "PlainrlIqlProbe-v0"})
+    assert 0 < columns[3].sum() < 12  # some terminated, some were cut off
+    return path, columns
+
+
+def trained(module, folder, path, *flags):
+    """A run with everything it added to its buffer, the calls of `update` and the learning rates at each."""
+    added, calls, rates, update = [], [], [], module.update
+
+    class Spy(ReplayBuffer):
+        def add(self, *parts):
+            added.append([np.array(part, np.float64) for part in parts])
+            super().add(*parts)
+
+    def recording(agent, optimizers, batch, *others):
+        calls.append((agent, optimizers, batch, *others))
+        several = optimizers if isinstance(optimizers, tuple) else [optimizers]
+        rates.append([group["lr"] for optimizer in several for group in optimizer.param_groups])
+        return update(agent, optimizers, batch, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "update", recording)
+        patch.setattr(module, "ReplayBuffer", Spy)
+        run = new_run(module, folder, *SETTINGS, "--dataset", path, *flags)
+    return SimpleNamespace(folder=run, added=added, calls=calls, rates=np.array(rates))
+
+
+SETTINGS = "--device cpu --hidden-size 8 --batch-size 16 --eval-episodes 1 --eval-every 0 --max-steps 8".split()
+ONLINE = 40
+
+
+def episodes_of(ends: np.ndarray) -> np.ndarray:
+    return np.cumsum(np.append(0, ends[:-1]))
+
+
+def own_treatment(columns, treatment: str) -> tuple[float, float]:
+    returns = np.bincount(episodes_of(columns[5]), weights=columns[2].astype(np.float64))
+    return {"raw": (1, 0), "minus-one": (1, -1), "return-range": (1000 / (returns.max() - returns.min()), 0)}[treatment]
+
+
+@pytest.mark.parametrize("treatment", ["raw", "return-range", "minus-one"])
+def test_train_treats_all_rewards_alike(recorded, tmp_path, treatment):
+    """The dataset's rows with actions in [-1, 1]; then, online, one row a step as the environment went: the last
+    observation of an episode and not the next one's first, terminated but not cut off, rewards like the dataset's."""
+    path, columns = recorded
+    run = trained(iql, tmp_path, path, "--online-steps", ONLINE, "--rewards", treatment)
+    factor, summand = own_treatment(columns, treatment)
+    obs, actions, rewards, terminated, next_obs = run.added[0]
+    close(obs, columns[0])
+    close([-1, 2] + (actions + 1) / 2 * [4, 0.5], columns[1], 1e-6)
+    assert np.abs(actions).max() <= 1
+    close(rewards[:, 0], factor * columns[2] + summand, 1e-6 * factor * 100)
+    close(terminated[:, 0], columns[3])
+    close(next_obs, columns[4])
+
+    assert len(run.added) == 1 + ONLINE and len(run.calls) == 8 + ONLINE
+    obs, actions, rewards, terminated, next_obs = (np.concatenate(column) for column in zip(*run.added[1:]))
+    assert (np.abs(actions) <= 1).all() and len(np.unique(actions)) > ONLINE
+    close(next_obs[:, 2:], [-1, 2] + (actions + 1) / 2 * [4, 0.5], 1e-5)
+    close(rewards[:, 0], factor * (100 + next_obs[:, 2]) + summand, 1e-6 * factor * 100)
+    close(next_obs[:, 0], obs[:, 0] + 1)  # a reset's would be 0
+    close(next_obs[:, 1], obs[:, 1])
+    close(terminated[:, 0], next_obs[:, 0] == next_obs[:, 1])
+    ended = (terminated[:, 0] == 1) | (next_obs[:, 0] == LIMIT)
+    assert (terminated[ended] == 0).any() and (terminated[ended] == 1).any()
+    close(obs[1:][~ended[:-1]], next_obs[:-1][~ended[:-1]])
+    close(obs[1:][ended[:-1]][:, [0, 2, 3]], 0.0)
+    newest = torch.cat(run.calls[-1][2], 1)  # minibatches hold what is old and what is new
+    assert newest.shape == (16, 4 + 2 + 1 + 1 + 4)
+    rows = {tuple(np.float32(np.concatenate(row))): i for i, row in enumerate(
+        row for parts in run.added for row in zip(*parts))}  # fmt: skip
+    seen = [rows[tuple(row.tolist())] for *_, batch, _ in run.calls for row in torch.cat(batch, 1)]
+    assert max(seen[: 8 * 16]) < len(columns[0]) <= max(seen) and min(seen[-10 * 16 :]) < 20  # the oldest stay
+
+
+@pytest.mark.parametrize("anneal", [True, False])
+def test_policy_alone_is_annealed(recorded, tmp_path, anneal):
+    """By a cosine from the learning rate at the first update to almost 0 at the last offline one; online it is the
+    learning rate again. Critics and value stay. The optimizers are Adam on exactly their part."""
+    flag = [] if anneal else ["--no-anneal-actor"]
+    run = trained(iql, tmp_path, recorded[0], "--online-steps", 3, "--learning-rate", 1e-3, *flag)
+    cosine = [1e-3 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)]
+    close(run.rates[:, 0], [*(cosine if anneal else [1e-3] * 8), *[1e-3] * 3], 1e-15)
+    close(run.rates[:, 1:], 1e-3, 1e-15)
+    agent, optimizers, *_ = run.calls[0]
+    for optimizer, part in zip(optimizers, (agent.actor, agent.critics, agent.value)):
+        (group,) = optimizer.param_groups
+        assert [id(x) for x in group["params"]] == [id(x) for x in part.parameters()]
+        assert type(optimizer) is torch.optim.Adam
+        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0)
+    for name, tensor in weights(run.folder).items():
+        assert not name.startswith("targets") or not torch.equal(
+            tensor, weights(run.folder)[name.replace("targets", "critics")]
+        )
+
+
+def test_target_critics_begin_as_the_critics():
+    agent = iql.Agent(D, A, iql.Args(hidden_size=H, dropout=0.0))
+    for target, critic in zip(agent.targets.parameters(), agent.critics.parameters()):
+        assert torch.equal(target, critic) and target is not critic and not target.requires_grad
+    assert not torch.equal(agent.critics.q1[0].weight, agent.critics.q2[0].weight)
+
+
+AUTHORS = {  # expectile, temperature, dropout, rewards of the authors' configurations
+    "mujoco": (0.7, 3.0, 0.0, "return-range"),
+    "antmaze": (0.9, 10.0, 0.0, "minus-one"),
+    "kitchen": (0.7, 0.5, 0.1, "raw"),
+    "adroit": (0.7, 0.5, 0.1, "raw"),
+}
+
+
+@pytest.mark.parametrize("domain", AUTHORS)
+def test_domain_fills_in_what_is_not_given(recorded, tmp_path, domain):
+    """With the authors' settings; what is given stays, a temperature of 0, too."""
+    run = trained(iql, tmp_path, recorded[0], "--domain", domain)
+    agent, *_, args = run.calls[0]
+    assert (args.expectile, args.temperature, args.dropout, args.rewards) == AUTHORS[domain]
+    assert [m.p for m in agent.actor.modules() if isinstance(m, nn.Dropout)] == [args.dropout]
+    assert not any(isinstance(m, nn.Dropout) and m.p for part in (agent.critics, agent.value) for m in part.modules())
+    given = ["--expectile", 0.6, "--temperature", 0, "--dropout", 0, "--rewards", "raw"]
+    args = trained(iql, tmp_path, recorded[0], "--domain", domain, *given).calls[0][-1]
+    assert (args.expectile, args.temperature, args.dropout, args.rewards) == (0.6, 0, 0, "raw")
+
+
+def test_cloning_takes_the_best_trajectories(recorded, tmp_path):
+    """The rows of the highest returns, counted here; a constant learning rate; only the policy is trained."""
+    path, columns = recorded
+    number = episodes_of(columns[5])
+    returns = np.bincount(number, weights=columns[2].astype(np.float64))
+    kept, rows = [], 0
+    for episode in sorted(range(12), key=lambda i: -returns[i]):
+        rows += (number == episode).sum()
+        if kept and rows >= 0.4 * len(number):
+            break
+        kept.append(episode)
+    assert 1 < len(kept) < 11
+    run = trained(bc, tmp_path, path, "--top-fraction", 0.4)
+    (added,) = run.added
+    close(added[0], columns[0][np.isin(number, kept)])
+    close([-1, 2] + (added[1] + 1) / 2 * [4, 0.5], columns[1][np.isin(number, kept)], 1e-6)
+    close(run.rates, 3e-4, 1e-15)
+    assert all(name.startswith("actor.") for name in weights(run.folder))
+
+
+@modules
+def test_rows_without_a_next_observation_are_left_out(recorded, tmp_path, module):
+    """In D4RL's files: where time ran out, and the last row. What terminated stays."""
+    path, columns = recorded
+    theirs = tmp_path / "d4rl.hdf5"
+    with h5py.File(path) as old, h5py.File(theirs, "w") as new:
+        for key in ("observations", "actions", "rewards", "terminals", "timeouts"):
+            new[key] = old[key][:]
+    run = trained(module, tmp_path, theirs, "--env-id", "PlainrlIqlProbe-v0")
+    cut_off = columns[5] & ~columns[3]
+    cut_off[-1] = True
+    close(run.added[0][0], columns[0][~cut_off])
+    close(run.added[0][3][:, 0], columns[3][~cut_off])
+    following = ~columns[3][~cut_off]
+    close(run.added[0][4][following], columns[4][~cut_off][following])
+
+
+@modules
+def test_evaluation_stretches_actions(recorded, tmp_path, monkeypatch, module):
+    """To the bounds of the environment; half of the episodes without noise. Online steps have full noise."""
+    scales = []
+
+    def quarter(actor, space, obs, scale, generator):
+        scales.append(np.ravel(scale).tolist())
+        return np.full((len(obs), 2), 0.25, np.float32)
+
+    monkeypatch.setattr(module, "act", quarter)
+    online = ["--online-steps", 3] if module is iql else []
+    run = trained(module, tmp_path, recorded[0], *online)
+    row = metrics(run.folder)[-1]
+    close(row["eval/return"], row["eval/length"] * (100 - 1 + 1.25 / 2 * 4), 1e-3)
+    assert {tuple(x) for x in scales} == {(0, 1), *([(1,)] if online else [])}
+    assert scales.count([1.0]) == len(run.added) - 1

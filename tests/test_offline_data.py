@@ -1,0 +1,780 @@
+"""Reading datasets: every format gives the transitions that were stored, and a wrong file is named in one sentence."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import OrderedDict
+
+import gymnasium as gym
+import h5py
+import minari
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Dict, Discrete, Tuple, flatten
+from helpers import REPO, command_line, metrics, new_run, runs_in, user_error
+from minari.data_collector import EpisodeBuffer
+
+from algos import bc
+from utils import run as run_module
+from utils.collection import save_collection
+from utils.errors import UserError
+from utils.offline import Dataset, OfflineArgs, check_spaces, load_dataset
+from utils.spaces import to_env, to_unit
+
+KEYS = ("observations", "actions", "rewards", "terminals", "timeouts")
+WALK = {"env_id": "environments:Walk-v0", "random_return": -30.0, "expert_return": -10.0}
+D4RL_CONSTANTS = {"Hopper-v4": (-20.272305, 3234.3), "HalfCheetah-v4": (-280.178953, 12135.0),
+                  "Walker2d-v4": (1.629008, 4592.3)}  # fmt: skip
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:minari", "ignore:.*env_spec is None.*")
+
+
+def write(path, about=None, **columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        for name, column in columns.items():
+            file[name] = column
+        file.attrs.update(about or {})
+    return path
+
+
+def load(path, **args) -> Dataset:
+    return load_dataset(OfflineArgs(dataset=str(path), **args))
+
+
+def refused(path, *words, **args) -> None:
+    with pytest.raises(UserError) as error:
+        load(path, **args)
+    message = str(error.value)
+    assert str(path) in message and not [word for word in words if word not in message], message
+
+
+def d4rl_columns(seed=0, n=60, last="cut", flags=bool, sizes=(2, 1)) -> dict:
+    """Random rows; row 4 terminates when time is up, row 5 is an episode of one step; `last`: what ends the last."""
+    rng = np.random.default_rng(seed)
+    terminals, timeouts = rng.random((2, n)) < 0.15
+    terminals[4] = timeouts[4] = terminals[5] = True
+    terminals[-1], timeouts[-1] = last in ("terminal", "both"), last in ("timeout", "both")
+    return {"observations": rng.normal(size=(n, sizes[0])).astype(np.float32),
+            "actions": rng.uniform(-1, 1, (n, sizes[1])).astype(np.float32),
+            "rewards": rng.normal(size=n).astype(np.float32),
+            "terminals": terminals.astype(flags), "timeouts": timeouts.astype(flags)}  # fmt: skip
+
+
+def collection(path, seed=0, about=WALK, episodes=12, sizes=(2, 1)) -> dict:
+    """Writes episodes that terminate or are cut off, and returns what was written."""
+    rng = np.random.default_rng(seed)
+    obs, next_obs, terminals, starts = [], [], [], []
+    for k in range(episodes):
+        places = rng.normal(size=(rng.integers(1, 8) + 1, sizes[0])).astype(np.float32)
+        starts.append(sum(map(len, obs)))
+        obs.append(places[:-1])
+        next_obs.append(places[1:])
+        terminals.append(np.arange(len(places) - 1) == len(places) - 2 if k % 2 else np.zeros(len(places) - 1, bool))
+    obs, next_obs, terminals = map(np.concatenate, (obs, next_obs, terminals))
+    saved = {"obs": obs, "actions": rng.uniform(-1, 1, (len(obs), sizes[1])).astype(np.float32),
+             "rewards": rng.normal(size=len(obs)).astype(np.float32), "terminated": terminals, "next_obs": next_obs,
+             "starts": np.array(starts)}  # fmt: skip
+    save_collection(path, obs, saved["actions"], saved["rewards"], terminals, next_obs, about)
+    return saved
+
+
+def assert_holds(data: Dataset, expected: dict) -> None:
+    for name, column in expected.items():
+        ours = getattr(data, name)
+        assert ours.dtype == (bool if name == "terminated" else int if name == "starts" else np.float32), name
+        np.testing.assert_array_equal(ours, column, name)
+
+
+# --- D4RL ---
+
+
+def qlearning_dataset(columns: dict) -> dict:
+    """What d4rl.qlearning_dataset does with a file that has timeouts, one row after the other."""
+    rows = {"obs": [], "actions": [], "rewards": [], "terminated": [], "next_obs": []}
+    for i in range(len(columns["rewards"]) - 1):
+        if columns["timeouts"][i]:
+            continue
+        rows["obs"].append(columns["observations"][i].astype(np.float32))
+        rows["next_obs"].append(columns["observations"][i + 1].astype(np.float32))
+        rows["actions"].append(columns["actions"][i].astype(np.float32))
+        rows["rewards"].append(columns["rewards"][i].astype(np.float32))
+        rows["terminated"].append(bool(columns["terminals"][i]))
+    return {name: np.array(column) for name, column in rows.items()}
+
+
+def sequences(columns: dict) -> list[list[int]]:
+    """Rows of each trajectory, as d4rl.sequence_dataset yields them, and the one that the file's end cuts off."""
+    found, rows = [], []
+    for i in range(len(columns["rewards"])):
+        rows.append(i)
+        if columns["terminals"][i] or columns["timeouts"][i]:
+            found.append(rows)
+            rows = []
+    return found + [rows] if rows else found
+
+
+@pytest.mark.parametrize("last", ["cut", "terminal", "timeout", "both"])
+@pytest.mark.parametrize("flags", [np.float32, bool, np.uint8])
+def test_d4rl_transitions(last, flags, tmp_path):
+    """The rows whose next observation is known are those of D4RL's own function; trajectories end where its do."""
+    for seed in range(3):
+        columns = d4rl_columns(seed, last=last, flags=flags)
+        extra = {"infos/qpos": np.zeros((60, 1)), "metadata/algorithm": "SAC"}
+        data = load(write(tmp_path / "hopper_medium-v2.hdf5", **columns, **extra))
+        expected = qlearning_dataset(columns)
+        assert 0 < expected["terminated"].sum() and len(expected["obs"]) < 59 and data.d4rl
+        for name, column in expected.items():
+            np.testing.assert_array_equal(getattr(data, name)[data.known], column, name)
+        rows = sequences(columns)
+        assert data.starts.tolist() == [trajectory[0] for trajectory in rows]
+        assert data.trajectory().tolist() == [k for k, trajectory in enumerate(rows) for _ in trajectory]
+
+
+def test_d4rl_columns_of_other_forms(tmp_path):
+    """Doubles, and columns of shape (n, 1), are the same data."""
+    columns = d4rl_columns()
+    plain = load(write(tmp_path / "hopper_a.hdf5", **columns))
+    wide = {key: column.astype(np.float64).reshape(60, -1) for key, column in columns.items()}
+    data = load(write(tmp_path / "hopper_b.hdf5", **wide))
+    assert_holds(data, {name: getattr(plain, name) for name in ("obs", "actions", "rewards", "terminated", "starts")})
+    assert (data.known == plain.known).all()
+
+
+@pytest.mark.parametrize(
+    "name, env_id",
+    [
+        ("hopper_medium-v2", "Hopper-v4"),
+        ("halfcheetah_medium_expert-v2", "HalfCheetah-v4"),
+        ("walker2d-random-v2", "Walker2d-v4"),
+        ("Hopper_Medium-v2", "Hopper-v4"),
+        ("ant_medium-v2", None),
+        ("hopperbullet-v0", None),
+    ],
+)
+def test_d4rl_names_tell_the_environment(name, env_id, tmp_path):
+    path = write(tmp_path / f"{name}.hdf5", **d4rl_columns())
+    if env_id is None:
+        refused(path, "--env-id")
+        assert load(path, env_id="Any-v0").env_id == "Any-v0"
+    else:
+        args = OfflineArgs(dataset=str(path))
+        assert load_dataset(args).env_id == args.env_id == env_id
+
+
+# --- our collections ---
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_collections_are_read_as_saved(seed, tmp_path):
+    """Each row's next observation, also at ends, what terminated, and where it comes from. The name tells nothing."""
+    about = WALK | {"env_kwargs": '["size=5", "label=x"]'}
+    saved = collection(tmp_path / "hopper_medium-v2.hdf5", seed, about)
+    args = OfflineArgs(dataset=str(tmp_path / "hopper_medium-v2.hdf5"))
+    data = load_dataset(args)
+    assert_holds(data, saved)
+    assert data.known.all() and not data.d4rl and data.returns == (-30.0, -10.0)
+    assert args.env_id == data.env_id == "environments:Walk-v0" and args.env_kwargs == ("size=5", "label=x")
+    assert 0 < saved["terminated"].sum() < len(saved["starts"])
+
+
+def test_an_interrupted_collection_is_cut_off_at_its_last_row(tmp_path):
+    obs = np.arange(4, dtype=np.float32)[:, None]
+    save_collection(tmp_path / "a.hdf5", obs, obs / 9, obs[:, 0], np.zeros(4, bool), obs + 1, WALK)
+    data = load(tmp_path / "a.hdf5")
+    assert data.next_obs[:, 0].tolist() == [1, 2, 3, 4] and data.starts.tolist() == [0] and data.known.all()
+    assert not data.terminated.any()
+
+
+def test_an_episode_may_end_where_the_next_begins(tmp_path):
+    obs = np.array([[0], [1], [2], [3]], np.float32)
+    terminals = np.array([False, True, False, False])
+    save_collection(tmp_path / "a.hdf5", obs, obs / 9, obs[:, 0], terminals, obs + 1, WALK)
+    data = load(tmp_path / "a.hdf5")
+    assert data.next_obs[:, 0].tolist() == [1, 2, 3, 4] and data.starts.tolist() == [0, 2]
+    assert data.terminated.tolist() == terminals.tolist()
+
+
+def test_what_is_typed_goes_before_what_is_recorded(tmp_path):
+    collection(tmp_path / "a.hdf5", about=WALK | {"env_kwargs": '["size=5"]'})
+    args = OfflineArgs(dataset=str(tmp_path / "a.hdf5"), env_kwargs=("size=7",))
+    load_dataset(args)
+    assert args.env_kwargs == ("size=7",) and args.env_id == "environments:Walk-v0"
+    args = OfflineArgs(dataset=str(tmp_path / "a.hdf5"), env_id="Other-v0")
+    load_dataset(args)
+    assert args.env_id == "Other-v0" and args.env_kwargs == ()
+
+
+def test_recorded_arguments_may_hold_spaces(tmp_path):
+    """As sac.py --env-kwargs size=5 'label=a b' --record-dataset writes them."""
+    kwargs = ("size=5", "label=a b")
+    collection(tmp_path / "a.hdf5", about=WALK | {"env_kwargs": json.dumps(kwargs)})
+    args = OfflineArgs(dataset=str(tmp_path / "a.hdf5"))
+    load_dataset(args)
+    assert args.env_kwargs == kwargs
+
+
+# --- Minari ---
+
+FORCE = Box(-2, 2, (1,))
+PART = Box(-1, 1, (2, 2), np.float64)
+SPACES = {
+    "box": Box(-1, 1, (3,), np.float32),
+    "matrix": PART,
+    "dict": Dict({"desired": Box(-1, 1, (2,), np.float64), "achieved": PART, "z": Box(-1, 1, (), np.float32)}),
+    "nested": Dict(a=Tuple([PART, Box(-1, 1, (1,))]), b=Dict(c=Box(-1, 1, (2,)))),
+}
+
+
+def stacked(space, values: list):
+    """Samples of a space as Minari's buffers hold them."""
+    if isinstance(space, Dict):
+        return {key: stacked(part, [value[key] for value in values]) for key, part in space.spaces.items()}
+    if isinstance(space, Tuple):
+        return tuple(stacked(part, [value[k] for value in values]) for k, part in enumerate(space.spaces))
+    return np.stack(values)
+
+
+def minari_dataset(name="lines/test-v0", space=SPACES["box"], action=FORCE, lengths=(3, 1, 4), **about):
+    """Writes a dataset, its last episode truncated, under MINARI_DATASETS_PATH. Returns its folder and what it holds:
+    flat rows by gymnasium's own function."""
+    space.seed(0)
+    action.seed(0)
+    rng = np.random.default_rng(0)
+    buffers, rows = [], {"obs": [], "actions": [], "rewards": [], "terminated": [], "next_obs": []}
+    for k, length in enumerate(lengths):
+        obs, actions = [space.sample() for _ in range(length + 1)], [action.sample() for _ in range(length)]
+        rewards, ends = rng.normal(size=length), np.arange(length) == length - 1
+        last = k == len(lengths) - 1
+        buffers.append(EpisodeBuffer(
+            observations=stacked(space, obs), actions=stacked(action, actions), rewards=list(rewards),
+            terminations=list(ends & (not last)), truncations=list(ends & last)))  # fmt: skip
+        flat = np.array([flatten(space, x) for x in obs], np.float32)
+        rows["obs"].append(flat[:-1])
+        rows["next_obs"].append(flat[1:])
+        rows["actions"].append(np.array([flatten(action, x) for x in actions], np.float32))
+        rows["rewards"].append(rewards.astype(np.float32))
+        rows["terminated"].append(ends & (not last))
+    minari.create_dataset_from_buffers(name, buffers, observation_space=space, action_space=action, **about)
+    expected = {key: np.concatenate(parts) for key, parts in rows.items()}
+    return minari.storage.get_dataset_path(name), expected | {"starts": np.cumsum((0, *lengths[:-1]))}
+
+
+@pytest.fixture
+def minari_home(tmp_path, monkeypatch):
+    """An empty place for datasets, and no network."""
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+
+    def download(name, *_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(minari.storage.hosting, "download_dataset", download)
+    return tmp_path / "minari"
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_minari_episodes(space, minari_home, tmp_path):
+    """Observations flat as FlattenObservation has them; the last one is what the last step led to; time running out is
+    no termination. By the folder, its data/, and the id."""
+    folder, expected = minari_dataset(space=SPACES[space])
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    for name in ("lines/test-v0", folder, folder / "data", tmp_path / "elsewhere"):
+        data = load(name, env_id="Any-v0")
+        assert_holds(data, expected)
+        assert data.known.all() and not data.d4rl and data.returns is None
+    assert expected["terminated"].tolist() == [False, False, True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("how", ["OrderedDict", "keywords"])
+def test_minari_dict_in_the_environment_s_order(how, minari_home):
+    """An environment may have its keys in any order, and FlattenObservation keeps it."""
+    parts = OrderedDict(b=Box(-1, 1, (2,)), a=Box(-1, 1, (1,)))
+    _, expected = minari_dataset(space=Dict(parts) if how == "OrderedDict" else Dict(**parts))
+    assert_holds(load("lines/test-v0", env_id="Any-v0"), expected)
+
+
+@pytest.mark.parametrize("action", [PART, Dict(a=Box(-1, 1, (2,)), b=Tuple([FORCE, PART]))], ids=["matrix", "dict"])
+def test_minari_actions_are_flat(action, minari_home):
+    _, expected = minari_dataset(action=action)
+    assert_holds(load("lines/test-v0", env_id="Any-v0"), expected)
+
+
+def test_minari_episodes_without_steps_are_left_out(minari_home):
+    folder, expected = minari_dataset()
+    with h5py.File(folder / "data" / "main_data.hdf5", "r+") as file:
+        for name, column in file["episode_1"].items():
+            column.resize(int(name == "observations"), 0)
+    rows = np.arange(8) != 3  # the one step of episode 1
+    expected = {name: column if name == "starts" else column[rows] for name, column in expected.items()}
+    assert_holds(load(folder, env_id="Any-v0"), expected | {"starts": np.array([0, 3])})
+
+
+def test_minari_tells_environment_and_returns(minari_home):
+    env = gym.make("Pendulum-v1", g=9.0)
+    folder, expected = minari_dataset(space=env.observation_space, action=env.action_space, env=env,
+                                      ref_min_score=-1500.0, ref_max_score=-100.0)  # fmt: skip
+    args = OfflineArgs(dataset=str(folder))
+    data = load_dataset(args)
+    assert (args.env_id, args.env_kwargs, data.returns) == ("Pendulum-v1", ("g=9.0",), (-1500.0, -100.0))
+    assert data.score(-800) == {"eval/score": pytest.approx(50)}
+    assert_holds(data, expected)
+
+
+def test_minari_without_jax(minari_home):
+    """jax is only for writing datasets."""
+    folder, expected = minari_dataset()
+    code = (
+        "import sys; sys.modules['jax'] = None\n"
+        "from utils.offline import *\n"
+        "print(load_dataset(OfflineArgs(dataset=sys.argv[1], env_id='x')).obs.tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, folder], cwd=REPO, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == expected["obs"].tolist()
+
+
+# --- scores ---
+
+
+@pytest.mark.parametrize("name, env_id", [("hopper", "Hopper-v4"), ("halfcheetah", "HalfCheetah-v4"),
+                                          ("walker2d", "Walker2d-v4")])  # fmt: skip
+def test_published_scores(name, env_id, tmp_path):
+    """D4RL's files on its environments only: a random policy has 0, an expert 100."""
+    path = write(tmp_path / f"{name}_medium-v2.hdf5", **d4rl_columns())
+    low, high = D4RL_CONSTANTS[env_id]
+    for args in ({}, {"env_id": env_id}):
+        data = load(path, **args)
+        for mean_return, score in ((low, 0), (high, 100), (low + 0.25 * (high - low), 25), (2 * low - high, -100)):
+            assert data.score(mean_return) == {"eval/d4rl_score": pytest.approx(score, abs=1e-9)}
+    for other in (env_id.replace("4", "5"), env_id.replace("4", "3"), "Pendulum-v1"):
+        assert load(path, env_id=other).score(100) == {}
+
+
+def test_hopper_by_hand(tmp_path):
+    data = load(write(tmp_path / "hopper_medium-v2.hdf5", **d4rl_columns()))
+    assert data.score(1000) == {"eval/d4rl_score": pytest.approx(100 * 1020.272305 / 3254.572305)}
+
+
+def test_recorded_scores(tmp_path):
+    """Only on the environment of the recording, also where that is one of D4RL's."""
+    for env_id in ("environments:Walk-v0", "Hopper-v4"):
+        collection(tmp_path / "hopper_a.hdf5", about=WALK | {"env_id": env_id})
+        assert load(tmp_path / "hopper_a.hdf5").score(-15) == {"eval/score": pytest.approx(75)}
+        assert load(tmp_path / "hopper_a.hdf5", env_id=env_id).score(-35) == {"eval/score": pytest.approx(-25)}
+        for other in ("Walk-v0", "Hopper-v5", "Walker2d-v4"):
+            assert load(tmp_path / "hopper_a.hdf5", env_id=other).score(-15) == {}
+
+
+@pytest.mark.parametrize("env_id, env_kwargs", [(None, ("size=9",)), (WALK["env_id"], ())])
+def test_no_recorded_score_with_other_arguments_of_the_environment(env_id, env_kwargs, tmp_path):
+    """They make another environment than that of the recording."""
+    collection(tmp_path / "a.hdf5", about=WALK | {"env_kwargs": '["size=3"]'})
+    args = OfflineArgs(dataset=str(tmp_path / "a.hdf5"), env_id=env_id, env_kwargs=env_kwargs)
+    assert load(args.dataset, env_kwargs=("size=3",)).score(-20) == {"eval/score": pytest.approx(50)}
+    assert load_dataset(args).score(-20) == {} or args.env_kwargs == ("size=3",)
+
+
+def test_no_published_score_with_other_arguments_of_the_environment(tmp_path):
+    path = write(tmp_path / "hopper_medium-v2.hdf5", **d4rl_columns())
+    assert load(path, env_kwargs=("forward_reward_weight=9",)).score(1000) == {}
+
+
+@pytest.mark.parametrize(
+    "about", [{}, {"random_return": 1.0}, {"expert_return": 1.0}, {"random_return": 2.0, "expert_return": 1.0},
+              {"random_return": 1.0, "expert_return": 1.0}, {"random_return": np.nan, "expert_return": 1.0}]
+)  # fmt: skip
+def test_no_score_without_two_returns_in_order(about, tmp_path):
+    collection(tmp_path / "a.hdf5", about={"env_id": "Hopper-v4"} | about)
+    assert load(tmp_path / "a.hdf5").score(5) == {}
+
+
+@pytest.mark.parametrize("d4rl", [True, False])
+@pytest.mark.parametrize("returns", [None, (0.0, 1.0)])
+@pytest.mark.parametrize("env_id", [*D4RL_CONSTANTS, "Hopper-v5"])
+def test_published_and_recorded_scores_never_meet(d4rl, returns, env_id):
+    data = Dataset(*[np.zeros((1, 1))] * 6, np.array([0]), env_id=env_id, d4rl=d4rl, returns=returns)
+    names = set(data.score(0.5))
+    assert names == ({"eval/d4rl_score"} if d4rl and env_id != "Hopper-v5" else
+                     {"eval/score"} if not d4rl and returns else set())  # fmt: skip
+
+
+# --- trajectories, actions ---
+
+
+def trajectories(rewards) -> Dataset:
+    rewards = np.array(rewards, np.float32)
+    zeros = np.zeros((len(rewards), 1), np.float32)
+    return Dataset(zeros, zeros, rewards, zeros[:, 0] > 0, zeros, zeros[:, 0] == 0, np.array([0, 2, 5]))
+
+
+def test_trajectories_by_hand():
+    data = trajectories([1, 2, 4, 8, 16, 32])
+    assert data.trajectory().tolist() == [0, 0, 1, 1, 1, 2]
+    assert data.trajectory_returns().tolist() == [3, 28, 32]
+    rows = np.array([True, False, False, True, True, False])
+    assert data.trajectory_returns(rows).tolist() == [1, 24, 0]
+    assert data.rewards.tolist() == [1, 2, 4, 8, 16, 32]
+
+
+def test_returns_are_summed_in_double_precision():
+    assert trajectories([0, 0, 1e8, 1, -1e8, 0]).trajectory_returns().tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_units_and_bounds_are_inverse(shape):
+    """On bounds that are not symmetric and of several sizes; the middle is 0, bounds are -1 and 1."""
+    low, high = np.array([-1, 0, -3, 10], np.float32), np.array([2, 5, -1, 10.5], np.float32)
+    space = Box(low.reshape(shape), high.reshape(shape))
+    unit = np.random.default_rng(0).uniform(-1, 1, (50, 4))
+    there = to_env(unit, space)
+    assert there.shape == (50, *shape) and (there >= space.low).all() and (there <= space.high).all()
+    np.testing.assert_allclose(to_unit(there.reshape(50, 4), space), unit, atol=1e-12)
+    np.testing.assert_allclose(to_env(to_unit(there.reshape(50, 4), space), space), there, atol=1e-12)
+    np.testing.assert_allclose(to_unit(np.stack([low, high, (low + high) / 2]), space), [[-1] * 4, [1] * 4, [0] * 4])
+    assert np.abs(to_unit(np.stack([low - 1e-5, high + 1e-5]), space)).max() == 1
+
+
+def test_an_action_of_one_value():
+    """Refused, or a finite number in [-1, 1]."""
+    space = Box(np.array([0, -1], np.float32), np.array([0, 1], np.float32))
+    try:
+        check_spaces(with_actions([0, 0]), OBS, space)
+    except UserError:
+        return
+    with np.errstate(invalid="ignore"):
+        assert np.isfinite(to_unit(np.zeros((1, 2)), space)).all()
+
+
+# --- wrong input ---
+
+
+def test_no_file_and_no_id(tmp_path, minari_home):
+    for name in (tmp_path / "absent.hdf5", "absent", "mujoco/hopper/medium", "a b-v0", "mujoco//hopper-v0"):
+        refused(name, "neither a file or folder nor a Minari id")
+    refused("mujoco/absent/medium-v0", "cannot be read by Minari", "no network")
+
+
+def test_a_name_that_no_file_can_have():
+    refused("a" * 300, "neither a file or folder nor a Minari id")
+
+
+@pytest.mark.parametrize("kind", ["collection", "d4rl"])
+@pytest.mark.parametrize("share", [0, 0.01, 0.2, 0.5, 0.8, 0.99])
+def test_a_file_that_is_cut_off(kind, share, tmp_path):
+    path = tmp_path / "hopper_a.hdf5"
+    if kind == "d4rl":
+        write(path, **d4rl_columns(n=3000))
+    else:
+        collection(path, episodes=300)
+    load(path)
+    with open(path, "r+b") as file:
+        file.truncate(int(share * file.seek(0, 2)))
+    refused(path, "cannot be read as HDF5", "cut off")
+
+
+@pytest.mark.parametrize("content", [b"observations,actions\n1,2\n", b"\0" * 5000, b"\x89HDF\r\n\x1a\n" + b"\1" * 5000])
+def test_another_kind_of_file(content, tmp_path):
+    (tmp_path / "a.hdf5").write_bytes(content)
+    refused(tmp_path / "a.hdf5", "cannot be read as HDF5")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_missing_column(key, tmp_path):
+    columns = d4rl_columns()
+    del columns[key]
+    refused(write(tmp_path / "hopper_a.hdf5", **columns), f"lacks {key}:")
+    refused(write(tmp_path / "empty.hdf5"), "lacks observations, actions, rewards, terminals, timeouts:")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_column_of_another_length(key, tmp_path):
+    columns = d4rl_columns()
+    refused(write(tmp_path / "hopper_a.hdf5", **columns | {key: columns[key][:-1]}), f"'{key}': 59", "60")
+
+
+def test_no_rows(tmp_path):
+    empty = {key: column[:0] for key, column in d4rl_columns().items()}
+    refused(write(tmp_path / "hopper_a.hdf5", **empty), "one at least")
+    refused(write(tmp_path / "b.hdf5", WALK, **empty, last_observations=np.zeros((0, 2))), "one at least")
+
+
+@pytest.mark.parametrize("key", ["observations", "actions"])
+@pytest.mark.parametrize("form", ["vector", "cube"])
+def test_rows_that_are_no_table(key, form, tmp_path):
+    columns = d4rl_columns()
+    columns[key] = columns[key][:, 0] if form == "vector" else columns[key][..., None]
+    refused(write(tmp_path / "hopper_a.hdf5", **columns), "there must be a row of numbers for each step")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("key", ["observations", "actions", "rewards", "last_observations"])
+def test_numbers_that_are_not_finite(key, value, tmp_path):
+    collection(tmp_path / "hopper_a.hdf5")
+    with h5py.File(tmp_path / "hopper_a.hdf5", "r+") as file:
+        column = file[key][:]
+        column[7] = value
+        file[key][:] = column
+    refused(tmp_path / "hopper_a.hdf5", str(value), f"in row 7 of {key}:")
+    if key != "last_observations":
+        columns = d4rl_columns()
+        columns[key][7] = value
+        refused(write(tmp_path / "hopper_b.hdf5", **columns), f"in row 7 of {key}:")
+
+
+@pytest.mark.parametrize("key", ["terminals", "timeouts"])
+def test_flags_that_are_not_finite(key, tmp_path):
+    columns = d4rl_columns(flags=np.float32)
+    columns[key][7] = np.nan
+    refused(write(tmp_path / "hopper_a.hdf5", **columns), key)
+
+
+FORMS = [(key, form) for key in (*KEYS, "last_observations") for form in ("number", "text")]
+
+
+@pytest.mark.parametrize("key, form", [*FORMS, *[(key, "two a row") for key in KEYS[2:]]])
+def test_columns_of_another_form(key, form, tmp_path):
+    """A number in place of a column, text in place of numbers, two numbers in place of one."""
+    columns = d4rl_columns()
+    shape = (len(sequences(columns)) if key == "last_observations" else 60, 1 if key == "actions" else 2)
+    columns[key] = {"number": 1.0, "text": np.full(shape, b"a"), "two a row": np.zeros(shape)}[form]
+    refused(write(tmp_path / "hopper_a.hdf5", WALK, **columns))
+
+
+def test_a_damaged_type_of_a_column(tmp_path):
+    """The bias of the exponent is one that no float has: a few flipped bits."""
+    path = write(tmp_path / "hopper_a.hdf5", **d4rl_columns())
+    exponent = b"\x17\x08\x00\x17"  # where it lies, its size, where the mantissa lies, its size
+    content = path.read_bytes()
+    assert content.count(exponent + b"\x7f\0\0\0") == 3
+    path.write_bytes(content.replace(exponent + b"\x7f\0\0\0", exponent + b"\x7f\0\xa8\0"))
+    refused(path, "cannot be read as HDF5")
+
+
+@pytest.mark.parametrize("value", ["low", np.zeros(3)], ids=["text", "numbers"])
+def test_recorded_returns_that_are_no_numbers(value, tmp_path):
+    collection(tmp_path / "a.hdf5", about=WALK | {"random_return": value})
+    refused(tmp_path / "a.hdf5")
+
+
+def test_a_group_in_place_of_a_column(tmp_path):
+    columns = d4rl_columns()
+    del columns["rewards"]
+    refused(write(tmp_path / "hopper_a.hdf5", **columns, **{"rewards/all": np.zeros(60)}))
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_last_observations_of_another_number(change, tmp_path):
+    columns = d4rl_columns()
+    count = len(sequences(columns))
+    path = write(tmp_path / "a.hdf5", WALK, **columns, last_observations=np.zeros((count + change, 2)))
+    refused(path, f"last_observations ({count + change}, 2)", f"({count}, 2)")
+    refused(write(path, WALK, **columns, last_observations=np.zeros((count, 3))), f"({count}, 3)", f"({count}, 2)")
+    load(write(path, WALK, **columns, last_observations=np.zeros((count, 2))))
+
+
+def test_a_collection_without_its_environment(tmp_path):
+    collection(tmp_path / "hopper_a.hdf5", about={})
+    refused(tmp_path / "hopper_a.hdf5", "--env-id")
+    assert load(tmp_path / "hopper_a.hdf5", env_id="Any-v0").env_id == "Any-v0"
+
+
+@pytest.mark.parametrize("name", ["h5py", "minari"])
+def test_what_is_not_installed(name, tmp_path, minari_home, monkeypatch):
+    path = write(tmp_path / "hopper_a.hdf5", **d4rl_columns()) if name == "h5py" else minari_dataset()[0]
+    monkeypatch.setitem(sys.modules, name, None)
+    refused(path, f"needs {name}", "pip install")
+
+
+@pytest.mark.parametrize("damage", ["empty", "no metadata", "metadata", "no data", "data", "an episode", "version"])
+def test_a_minari_folder_that_is_not_whole(damage, minari_home):
+    folder, _ = minari_dataset()
+    metadata, file = folder / "data" / "metadata.json", folder / "data" / "main_data.hdf5"
+    if damage == "empty":
+        shutil.rmtree(folder / "data")
+    elif damage == "no metadata":
+        metadata.unlink()
+    elif damage == "metadata":
+        metadata.write_text(metadata.read_text()[:100])
+    elif damage == "no data":
+        file.unlink()
+    elif damage == "data":
+        file.write_bytes(file.read_bytes()[:1000])
+    elif damage == "an episode":
+        with h5py.File(file, "r+") as opened:
+            del opened["episode_1"]
+    else:
+        metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"minari_version": "99.0"}))
+    refused(folder, "cannot be read by Minari", env_id="x")
+
+
+@pytest.mark.parametrize("column", ["observations", "actions", "rewards", pytest.param("terminations")])
+def test_a_minari_episode_of_unequal_columns(column, minari_home):
+    folder, _ = minari_dataset()
+    with h5py.File(folder / "data" / "main_data.hdf5", "r+") as file:
+        file["episode_2"][column].resize(len(file["episode_2"][column]) - 1, 0)
+    refused(folder, "episode of", env_id="x")
+
+
+@pytest.mark.parametrize(
+    "column, value",
+    [("rewards", np.zeros((4, 2))), ("rewards", np.full(4, b"a")), ("observations", np.zeros((5, 4)))],
+    ids=["pairs", "text", "wide"],
+)
+def test_minari_columns_of_another_form(column, value, minari_home):
+    folder, _ = minari_dataset()
+    with h5py.File(folder / "data" / "main_data.hdf5", "r+") as file:
+        del file["episode_2"][column]
+        file["episode_2"][column] = value
+    refused(folder, env_id="x")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("column", ["observations", "actions", "rewards"])
+def test_minari_numbers_that_are_not_finite(column, value, minari_home):
+    folder, _ = minari_dataset()
+    for row in (1, -1):
+        with h5py.File(folder / "data" / "main_data.hdf5", "r+") as file:
+            file["episode_2"][column][len(file["episode_2"][column]) - 1 if row < 0 else row] = value
+        refused(folder, "must be finite", column, env_id="x")
+
+
+def test_minari_spaces_that_are_no_numbers(minari_home):
+    for name, spaces in (("action-v0", {"action": Discrete(3)}), ("part-v0", {"space": Dict(a=Discrete(3), b=PART)})):
+        folder, _ = minari_dataset(name, **spaces)
+        with pytest.raises(UserError, match="space Discrete: .* need Box"):
+            load(folder, env_id="x")
+
+
+def test_minari_without_episodes(minari_home):
+    folder, _ = minari_dataset()
+    metadata = folder / "data" / "metadata.json"
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"total_episodes": 0}))
+    refused(folder, "no steps", env_id="x")
+
+
+def test_minari_without_its_environment(minari_home):
+    refused(minari_dataset()[0], "--env-id")
+
+
+# --- the environment ---
+
+OBS, ACTION = Box(-np.inf, np.inf, (2,)), Box(np.array([-1, 0], np.float32), np.array([1, 5], np.float32))
+
+
+def with_actions(*actions) -> Dataset:
+    zeros = np.zeros((len(actions), 2), np.float32)
+    flags = zeros[:, 0] > 0
+    return Dataset(zeros, np.array(actions, np.float32), zeros[:, 0], flags, zeros, ~flags, np.array([0]), name="data")
+
+
+def test_actions_reach_the_bounds_and_no_farther():
+    check_spaces(with_actions([-1, 0], [1, 5]), OBS, ACTION)
+    for wrong in ([-1.01, 1], [1.01, 1], [0, -0.01], [0, 5.01]):
+        with pytest.raises(UserError, match=r"row 1: .*bounds are \[-1.0, 0.0\] and \[1.0, 5.0\]"):
+            check_spaces(with_actions([0, 0], wrong, [0, 0]), OBS, ACTION)
+    square = Box(ACTION.low[:, None], ACTION.high[:, None])  # (2, 1)
+    check_spaces(with_actions([-1, 0], [1, 5]), OBS, square)
+    with pytest.raises(UserError, match="row 0"):
+        check_spaces(with_actions([2, 2]), OBS, square)
+
+
+@pytest.mark.parametrize("space", [Discrete(2), Box(-np.inf, np.inf, (2,)), Box(-1, np.inf, (2,)), Dict(a=ACTION)])
+def test_action_spaces_without_bounds(space):
+    with pytest.raises(UserError, match="must be a Box with finite bounds"):
+        check_spaces(with_actions([0, 0]), OBS, space)
+
+
+def test_sizes_of_another_environment():
+    for obs, action in ((Box(-1, 1, (3,)), ACTION), (Box(-1, 1, (1,)), ACTION), (OBS, Box(-1, 1, (1,)))):
+        with pytest.raises(UserError, match=r"has 2 observation and 2 action numbers a step.*--env-id"):
+            check_spaces(with_actions([0, 0]), obs, action)
+
+
+# --- the command line ---
+
+FLAGS = "--device cpu --max-steps 4 --batch-size 8 --hidden-size 8 --eval-episodes 2".split()
+BANDIT = "--env-id environments:Bandit-v0 --env-kwargs"
+WRONG = [
+    ("absent.hdf5", "", "absent.hdf5", "Minari id"),
+    ("notes.txt", "", "notes.txt", "HDF5"),
+    ("cut.hdf5", "", "cut.hdf5", "cut off"),
+    ("keyless.hdf5", "", "lacks rewards"),
+    ("nan.hdf5", "", "nan", "row 3"),
+    ("unknown.hdf5", "", "--env-id"),
+    ("walk.hdf5", "--env-id Pendulum-v1", "2 observation and 1 action", "3 and 1"),
+    ("far.hdf5", "", "[-2.5]", "row 3", "bounds"),
+    ("walk.hdf5", "--env-id CartPole-v1", "Discrete", "finite bounds"),
+    ("walk.hdf5", f"{BANDIT} action=box", "finite bounds"),
+    ("walk.hdf5", "--env-id Absent-v0", "Absent", "registered"),
+    ("folder", "", "folder", "Minari"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory, with a good file and wrong ones."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_module, "plot", lambda *_: None)
+    collection(tmp_path / "walk.hdf5")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "notes.txt").write_text("no data\n" * 100)
+    (tmp_path / "cut.hdf5").write_bytes((tmp_path / "walk.hdf5").read_bytes()[:-500])
+    for name, key in (("keyless", "rewards"), ("nan", "observations"), ("far", "actions")):
+        shutil.copy(tmp_path / "walk.hdf5", tmp_path / f"{name}.hdf5")
+        with h5py.File(tmp_path / f"{name}.hdf5", "r+") as file:
+            if name == "keyless":
+                del file[key]
+            else:
+                file[key][3] = np.nan if name == "nan" else -2.5
+    write(tmp_path / "unknown.hdf5", **d4rl_columns())
+    return tmp_path
+
+
+@pytest.mark.parametrize("name, args, words", [(name, args, words) for name, args, *words in WRONG], ids=str)
+def test_seen_before_the_run(name, args, words, folder, capsys):
+    """One sentence, exit code 2, and nothing has been written."""
+    before = sorted(folder.iterdir())
+    with user_error(capsys, *words):
+        command_line(bc, *FLAGS, "--dataset", name, *args.split(), "--output-dir", "made")
+    assert runs_in(folder / "made") == [] and sorted(folder.iterdir()) == before
+
+
+def test_missing_packages_end_with_a_sentence(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with user_error(capsys, "needs h5py", "pip install h5py"):
+        command_line(bc, *FLAGS, "--dataset", "walk.hdf5", "--output-dir", "made")
+    monkeypatch.setitem(sys.modules, "minari", None)
+    with user_error(capsys, "needs minari", "pip install"):
+        command_line(bc, *FLAGS, "--dataset", "mujoco/hopper/medium-v0", "--output-dir", "made")
+    assert not (folder / "made").exists()
+
+
+def test_a_run_scores_by_the_recorded_returns(folder):
+    """-30 is 0 and -10 is 100 in the dataset's own environment, which config.json names. Elsewhere there is none."""
+    run = new_run(bc, folder / "runs", *FLAGS, "--dataset", "walk.hdf5")
+    row = metrics(run)[-1]
+    assert row["eval/score"] == pytest.approx(5 * (row["eval/return"] + 30)) and "eval/d4rl_score" not in row
+    assert json.loads((run / "config.json").read_text())["args"]["env_id"] == WALK["env_id"]
+    collection(folder / "other.hdf5", about=WALK | {"env_id": "Other-v0"})
+    run = new_run(bc, folder / "runs", *FLAGS, "--dataset", "other.hdf5", "--env-id", WALK["env_id"])
+    assert not [name for name in metrics(run)[-1] if "score" in name]
+
+
+def test_the_home_folder(minari_home, monkeypatch):
+    """~ is the home folder, of files and of Minari's folders."""
+    folder, expected = minari_dataset()
+    monkeypatch.setenv("HOME", str(folder.parent))
+    write(folder.parent / "hopper_a.hdf5", **d4rl_columns())
+    assert load("~/hopper_a.hdf5").env_id == "Hopper-v4"
+    try:
+        data = load(f"~/{folder.name}", env_id="x")
+    except UserError as error:
+        raise AssertionError(str(error)) from error
+    assert_holds(data, expected)
+
+
+def test_no_transition_at_all(folder, capsys):
+    """D4RL's function drops the only row."""
+    write(folder / "one.hdf5", **{key: column[:1] for key, column in d4rl_columns().items()})
+    with user_error(capsys, "one.hdf5"):
+        command_line(bc, *FLAGS, "--dataset", "one.hdf5", "--env-id", WALK["env_id"], "--output-dir", "made")

@@ -1,0 +1,16 @@
+"""Actions between [-1, 1], where policies live, and the bounds of an environment."""
+
+import gymnasium as gym
+import numpy as np
+
+
+def to_env(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
+    """Actions (N, A) in [-1, 1] stretched to the bounds of the environment."""
+    actions = actions.reshape(-1, *space.shape)
+    return space.low + (actions + 1) / 2 * (space.high - space.low)
+
+
+def to_unit(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
+    """Actions (n, A) in the bounds of the environment, brought to [-1, 1]."""
+    low, high = np.ravel(space.low), np.ravel(space.high)
+    return (2 * (actions - low) / (high - low) - 1).clip(-1, 1)
