@@ -265,10 +265,10 @@ def achieved(model: DecisionTransformer, make, space: gym.spaces.Box, args: Args
     return returns.reshape(len(args.target_returns), args.eval_episodes)
 
 
-def scores(data: Dataset, returns: np.ndarray, targets: tuple[float, ...]) -> dict[str, float]:
+def scores(returns: np.ndarray, targets: tuple[float, ...]) -> dict[str, float]:
     """Columns of one evaluation: returns (targets, episodes)."""
     means, asked = returns.mean(1), np.repeat(targets, returns.shape[1])
-    columns = {"eval/return": means[0].item()} | data.score(means[0].item())
+    columns = {"eval/return": means[0].item()}
     columns |= {f"eval/return_at_{target:g}": mean.item() for target, mean in zip(targets, means)}
     if len(set(targets)) > 1:
         columns["eval/slope"] = np.polyfit(asked, returns.ravel(), 1)[0].item()
@@ -294,25 +294,25 @@ def plot_targets(targets: tuple[float, ...], returns: np.ndarray, best: float, p
 def train(args: Args) -> list[dict]:
     device = prepare(args)
     check(args)
-    data = load_dataset(args)
+    data = None if args.evaluate else load_dataset(args)
     make = partial(make_env, args.env_id, args.env_kwargs)
     env = make()
-    space = env.action_space
-    check_spaces(data, env.observation_space, space)
+    obs_size, space = env.observation_space.shape[0], env.action_space
     env.close()
-    returns_in_data = data.trajectory_returns()
-    lowest, highest = returns_in_data.min().item(), returns_in_data.max().item()
-    if not args.target_returns:
-        args.target_returns = tuple(float(f"{lowest + share * (highest - lowest):.4g}") for share in TARGETS)
-    model = DecisionTransformer(data.obs.shape[1], data.actions.shape[1], args).to(device)
-    model.obs_mean.copy_(torch.from_numpy(data.obs.mean(0, np.float64)))
-    model.obs_std.copy_(torch.from_numpy(data.obs.std(0, np.float64) + 1e-6))
+    model = DecisionTransformer(obs_size, math.prod(space.shape or ()), args).to(device)
     scored = partial(achieved, model, make, space, args, device)
     if args.evaluate:
         model.load_state_dict(saved_agent(args, ("target_returns",))["model"])
         returns = scored(Path(args.evaluate) / "video" if args.capture_video else None)
-        print(json.dumps(scores(data, returns, args.target_returns)))
+        print(json.dumps(scores(returns, args.target_returns)))
         return []
+    check_spaces(data, obs_size, space)
+    returns_in_data = data.trajectory_returns()
+    lowest, highest = returns_in_data.min().item(), returns_in_data.max().item()
+    if not args.target_returns:
+        args.target_returns = tuple(float(f"{lowest + share * (highest - lowest):.4g}") for share in TARGETS)
+    model.obs_mean.copy_(torch.from_numpy(data.obs.mean(0, np.float64)))
+    model.obs_std.copy_(torch.from_numpy(data.obs.std(0, np.float64) + 1e-6))
     rows = sequences(data, space, model, args.rtg_scale, device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
     generator = torch.Generator(device).manual_seed(args.seed)
@@ -347,7 +347,8 @@ def train(args: Args) -> list[dict]:
             numbers = {name: value.item() for name, value in columns.items()}
             if due:
                 returns = scored()
-                numbers |= scores(data, returns, args.target_returns)
+                numbers |= scores(returns, args.target_returns)
+                numbers |= data.score(numbers["eval/return"])
                 best = max(best, numbers["eval/return"])
                 if step == run.total:
                     numbers["eval/best_return"] = best

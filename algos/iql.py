@@ -273,13 +273,14 @@ def train(args: Args) -> list[dict]:
     for name, value in resolved.items():
         setattr(args, name, value)
     check(args)
-    data = load_dataset(args)
+    data = None if args.evaluate else load_dataset(args)
     make = partial(make_env, args.env_id, args.env_kwargs)
     env = make()
-    space = env.action_space
-    check_spaces(data, env.observation_space, space)
+    obs_size, space = env.observation_space.shape[0], env.action_space
     env.close()
-    obs_size, action_size = data.obs.shape[1], data.actions.shape[1]
+    action_size = math.prod(space.shape or ())
+    if data is not None:
+        check_spaces(data, obs_size, space)
     agent = Agent(obs_size, action_size, args).to(device)
     scored = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),
                      args.eval_episodes, args.seed, device)  # fmt: skip

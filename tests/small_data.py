@@ -6,22 +6,23 @@ import gymnasium as gym
 import numpy as np
 
 from utils.collection import save_collection
+from utils.envs import make_env
 
 
-def pendulum(path: Path, episodes: int = 6, length: int = 40, seed: int = 0) -> Path:
-    """Episodes of Pendulum-v1 with random actions, all cut off by time, as one of our collections."""
-    env, generator = gym.make("Pendulum-v1", max_episode_steps=length), np.random.default_rng(seed)
+def pendulum(path: Path, env_id: str = "Pendulum-v1", length: int = 40) -> Path:
+    """Six episodes with random actions, of Pendulum all cut off by time, as one of our collections."""
+    env, generator = make_env(env_id, (f"max_episode_steps={length}",)), np.random.default_rng(0)
     columns = [[] for _ in range(5)]
-    for episode in range(episodes):
-        obs, truncated = env.reset(seed=seed + episode)[0], False
-        while not truncated:
-            action = generator.uniform(-2, 2, 1).astype(np.float32)
-            next_obs, reward, terminated, truncated, _ = env.step(action)
+    for episode in range(6):
+        obs, terminated, truncated = env.reset(seed=episode)[0].copy(), False, False
+        while not (terminated or truncated):
+            action = generator.uniform(env.action_space.low, env.action_space.high).astype(np.float32)
+            next_obs, reward, terminated, truncated, _ = env.step(action.copy())
             for column, value in zip(columns, (obs, action, reward, terminated, next_obs)):
-                column.append(value)
-            obs = next_obs
+                column.append(np.array(value))
+            obs = next_obs.copy()
     obs, actions, rewards, terminals, next_obs = (np.array(column) for column in columns)
-    about = {"env_id": "Pendulum-v1", "env_kwargs": f'["max_episode_steps={length}"]', "random_return": -300.0,
+    about = {"env_id": env_id, "env_kwargs": f'["max_episode_steps={length}"]', "random_return": -300.0,
              "expert_return": -50.0}  # fmt: skip
     save_collection(path, obs, actions, rewards.astype(np.float32), terminals, next_obs, about)
     return path

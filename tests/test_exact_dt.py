@@ -473,10 +473,10 @@ def test_return_to_go_falls_by_the_rewards(evaluated):
 def test_scores_by_hand():
     """eval/return is of the first target; the slope is that of least squares over all episodes."""
     returns = np.array([[10.0, 14.0], [5.0, 7.0]])
-    columns = dt.scores(collection(), returns, (20.0, 10.0))
+    columns = dt.scores(returns, (20.0, 10.0))
     assert columns == {"eval/return": 12.0, "eval/return_at_20": 12.0, "eval/return_at_10": 6.0,
                        "eval/slope": pytest.approx(0.6)}  # fmt: skip
-    assert "eval/slope" not in dt.scores(collection(), returns[:1], (20.0,))
+    assert "eval/slope" not in dt.scores(returns[:1], (20.0,))
 
 
 # --- train()

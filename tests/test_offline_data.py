@@ -438,7 +438,7 @@ def test_an_action_of_one_value():
     """Refused, or a finite number in [-1, 1]."""
     space = Box(np.array([0, -1], np.float32), np.array([0, 1], np.float32))
     try:
-        check_spaces(with_actions([0, 0]), OBS, space)
+        check_spaces(with_actions([0, 0]), OBS.shape[0], space)
     except UserError:
         return
     with np.errstate(invalid="ignore"):
@@ -668,26 +668,26 @@ def with_actions(*actions) -> Dataset:
 
 
 def test_actions_reach_the_bounds_and_no_farther():
-    check_spaces(with_actions([-1, 0], [1, 5]), OBS, ACTION)
+    check_spaces(with_actions([-1, 0], [1, 5]), OBS.shape[0], ACTION)
     for wrong in ([-1.01, 1], [1.01, 1], [0, -0.01], [0, 5.01]):
         with pytest.raises(UserError, match=r"row 1: .*bounds are \[-1.0, 0.0\] and \[1.0, 5.0\]"):
-            check_spaces(with_actions([0, 0], wrong, [0, 0]), OBS, ACTION)
+            check_spaces(with_actions([0, 0], wrong, [0, 0]), OBS.shape[0], ACTION)
     square = Box(ACTION.low[:, None], ACTION.high[:, None])  # (2, 1)
-    check_spaces(with_actions([-1, 0], [1, 5]), OBS, square)
+    check_spaces(with_actions([-1, 0], [1, 5]), OBS.shape[0], square)
     with pytest.raises(UserError, match="row 0"):
-        check_spaces(with_actions([2, 2]), OBS, square)
+        check_spaces(with_actions([2, 2]), OBS.shape[0], square)
 
 
 @pytest.mark.parametrize("space", [Discrete(2), Box(-np.inf, np.inf, (2,)), Box(-1, np.inf, (2,)), Dict(a=ACTION)])
 def test_action_spaces_without_bounds(space):
     with pytest.raises(UserError, match="must be a Box with finite bounds"):
-        check_spaces(with_actions([0, 0]), OBS, space)
+        check_spaces(with_actions([0, 0]), OBS.shape[0], space)
 
 
 def test_sizes_of_another_environment():
     for obs, action in ((Box(-1, 1, (3,)), ACTION), (Box(-1, 1, (1,)), ACTION), (OBS, Box(-1, 1, (1,)))):
         with pytest.raises(UserError, match=r"has 2 observation and 2 action numbers a step.*--env-id"):
-            check_spaces(with_actions([0, 0]), obs, action)
+            check_spaces(with_actions([0, 0]), obs.shape[0], action)
 
 
 # --- the command line ---

@@ -103,7 +103,7 @@ def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
     if "RUN" in words:
         args = module.Args(**tiny)
         if hasattr(args, "dataset"):
-            args.dataset = str(pendulum(tmp_path / "pendulum.hdf5"))
+            args.dataset = str(pendulum(tmp_path / "walk.hdf5", "environments:Walk-v0"))
         elif "ALE/" not in args.env_id:
             args.env_id = "environments:Walk-v0"  # can be drawn without pygame
         module.train(args)
@@ -142,8 +142,8 @@ def write_dataset(name: str, monkeypatch) -> None:
                 file[key] = column
         return
     write_minari(Path.cwd() / "minari" / name, "Hopper-v5", [
-        dict(observations=obs[:20], actions=actions[:19], rewards=rewards[:19], terminations=np.arange(19) == 18,
-             truncations=np.zeros(19, bool))] * 2)  # fmt: skip
+        dict(observations=obs[i : i + 20], actions=actions[i : i + 19], rewards=rewards[i : i + 19],
+             terminations=np.arange(19) == 18, truncations=np.zeros(19, bool)) for i in (0, 20)])  # fmt: skip
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(Path.cwd() / "minari"))
 
 

@@ -213,13 +213,14 @@ def check_dataset(data: Dataset) -> None:
         raise UserError(f"--dataset {data.name} has no step with a known next observation: it is too short")
 
 
-def check_spaces(data: Dataset, obs_space: gym.Space, action_space: gym.Space) -> None:
-    """Raises UserError where the dataset cannot be of an environment with these spaces (observations flattened)."""
+def check_spaces(data: Dataset, obs_size: int, action_space: gym.Space) -> None:
+    """Raises UserError where the dataset cannot be of an environment with `obs_size` numbers in a flattened observation
+    and this action space."""
     bounded = isinstance(action_space, gym.spaces.Box) and action_space.is_bounded()
     if not bounded or (action_space.low >= action_space.high).any():
         raise UserError(f"the environment has the action space {action_space}: it must be a Box with finite bounds, "
                         "the upper above the lower")  # fmt: skip
-    sizes, wanted = (data.obs.shape[1], data.actions.shape[1]), (obs_space.shape[0], int(np.prod(action_space.shape)))
+    sizes, wanted = (data.obs.shape[1], data.actions.shape[1]), (obs_size, int(np.prod(action_space.shape)))
     if sizes != wanted:
         raise UserError(f"--dataset {data.name} has {sizes[0]} observation and {sizes[1]} action numbers a step, but "
                         f"the environment has {wanted[0]} and {wanted[1]}: name its own with --env-id")  # fmt: skip
