@@ -232,6 +232,8 @@ def update(
 def check(args: Args) -> None:
     """Raises UserError for settings that no run can have."""
     check_numbers(args, RANGES)
+    if not all(map(math.isfinite, args.target_returns)):
+        raise UserError(f"--target-returns {' '.join(map(str, args.target_returns))}: all must be finite")
     if args.capture_video and not args.evaluate:
         raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
     if args.embed_dim % args.num_heads:

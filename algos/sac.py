@@ -82,6 +82,7 @@ RANGES = {  # what numbers must be
     "at least 0": "learning_starts eval_every",
     "above 0": "learning_rate alpha",
     "from 0 to 1": "gamma tau",
+    "finite": "target_entropy",
 }
 
 

@@ -46,6 +46,9 @@ AIMS = {"iql": (1.0, 1.4), "dt": (1.1, 1.8)}
 PAPER_DT = dict(embed_dim=128, num_layers=3, num_heads=1, context_length=20, batch_size=64, dropout=0.1,
                 learning_rate=1e-4, warmup_steps=10_000)  # fmt: skip
 
+SMALL_DT = dict(embed_dim=128, num_layers=3, num_heads=1, context_length=3, batch_size=192, dropout=0.1,
+                learning_rate=1e-3, warmup_steps=100)  # fmt: skip
+
 
 def corl_module(folder: Path, algo: str):
     """CORL's script as a module."""
@@ -231,24 +234,24 @@ def speed(corl: Path, dataset: str = "", rounds: int = 5, threads: int = 2) -> N
 def score_worker(algo: Algo, side: str, corl: Path, dataset: str, seed: int, steps: int, episodes: int) -> None:
     """The return of one run of one side at its end, as a line of JSON."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    small = dict(embed_dim=64, num_layers=3, num_heads=1, context_length=10, batch_size=64, dropout=0.1,
-                 learning_rate=1e-3, warmup_steps=500)  # fmt: skip
     if side == "corl":
-        update, score = corl_iql(corl, dataset, seed, steps) if algo == "iql" else corl_dt(corl, dataset, seed, small)
+        update, score = (
+            corl_iql(corl, dataset, seed, steps) if algo == "iql" else corl_dt(corl, dataset, seed, SMALL_DT)
+        )
         for _ in range(steps):
             update()
         result = score(episodes)
     else:
         settings = {"eval_episodes": episodes}
         if algo == "dt":
-            settings |= small | {"target_returns": (float(read(dataset)[0].trajectory_returns().max()),)}
+            settings |= SMALL_DT | {"target_returns": (float(read(dataset)[0].trajectory_returns().max()),)}
         result = ours(algo, dataset, seed, steps, settings)[-1]["eval/return"]
     print()
     print(json.dumps(result))
 
 
 def score(corl: Path, datasets: tuple[str, ...] = ("",), seeds: int = 3, iql_steps: int = 10_000,
-          dt_steps: int = 5_000, episodes: int = 20, threads: int = 1) -> None:  # fmt: skip
+          dt_steps: int = 1_200, episodes: int = 20, threads: int = 1) -> None:  # fmt: skip
     """Trains both sides on each dataset ("": the one that ships) and writes results/score_offline.json."""
     results, path = [], RESULTS / "score_offline.json"
     for dataset in datasets:

@@ -65,6 +65,7 @@ OWN = {
         ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
         ("--tau 1.5", "--tau", "from 0 to 1"),
         ("--alpha 0", "--alpha", "above 0"),
+        ("--target-entropy nan", "--target-entropy", "finite"),
         ("--batch-size 0", "--batch-size", "at least 1"),
         ("--buffer-size 0", "--buffer-size", "at least 1"),
         ("--utd-ratio 0", "--utd-ratio", "at least 1"),

@@ -3,6 +3,7 @@
 import math
 
 RULES = {
+    "finite": math.isfinite,
     "at least 0": lambda x: x >= 0,
     "at least 1": lambda x: x >= 1,
     "above 0": lambda x: x > 0,
@@ -24,5 +25,5 @@ def check_numbers(args, names: dict[str, str]) -> None:
         for name in arguments.split():
             value = getattr(args, name)
             if value is not None and not (math.isfinite(value) and RULES[rule](value)):
-                right = rule if math.isfinite(value) else f"finite and {rule}"
+                right = rule if rule == "finite" or math.isfinite(value) else f"finite and {rule}"
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it must be {right}")
