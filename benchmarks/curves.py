@@ -95,9 +95,15 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
         "eval/return",
         ("mean eval/return", "last eval/return"),
     ),
+    "ppo-hopper": (
+        "ppo",
+        dict(env_id="Hopper-v5", total_timesteps=204_800, eval_every=40_960),
+        "eval/return",
+        ("mean eval/return", "last eval/return"),
+    ),
     "sac-halfcheetah": (
         "sac",
-        dict(env_id="HalfCheetah-v5", total_timesteps=50_000, learning_starts=1_000, eval_every=10_000,
+        dict(env_id="HalfCheetah-v5", total_timesteps=20_000, learning_starts=1_000, eval_every=4_000,
              eval_episodes=5),
         "eval/return",
         ("mean eval/return", "last eval/return"),

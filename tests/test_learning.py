@@ -16,7 +16,7 @@ import torch
 from algos import dt, grpo, iql, ppo, sft
 from benchmarks.curves import CURVES, FALSE_ALARM, band, recorded, run_once
 
-SLOW = ["grpo-countdown", "ppo-halfcheetah", "sac-halfcheetah"]
+SLOW = ["grpo-countdown", "ppo-halfcheetah", "ppo-hopper", "sac-halfcheetah"]
 ROOT = Path(__file__).resolve().parents[1]
 
 
