@@ -87,6 +87,7 @@ RANGES = {  # what numbers must be
     "at least 0": "ent_coef vf_coef eval_every",
     "above 0": "learning_rate clip_coef max_grad_norm target_kl",
     "from 0 to 1": "gamma gae_lambda",
+    "finite": "log_std_init",
 }
 CLIP_NORMALIZED = 10.0  # bounds of normalised observations and rewards
 
@@ -133,6 +134,8 @@ class Args(EnvArgs):
     """normalise advantages in every minibatch"""
     hidden_size: int = 64
     """units of the two hidden layers of policy and value network"""
+    log_std_init: float = 0.0
+    """log of the standard deviation of Gaussian actions at the start"""
     compile: bool = False
     """compile the loss (half a minute at the start)"""
     threads: int = 1
@@ -146,12 +149,12 @@ class Agent(nn.Module):
     head 1), zero biases. Box actions: diagonal Gaussian with a state-independent log_std. Discrete and multi-discrete
     actions: categorical, `parts` the number of choices of each."""
 
-    def __init__(self, obs_size: int, space: gym.Space, hidden_size: int):
+    def __init__(self, obs_size: int, space: gym.Space, hidden_size: int, log_std_init: float = 0.0):
         super().__init__()
         self.space, self.continuous = space, isinstance(space, gym.spaces.Box)
         if self.continuous:
             self.parts = [int(np.prod(space.shape))]
-            self.log_std = nn.Parameter(torch.zeros(self.parts[0]))
+            self.log_std = nn.Parameter(torch.full((self.parts[0],), log_std_init))
         else:
             self.parts = [int(space.n)] if isinstance(space, gym.spaces.Discrete) else space.nvec.flatten().tolist()
         self.actor = network(obs_size, hidden_size, sum(self.parts), 0.01)
@@ -383,7 +386,7 @@ def train(args: Args) -> list[dict]:
     for name, value in resolved.items():
         setattr(args, name, value)
     check(args, space)
-    agent = Agent(obs_size, space, args.hidden_size).to(device)
+    agent = Agent(obs_size, space, args.hidden_size, args.log_std_init).to(device)
     statistics = Statistics(obs_size, args.num_envs, args.gamma, args.normalize)
     scored = partial(
         evaluate, make, partial(act_in_evaluation, agent, statistics), args.eval_episodes, args.seed, device

@@ -1,9 +1,9 @@
 r"""Proximal Policy Optimization (PPO) on Atari.
 
-Parent: ppo.py. Changed: PRESETS, Args (env_id, clip_coef, normalize, hidden_size, eval_every, save_every; threads is
-gone), Agent (one convolutional network with two heads), Statistics (images as they are, the sign of rewards), train
-(make_atari for make_env, what is compiled, the name of the run). Gone: network, CLIP_NORMALIZED. Added: SeededGame,
-Lives, make_atari.
+Parent: ppo.py. Changed: PRESETS, RANGES, Args (env_id, clip_coef, normalize, hidden_size, eval_every, save_every; gone:
+threads, log_std_init), Agent (one convolutional network with two heads), Statistics (images as they are, the sign of
+rewards), train (make_atari for make_env, what is compiled, the name of the run). Gone: network, CLIP_NORMALIZED. Added:
+SeededGame, Lives, make_atari.
 
 Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv 1707.06347, table 5 for Atari), with the network
 and the frames of Mnih et al. 2015, "Human-level control through deep reinforcement learning". The objective is

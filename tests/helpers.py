@@ -20,10 +20,14 @@ from utils import run as utils_run
 
 REPO = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+LANGUAGE = (
+    "--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every 2 "
+    "--save-every 2".split()
+)
 OFFLINE = "--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32".split()
 SMALL = {  # runs of about a second
-    "grpo": "--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every 2"
-    " --save-every 2".split(),
+    "grpo": LANGUAGE,
+    "rloo": LANGUAGE,
     "sft": "--device cpu --task sort --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2"
     " --save-every 2".split(),
     "ppo": "--device cpu --num-envs 2 --num-steps 16 --total-timesteps 160 --num-minibatches 2 --update-epochs 2 "

@@ -58,6 +58,7 @@ OWN = {
         ("--ent-coef -0.1", "--ent-coef", "at least 0"),
         ("--vf-coef -1", "--vf-coef", "at least 0"),
         ("--vf-coef inf", "--vf-coef", "finite"),
+        ("--log-std-init nan", "--log-std-init", "finite"),
     ],
     "sac": [
         ("--env-id CartPole-v1", "Discrete", "SAC needs a Box"),

@@ -29,7 +29,7 @@ def definitions(name: str) -> dict[str, str]:
                     inner.body = inner.body[1:] or [ast.Pass()]
             found[node.name] = ast.unparse(node)
         elif isinstance(node, ast.Assign):
-            found[node.targets[0].id] = ast.unparse(node)
+            found[ast.unparse(node.targets[0]).strip("()")] = ast.unparse(node)
     return found
 
 

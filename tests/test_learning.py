@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from algos import dt, grpo, iql, ppo, sft
+from algos import dt, grpo, iql, ppo, rloo, sft
 from benchmarks.curves import CURVES, FALSE_ALARM, band, recorded, run_once
 
 SLOW = ["grpo-countdown", "ppo-halfcheetah", "ppo-hopper", "sac-halfcheetah"]
@@ -53,20 +53,21 @@ def misses_all_bands(name: str) -> None:
         assert row[number] < band(name, number)["lower"], f"{number} is {row[number]}"
 
 
-def with_rewards(monkeypatch, change) -> None:
+def with_rewards(monkeypatch, change, module=grpo) -> None:
     """Every batch's rewards become change(samples, rewards)."""
-    collect = grpo.collect
+    collect = module.collect
 
     def changed(*args):
         samples, scored, *rest = collect(*args)
         return samples, scored._replace(rewards=change(samples, scored.rewards)), *rest
 
-    monkeypatch.setattr(grpo, "collect", changed)
+    monkeypatch.setattr(module, "collect", changed)
 
 
-def test_grpo_learns_nothing_from_shuffled_rewards(monkeypatch):
-    with_rewards(monkeypatch, lambda samples, rewards: rewards[torch.randperm(len(rewards))])
-    misses_all_bands("grpo-sort")
+@pytest.mark.parametrize("module", [grpo, rloo])
+def test_shuffled_rewards_teach_nothing(module, monkeypatch):
+    with_rewards(monkeypatch, lambda samples, rewards: rewards[torch.randperm(len(rewards))], module)
+    misses_all_bands(f"{module.__name__.removeprefix('algos.')}-sort")
 
 
 @pytest.mark.parametrize("name", ["grpo-sort", pytest.param("grpo-countdown", marks=pytest.mark.slow)])
@@ -85,10 +86,11 @@ def test_minimising_entropy_does_not_pass_for_learning(name, monkeypatch):
     assert row["eval/greedy"] < band(name, "eval/greedy")["lower"] / 2
 
 
-def test_grpo_with_flipped_advantages_does_not_learn(monkeypatch):
-    advantages = grpo.advantages
-    monkeypatch.setattr(grpo, "advantages", lambda *args: -advantages(*args))
-    misses_all_bands("grpo-sort")
+@pytest.mark.parametrize("module", [grpo, rloo])
+def test_flipped_advantages_do_not_learn(module, monkeypatch):
+    advantages = module.advantages
+    monkeypatch.setattr(module, "advantages", lambda *args: -advantages(*args))
+    misses_all_bands(f"{module.__name__.removeprefix('algos.')}-sort")
 
 
 def test_sft_learns_nothing_from_shuffled_completions(monkeypatch):

@@ -24,19 +24,20 @@ from helpers import (
     wait_for,
 )
 
-from algos import grpo, sft
+from algos import grpo, rloo, sft
 from utils.checkpoint import load_newest
 from utils.errors import UserError
 from utils.machine import environment
 from utils.run import saved_args
 
-MODULES = {"grpo": grpo, "sft": sft}
+MODULES = {"grpo": grpo, "rloo": rloo, "sft": sft}
 # 11 steps, so that the last one is evaluated out of turn; all checkpoints kept, to resume from any of them
 FLAGS = {
     "grpo": SMALL["grpo"] + "--max-steps 11 --keep 99".split(),
+    "rloo": SMALL["rloo"] + "--max-steps 11 --keep 99".split(),
     "sft": SMALL["sft"] + "--batch-size 32 --lr-schedule constant --warmup-steps 3 --max-steps 11 --keep 99".split(),
 }
-both = pytest.mark.parametrize("algo", ["grpo", "sft"])
+every_script = pytest.mark.parametrize("algo", MODULES)
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +53,7 @@ def uninterrupted(tmp_path_factory):
     return make
 
 
-@both
+@every_script
 @pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(algo, kills, uninterrupted, tmp_path):
     """SIGKILL at random moments loses no row, repeats none, and changes no weight."""
@@ -83,7 +84,7 @@ def test_killed_at_any_moment(algo, kills, uninterrupted, tmp_path):
     assert_same_result(folder, uninterrupted(algo))
 
 
-@both
+@every_script
 def test_signals(algo, uninterrupted, tmp_path):
     """SIGTERM and Ctrl-C end the step, save, say how to go on, and exit with 128 + signal; here both in one run."""
     args, rows = [*FLAGS[algo], "--output-dir", tmp_path / "runs", "--save-every", 99], 0
@@ -101,7 +102,7 @@ def test_signals(algo, uninterrupted, tmp_path):
     assert_same_result(folder, uninterrupted(algo))
 
 
-@both
+@every_script
 def test_longer_budget(algo, uninterrupted, tmp_path):
     """With a constant learning rate --max-steps may grow: the run equals one that had the larger budget from the start,
     but for the evaluation that the old last step got."""
@@ -136,7 +137,7 @@ def test_changed_arguments_are_refused(algo, change, uninterrupted, tmp_path, ca
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@both
+@every_script
 def test_budget_of_a_decaying_schedule_is_refused(algo, tmp_path, capsys):
     """A learning rate that decays towards the budget ties the run to it."""
     flags = SMALL[algo] + "--max-steps 2 --lr-schedule linear --eval-every 0".split()
