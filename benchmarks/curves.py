@@ -47,6 +47,12 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
         "reward",
         ("mean reward", "eval/greedy"),
     ),
+    "ppo_lm-sort": (
+        "ppo_lm",
+        dict(task="sort", max_steps=8, eval_every=0, eval_prompts=256),
+        "reward",
+        ("mean reward", "eval/greedy"),
+    ),
     "grpo-countdown": (
         "grpo",
         dict(task="countdown", eval_every=0, eval_prompts=256),

@@ -28,6 +28,7 @@ OFFLINE = "--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-ep
 SMALL = {  # runs of about a second
     "grpo": LANGUAGE,
     "rloo": LANGUAGE,
+    "ppo_lm": LANGUAGE,
     "sft": "--device cpu --task sort --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2"
     " --save-every 2".split(),
     "ppo": "--device cpu --num-envs 2 --num-steps 16 --total-timesteps 160 --num-minibatches 2 --update-epochs 2 "

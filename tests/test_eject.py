@@ -21,6 +21,7 @@ LANGUAGE = ["--model", TINY_MODEL, *"--task sort --max-steps 3 --eval-prompts 4"
 SHORT = {
     "grpo": [*LANGUAGE, *"--num-prompts 4 --num-generations 4 --micro-batch-size 16".split()],
     "rloo": [*LANGUAGE, *"--num-prompts 4 --num-generations 4 --micro-batch-size 16".split()],
+    "ppo_lm": [*LANGUAGE, *"--num-prompts 4 --micro-batch-size 16".split()],
     "sft": [*LANGUAGE, "--batch-size", "8"],
     "bc": [*SMALL["bc"], *DATA],
     "iql": [*SMALL["iql"], *DATA, "--online-steps", "16"],

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from algos import dt, grpo, iql, ppo, rloo, sft
+from algos import dt, grpo, iql, ppo, ppo_lm, rloo, sft
 from benchmarks.curves import CURVES, FALSE_ALARM, band, recorded, run_once
 
 SLOW = ["grpo-countdown", "ppo-halfcheetah", "ppo-hopper", "sac-halfcheetah"]
@@ -64,7 +64,7 @@ def with_rewards(monkeypatch, change, module=grpo) -> None:
     monkeypatch.setattr(module, "collect", changed)
 
 
-@pytest.mark.parametrize("module", [grpo, rloo])
+@pytest.mark.parametrize("module", [grpo, rloo, ppo_lm])
 def test_shuffled_rewards_teach_nothing(module, monkeypatch):
     with_rewards(monkeypatch, lambda samples, rewards: rewards[torch.randperm(len(rewards))], module)
     misses_all_bands(f"{module.__name__.removeprefix('algos.')}-sort")

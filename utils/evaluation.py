@@ -85,17 +85,19 @@ def show(tokenizer, prompt_ids: list[int], token_lists: list[list[int]], rewards
 def advice(history: list[dict]) -> str | None:
     """One line with cause and remedy where the newest step shows that little can be learnt; each is said once in a run.
 
-    Reads the columns frac_zero_std, truncated and, where any reward was known, reward.
+    Reads the columns truncated, where there are groups frac_zero_std, and where any reward was known reward.
     """
     checks = {
         "nearly all groups have equal rewards, so there is little to learn from: use easier or harder prompts, more "
-        "--num-generations, a higher --temperature, or --dynamic-sampling": lambda h: h[-1]["frac_zero_std"] > 0.9,
+        "--num-generations, a higher --temperature, or --dynamic-sampling": lambda h: (
+            h[-1].get("frac_zero_std", 0) > 0.9
+        ),
         "nearly all completions are cut off before they end: raise --max-completion-length, or check that the prompt "
         "shown above makes the model stop": lambda h: h[-1]["truncated"] > 0.9,
         "the reward has not changed for five steps: check that the reward function reads the right columns and that "
         "answers can earn different rewards": lambda h: len(h) == 5 and len({row.get("reward") for row in h}) == 1,
     }
-    steps = [row for row in history if "frac_zero_std" in row]
+    steps = [row for row in history if "truncated" in row]
     for line, holds in checks.items():
         if holds(steps[-5:]) and not any(holds(steps[max(0, end - 5) : end]) for end in range(1, len(steps))):
             return line

@@ -1,0 +1,516 @@
+r"""Proximal Policy Optimization (PPO) for language models.
+
+Parent: grpo.py. Changed: PRESETS, RANGES, Args (num_generations, num_iterations, beta, aggregation; new:
+num_minibatches, critic, critic_learning_rate, vf_coef, clip_value, gamma, gae_lambda, whiten_advantages; gone: scale_rewards,
+mask_truncated_completions, dynamic_sampling, max_sampling_rounds), Batch, update, collect, check_groups, train. Gone:
+advantages, STD_DDOF, STD_EPSILON, merge, zero_std. Added: Critic, token_rewards, gae, whiten, value_loss, select,
+old_values.
+
+Schulman et al. 2017 (arXiv 1707.06347, equations 7 and 9) as in Ziegler et al. 2019, "Fine-Tuning Language Models from
+Human Preferences" (arXiv 1909.08593, section 2) and Stiennon et al. 2020, "Learning to summarize from human feedback"
+(arXiv 2009.01325, section 3.4). Each token is an action; a critic V says what return to expect before it. Maximises
+
+    J = mean over tokens of  min[ rho_t A_t, clip(rho_t, 1 - eps, 1 + eps_high) A_t ]
+                             - c_vf/2 max[ (V_t - R_t)^2, (clip(V_t, V_old,t +- eps_v) - R_t)^2 ]
+
+    rho_t = pi_theta(y_t | x, y_<t) / pi_old(y_t | x, y_<t)
+    r_t   = -beta log(pi_old(y_t | .) / pi_ref(y_t | .)), plus the reward of the completion at its last token
+    A_t   = sum_k (gamma lambda)^k (r_t+k + gamma V_old,t+k+1 - V_old,t+k)    V after the last token is 0; whitened
+    R_t   = A_t + V_old,t, before whitening
+
+At rho = 1 and gamma 1, without whitening and with a constant denominator, lambda = 1 gives exactly the gradient of
+E[reward] - beta KL(pi_theta || pi_ref), the divergence of whole completions, whatever V is; a smaller lambda does where
+V is the exact value. Whitening and the mean over tokens, both on by default, bend it (tests/test_exact_ppo_lm.py).
+
+Differences
+    - The KL penalty is k1 in the reward, per token, with pi_old, as in the papers; there is no adaptive beta.
+    - --critic separate: a copy of the model with a scalar head that starts at zero. Stiennon et al. start it from the
+      reward model. --critic shared: the head alone, on the policy's own last hidden states (Ziegler et al.).
+    - Whitening subtracts the mean and divides by the unbiased standard deviation over the tokens of the whole batch of
+      completions, before it is cut into minibatches, as in TRL.
+    - Denominators are those of a minibatch, which is one optimizer step, so micro-batches do not change the result.
+      TRL's masked means depend on the split.
+    - A completion without an EOS gets no penalty of its own, and V after it is 0 as after any other.
+    - One gradient norm is clipped over policy and critic. Dropout is off.
+    - pi_old is the sampler's own log-probability, so a difference between sampler and scorer (bfloat16) is corrected.
+    - A sample for which every reward function returns None is left out.
+
+Metrics
+    reward              mean over the batch, without the penalty; rises. reward_std: over the batch
+    eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: likeliest answer, a sample, the best of eight. pass@1
+                        that rises towards a flat greedy is sharpening; greedy that rises may still be
+    explained_variance  of R_t by V_old,t over tokens; rises towards 1, below 0 is worse than a constant
+    grad_norm           before clipping, mean over optimizer steps; steady
+    kl                  nats per completion against the reference (beta > 0 only); grows slowly
+    approx_kl           k3 of new against old, per token, in the last update epoch; 0.001 to 0.03
+    clip_fraction       share of tokens whose gradient is cut in the last update epoch; below 0.3
+    sampler_gap         mean |log pi_theta - log pi_old| before the first update; 1e-6 in float32, more means a bug
+    entropy             nats per token; falls, should not hit 0. length: tokens. truncated: share without EOS; below 0.9
+
+Run
+    python algos/ppo_lm.py                                                          the embedded model learns countdown
+    python algos/ppo_lm.py --task sort --max-steps 40                               the small task of the tests
+    python algos/ppo_lm.py --critic shared --task sort
+    python algos/ppo_lm.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k          a real model, on a GPU
+    python algos/ppo_lm.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy
+
+Expect
+    --task sort --max-steps 16: greedy 0.23 to 0.98, pass@1 0.41 to 0.96 (seed 1), in about a minute on a CPU.
+"""
+
+import copy
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.checkpoint import rng_state
+from utils.errors import UserError, check_numbers
+from utils.evaluation import advice, decode, evaluate, show
+from utils.lm import (
+    TINY_MODEL,
+    Samples,
+    autocast,
+    check_cache,
+    completion_logps,
+    eos_ids,
+    join,
+    load_model,
+    pad_left,
+    positions,
+    sample,
+    save_model,
+    trained_state,
+    without_dropout,
+)
+from utils.rewards import make_scorer
+from utils.run import Run, RunArgs, main, prepare
+from utils.schedule import learning_rate
+from utils.tasks import Task, encode_prompt, load_task, present
+
+PRESETS = {  # what depends on the model: taken for every argument that is left at None
+    "tiny": dict(learning_rate=1e-4, critic_learning_rate=1e-3, adam_beta2=0.999, num_prompts=512,
+                 sample_batch_size=512, micro_batch_size=256, max_completion_length=20, precision="float32"),
+    "full": dict(learning_rate=1e-6, critic_learning_rate=1e-5, adam_beta2=0.999, num_prompts=128,
+                 sample_batch_size=64, micro_batch_size=4, max_completion_length=512, precision="bfloat16"),
+    "lora": dict(learning_rate=1e-5, critic_learning_rate=1e-5, adam_beta2=0.999, num_prompts=128,
+                 sample_batch_size=64, micro_batch_size=4, max_completion_length=512, precision="bfloat16"),
+}  # fmt: skip
+RANGES = {  # what numbers must be
+    "at least 1": "max_steps num_prompts num_generations sample_batch_size max_completion_length micro_batch_size "
+    "num_iterations num_minibatches eval_prompts eval_samples",
+    "at least 0": "beta warmup_steps weight_decay lora_rank eval_every vf_coef",
+    "above 0": "temperature epsilon epsilon_high learning_rate critic_learning_rate max_grad_norm clip_value",
+    "from 0 to 1": "gamma gae_lambda",
+    "at least 0 and below 1": "adam_beta2",
+}
+
+
+@dataclass
+class Args(RunArgs):
+    model: str = TINY_MODEL
+    """folder or hub name of a causal language model"""
+    task: str = "countdown"
+    """countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset"""
+    prompt_column: str = "prompt"
+    """column of a dataset with the prompt: text or chat messages"""
+    reward: tuple[str, ...] = ()
+    """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them; none: the task's own score"""
+    reward_weights: tuple[float, ...] = ()
+    """one weight per reward function; none: all 1"""
+    max_steps: int = 100
+    """steps, each of which samples and updates"""
+    num_prompts: int | None = None
+    """prompts per step"""
+    num_generations: int = 1
+    """completions per prompt: G"""
+    sample_batch_size: int | None = None
+    """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
+    max_completion_length: int | None = None
+    """new tokens at most"""
+    temperature: float = 1.0
+    """of sampling and of the policy that is trained"""
+    micro_batch_size: int | None = None
+    """completions in one forward and backward pass: a multiple or a divisor of G; changes memory, not the result"""
+    num_iterations: int = 2
+    """update epochs per batch of completions"""
+    num_minibatches: int = 2
+    """optimizer steps per update epoch"""
+    epsilon: float = 0.2
+    """lower clip of the ratio: 1 - epsilon"""
+    epsilon_high: float | None = None
+    """upper clip of the ratio: 1 + epsilon_high; None: epsilon"""
+    beta: float = 0.05
+    """weight of the KL penalty in the reward; 0 loads no reference model"""
+    critic: Literal["separate", "shared"] = "separate"
+    """a model of its own for the value, or a head on the policy's hidden states"""
+    critic_learning_rate: float | None = None
+    """peak learning rate of the critic"""
+    vf_coef: float = 0.1
+    """weight of the value loss: c_vf"""
+    clip_value: float = 0.2
+    """clip of the change of the value: eps_v"""
+    gamma: float = 1.0
+    """discount"""
+    gae_lambda: float = 0.95
+    """lambda of the advantages"""
+    whiten_advantages: bool = True
+    """bring the advantages of the batch's tokens to mean 0 and standard deviation 1"""
+    aggregation: Literal["token", "constant"] = "token"
+    """mean over a minibatch's tokens; sum over its number of completions * max_completion_length"""
+    learning_rate: float | None = None
+    """peak learning rate of AdamW"""
+    adam_beta2: float | None = None
+    """second-moment decay of AdamW (the first is 0.9)"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """decay after the warm-up"""
+    warmup_steps: int = 0
+    """steps of linear warm-up"""
+    weight_decay: float = 0.0
+    """decoupled weight decay"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this norm"""
+    precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
+    """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
+    lora_rank: int = 0
+    """train LoRA adapters of this rank instead of all weights (needs peft)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, more time"""
+    trust_remote_code: bool = False
+    """run code that comes with the model"""
+    eval_every: int = 20
+    """steps between evaluations; 0: at the start and the end only"""
+    eval_prompts: int = 128
+    """held-out prompts per evaluation"""
+    eval_samples: int = 8
+    """sampled answers per held-out prompt"""
+
+
+class Batch(NamedTuple):
+    """What one step learns from. P prompts, G completions of each, B = P * G rows."""
+
+    samples: Samples
+    rewards: Tensor  # (B,) float32, NaN: skipped
+    ref_logps: Tensor | None  # (B, T), None where beta is 0
+    values: Tensor  # (B, T): V_old before each token
+
+
+class Critic(torch.nn.Module):
+    """Expected return before each completion token: a transformer without its output layer, and a scalar head."""
+
+    def __init__(self, model, shared: bool):
+        super().__init__()
+        backbone = model.get_base_model().base_model if hasattr(model, "get_base_model") else model.base_model
+        backbone = backbone if shared else copy.deepcopy(backbone).requires_grad_(True).float()
+        self.backbone = [backbone] if shared else torch.nn.ModuleList([backbone])  # a list hides the policy's weights
+        self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
+    ) -> Tensor:
+        """(P, L), (P, L), (B, T), (B, T) -> (B, T), 0 where padded."""
+        repeats = len(completion_ids) // len(prompt_ids)
+        ids = torch.cat([prompt_ids.repeat_interleave(repeats, 0), completion_ids], 1)[:, :-1]
+        mask = torch.cat([prompt_mask.repeat_interleave(repeats, 0), completion_mask], 1)[:, :-1]
+        hidden = self.backbone[0](input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask),
+                                  use_cache=False).last_hidden_state  # fmt: skip
+        values = self.head(hidden[:, -completion_ids.shape[1] :].to(self.head.weight.dtype))[..., 0]
+        return values.masked_fill(~completion_mask, 0.0)
+
+
+def token_rewards(batch: Batch, beta: float) -> Tensor:
+    """(B, T): the KL penalty of every token, and the completion's reward at its last one (arXiv 2009.01325, section
+    3.4). Skipped rewards count 0."""
+    mask = batch.samples.completion_mask
+    rewards = torch.zeros_like(batch.samples.logps)
+    if batch.ref_logps is not None:
+        rewards = -beta * (batch.samples.logps - batch.ref_logps) * mask
+    last = mask.sum(1, keepdim=True) - 1
+    return rewards.scatter_add(1, last, batch.rewards[:, None].to(rewards).nan_to_num(0.0))
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> Tensor:
+    """Generalised advantages (arXiv 1506.02438, equation 16) of completion tokens, all (B, T); the value after the last
+    token is 0, as `values` are behind it."""
+    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+    deltas = (rewards + gamma * next_values - values) * mask
+    advantages, last = torch.zeros_like(deltas), torch.zeros_like(deltas[:, 0])
+    for t in reversed(range(deltas.shape[1])):
+        advantages[:, t] = last = deltas[:, t] + gamma * gae_lambda * last
+    return advantages
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean 0 and unbiased standard deviation 1 over the tokens of `mask`, 0 elsewhere."""
+    kept = values[mask]
+    return (values - kept.mean()) * (kept.var() + 1e-8).rsqrt() * mask
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Half the larger of two squared errors: as it is, and with its change clipped (as in OpenAI's baselines)."""
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    return 0.5 * torch.max((values - returns).square(), (near - returns).square())
+
+
+def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) -> Tensor:
+    """What each token's loss counts in the step's loss: the denominator over all B rows. (B, T) of 0 and 1 -> (B, T).
+
+    sequence: 1 / (B T_i) (DeepSeekMath); token: 1 / sum T_i (DAPO); constant: 1 / (B L_max) (Dr. GRPO).
+    """
+    if aggregation == "sequence":
+        return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))
+    if aggregation == "token":
+        return mask / mask.sum().clamp(min=1)
+    return mask / (len(mask) * max_completion_length)
+
+
+def policy_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Clipped surrogate per token, to be minimised, and where the clip cuts the gradient (equation 3, first term).
+    logps, old_logps (B, T), advantages (B, 1) -> (B, T), (B, T) bool."""
+    ratio = (logps - old_logps).exp()
+    unclipped, clipped = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+    return -torch.min(unclipped, clipped), clipped < unclipped
+
+
+def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
+    """Estimate of KL(pi_theta || pi_ref) at tokens of pi_theta: non-negative, unbiased in value (equation 4)."""
+    difference = ref_logps - logps
+    return difference.exp() - difference - 1
+
+
+def select(batch: Batch, prompts: Tensor, group_size: int) -> tuple[Batch, Tensor]:
+    """The part of a batch that belongs to `prompts` (indices), and its rows."""
+    rows = (prompts[:, None] * group_size + torch.arange(group_size, device=prompts.device)).flatten()
+    samples = Samples(*(x[prompts] for x in batch.samples[:2]), *(x[rows] for x in batch.samples[2:]))
+    return Batch(samples, *(x if x is None else x[rows] for x in batch[1:])), rows
+
+
+def micro_batches(batch: Batch, group_size: int, size: int):
+    """Yields (rows, arguments of completion_logps) of `size` completions each, trimmed to their own longest."""
+    prompt_ids, prompt_mask, ids, mask, _, _ = batch.samples
+    for start in range(0, len(ids), size):
+        rows = slice(start, start + size)
+        prompts = slice(start // group_size, -(-min(start + size, len(ids)) // group_size))
+        left = prompt_mask.shape[1] - int(prompt_mask[prompts].sum(1).max())
+        right = int(mask[rows].sum(1).max())
+        yield rows, (prompt_ids[prompts, left:], prompt_mask[prompts, left:], ids[rows, :right], mask[rows, :right])
+
+
+def update(model, critic, optimizer, batch: Batch, generator: torch.Generator, args: Args) -> dict[str, float]:
+    """`num_iterations` epochs of `num_minibatches` optimizer steps on one batch of completions. Returns metrics."""
+    known = batch.samples.completion_mask & ~batch.rewards.isnan()[:, None]
+    advantages = gae(token_rewards(batch, args.beta), batch.values, known, args.gamma, args.gae_lambda)
+    returns = advantages + batch.values
+    if args.whiten_advantages:
+        advantages = whiten(advantages, known)
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    prompts, metrics, norms = len(batch.samples.prompt_ids), {}, []
+    for _ in range(args.num_iterations):
+        sums = dict.fromkeys(("clip_fraction", "approx_kl", "entropy"), torch.zeros((), device=known.device))
+        for part in torch.randperm(prompts, generator=generator, device=known.device).chunk(args.num_minibatches):
+            minibatch, chosen = select(batch, part, args.num_generations)
+            mask, gap = known[chosen], 0.0
+            weights = token_weights(mask.to(returns.dtype), args.aggregation, args.max_completion_length)
+            optimizer.zero_grad(set_to_none=True)
+            for rows, inputs in micro_batches(minibatch, args.num_generations, args.micro_batch_size):
+                with autocast(model.device, args.precision):
+                    logps, entropy = completion_logps(model, *inputs, args.temperature)
+                    values = critic(*inputs)
+                here, width = chosen[rows], logps.shape[1]
+                old_logps, valid = batch.samples.logps[here, :width], mask[rows, :width]
+                loss, clipped = policy_loss(logps, old_logps, advantages[here, :width], args.epsilon, high)
+                errors = value_loss(values, batch.values[here, :width], returns[here, :width], args.clip_value)
+                ((loss + args.vf_coef * errors) * weights[rows, :width]).sum().backward()
+                with torch.no_grad():
+                    sizes = {"clip_fraction": clipped, "approx_kl": k3(old_logps, logps), "entropy": entropy}
+                    for name, size in sizes.items():
+                        sums[name] = sums[name] + (size * valid).sum() / known.sum().clamp(min=1)
+                    gap = gap + ((logps - old_logps).abs() * valid).sum() / mask.sum().clamp(min=1)
+            metrics.setdefault("sampler_gap", gap.item())
+            norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm))
+            optimizer.step()
+    if batch.ref_logps is not None:
+        metrics["kl"] = ((batch.samples.logps - batch.ref_logps) * batch.samples.completion_mask).sum(1).mean().item()
+    unexplained = (returns - batch.values)[known].var() / returns[known].var().clamp(min=1e-12)
+    return metrics | {name: value.item() for name, value in sums.items()} | {
+        "explained_variance": 1 - unexplained.item(), "grad_norm": torch.stack(norms).mean().item()}  # fmt: skip
+
+
+def collect(model, tokenizer, task: Task, score: Callable, first: int, step: int, generator, args: Args):
+    """Samples and scores G completions for each of P prompts, from row `first` of the task on.
+
+    Returns samples, what `score` said, and the next row.
+    """
+    at_once = max(1, args.sample_batch_size // args.num_generations)
+    rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
+    prompts = [present(row, tokenizer) for row in rows]
+    tokens = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+    with autocast(model.device, args.precision):
+        samples = join([
+            sample(model, *pad_left(tokens[i : i + at_once], model.device), args.num_generations,
+                   args.max_completion_length, eos_ids(model, tokenizer), args.temperature, generator)
+            for i in range(0, len(tokens), at_once)
+        ])  # fmt: skip
+    texts, token_lists = decode(samples, tokenizer)
+    repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
+    return samples, score(repeated, shown, texts, token_lists, step), first + args.num_prompts
+
+
+@torch.no_grad()
+def old_values(model, critic: Critic, batch: Batch, args: Args) -> Tensor:
+    """V_old (B, T)."""
+    out = torch.zeros_like(batch.samples.logps)
+    with autocast(model.device, args.precision):
+        for rows, inputs in micro_batches(batch, args.num_generations, args.micro_batch_size):
+            out[rows, : inputs[2].shape[1]] = critic(*inputs)
+    return out
+
+
+@torch.no_grad()
+def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
+    """Log-probabilities (B, T) under the reference: `ref_model`, or the policy without its LoRA adapters."""
+    out = torch.zeros_like(batch.samples.logps)
+    with autocast(model.device, args.precision):
+        for rows, inputs in micro_batches(batch, args.num_generations, args.micro_batch_size):
+            if ref_model is None:
+                with model.disable_adapter():
+                    logps, _ = completion_logps(model, *inputs, args.temperature)
+            else:
+                logps, _ = completion_logps(ref_model, *inputs, args.temperature)
+            out[rows, : logps.shape[1]] = logps
+    return out
+
+
+def check_groups(args: Args) -> None:
+    """Raises UserError for batches that cannot be split."""
+    if args.num_prompts % args.num_minibatches:
+        raise UserError(f"--num-minibatches {args.num_minibatches} must divide --num-prompts {args.num_prompts}")
+    if args.micro_batch_size % args.num_generations and args.num_generations % args.micro_batch_size:
+        raise UserError(
+            f"--micro-batch-size {args.micro_batch_size} must be a multiple or a divisor of --num-generations "
+            f"{args.num_generations}"
+        )
+
+
+def train(args: Args) -> list[dict]:
+    device = prepare(args)
+    check_numbers(args, RANGES)
+    task = load_task(args.task, args.prompt_column)
+    score = make_scorer(task, args.reward, args.reward_weights, args.max_steps)
+    model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
+                                  args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
+    without_dropout(model)
+    size = sum(p.numel() for p in model.parameters())
+    preset = "lora" if args.lora_rank else "tiny" if size < 10e6 else "full"
+    resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
+    for name, value in resolved.items():
+        setattr(args, name, value)
+    check_groups(args)
+    check_cache(model)
+    encode_prompt(present(task.train(0, args.seed), tokenizer), tokenizer)  # prompts that cannot be rendered fail here
+    ref_model = None
+    if args.beta > 0 and not args.lora_rank:
+        ref_model = load_model(args.model, device, args.precision, trust_remote_code=args.trust_remote_code)[0].eval()
+        ref_model.requires_grad_(False)
+    critic = Critic(model, args.critic == "shared").to(device)
+    parts = [{"params": [p for p in part.parameters() if p.requires_grad]} for part in (model, critic)]
+    optimizer = torch.optim.AdamW(parts, lr=args.learning_rate, betas=(0.9, args.adam_beta2),
+                                  weight_decay=args.weight_decay, fused=True)  # fmt: skip
+    generator = torch.Generator(device).manual_seed(args.seed)
+    run = Run(args, "ppo_lm", task.name, args.max_steps, ("reward", "eval/greedy", "eval/pass@1", "grad_norm"),
+              schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
+    run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
+    if args.precision == "pure-bfloat16":
+        run.print(
+            "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
+        )
+
+    def evaluation(step: int) -> dict[str, float]:
+        with autocast(device, args.precision):
+            return evaluate(model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
+                            args.max_completion_length, args.temperature, args.seed, step,
+                            args.sample_batch_size)  # fmt: skip
+
+    def state() -> dict:
+        return {"model": trained_state(model), "critic": critic.state_dict(), "optimizer": optimizer.state_dict(),
+                "next_row": next_row, "generator": generator.get_state()}  # fmt: skip
+
+    step, next_row = 0, 0
+    if run.state is not None:
+        model.load_state_dict(run.state["model"], strict=False)
+        critic.load_state_dict(run.state["critic"])
+        optimizer.load_state_dict(run.state["optimizer"])
+        generator.set_state(run.state["generator"].cpu())
+        step, next_row = run.state["step"], run.state["next_row"]
+    else:
+        run.log(0, **evaluation(0))
+        run.save(0, state())
+    run.restore_rng()
+    model.train()
+    while step < args.max_steps:
+        start, before = time.perf_counter(), (step, state(), rng_state())
+        step += 1
+        for group, peak in zip(optimizer.param_groups, (args.learning_rate, args.critic_learning_rate)):
+            group["lr"] = learning_rate(step, peak, args.lr_schedule, args.warmup_steps, args.max_steps)
+
+        # collect
+        try:
+            samples, scored, next_row = collect(model, tokenizer, task, score, next_row, step, generator, args)
+        except Exception:
+            run.save(*before)  # nothing has been trained in this step: a resumed run repeats it
+            raise
+        sampled = time.perf_counter()
+        due = step == args.max_steps or (args.eval_every and step % args.eval_every == 0)
+        if step == 1 or due:
+            shown = [ids[mask].tolist() for ids, mask in zip(samples.completion_ids[:2], samples.completion_mask[:2])]
+            prompt = samples.prompt_ids[0][samples.prompt_mask[0]].tolist()
+            run.print(show(tokenizer, prompt, shown, scored.rewards.tolist(), scored.extra))
+        batch = Batch(samples, scored.rewards.to(device), None, samples.logps)
+        batch = batch._replace(values=old_values(model, critic, batch, args))
+        if args.beta > 0:
+            batch = batch._replace(ref_logps=reference_logps(model, ref_model, batch, args))
+
+        # update
+        columns = update(model, critic, optimizer, batch, generator, args)
+
+        # evaluate
+        rewards, lengths = batch.rewards[~batch.rewards.isnan()], samples.completion_mask.sum(1).float()
+        columns |= {
+            "reward": rewards.mean().item(),
+            "reward_std": rewards.std(correction=0).item(),
+            "length": lengths.mean().item(),
+            "truncated": 1 - samples.ended.float().mean().item(),
+            "learning_rate": optimizer.param_groups[0]["lr"],
+            **scored.columns,
+            "time/sample": sampled - start,
+            "time/step": time.perf_counter() - start,
+        }
+        columns["time/tokens_per_second"] = lengths.sum().item() / columns["time/step"]
+        if due:
+            try:
+                columns |= evaluation(step)
+            except Exception:  # a reward function of the user's: the update is done, only its evaluation is lost
+                run.log(step, **columns)
+                run.save(step, state())
+                raise
+        run.log(step, **columns)
+        if line := advice(run.history):
+            run.print(f"step {step}: {line}")
+        run.end_step(step, state)
+
+    evals = tuple(name for name in run.history[-1] if name.startswith("eval/"))
+    curves = {"reward": ("reward",), "held-out": evals, "explained variance": ("explained_variance",)}
+    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"PPO on {task.name}")
+
+
+if __name__ == "__main__":
+    main(Args, train)

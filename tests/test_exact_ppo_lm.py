@@ -1,0 +1,284 @@
+"""ppo_lm.update against enumeration: every completion of a tabular model with a tabular critic, by its probability.
+
+As tests/test_exact_grpo.py, whose enumeration this uses; expected values come from numpy.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tabular import COMPLETIONS, EOS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, gradients, log_probs, probability
+from tabular import random_table as random_logits
+from test_exact_grpo import OTHER, REWARDS, TABLE, P, batches, close, expectation, make_batch, rewards_of
+
+from algos import ppo_lm
+
+BETA, L_MAX, LAMBDA = 0.7, 5, 0.6
+VALUES = np.random.default_rng(5).normal(size=(P, len(PREFIXES)))  # a critic that knows nothing
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class TabularCritic(torch.nn.Module):
+    """V is looked up by (prompt, completion so far)."""
+
+    def __init__(self, table: np.ndarray):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.tensor(table))
+
+    def forward(self, prompt_ids, prompt_mask, completion_ids, completion_mask):
+        prompts = [PROMPTS.index(ids[mask].tolist()) for ids, mask in zip(prompt_ids, prompt_mask)]
+        repeats, rows = len(completion_ids) // len(prompts), []
+        for i, (ids, mask) in enumerate(zip(completion_ids.tolist(), completion_mask.tolist())):
+            seen = [self.table[prompts[i // repeats], PREFIXES.index(tuple(ids[:t]))] * mask[t] if mask[t]
+                    else self.table.new_zeros(()) for t in range(len(ids))]  # fmt: skip
+            rows.append(torch.stack(seen))
+        return torch.stack(rows)
+
+
+def make(groups, rewards, old=TABLE, ref=OTHER, values=VALUES, **settings) -> ppo_lm.Batch:
+    samples, rewards, ref_logps = make_batch(groups, rewards, old=old, ref=ref, **settings)
+    rows = [(p, c) for p, group in enumerate(groups) for c in group]
+    width = samples.completion_ids.shape[1]
+    seen = [[values[p][PREFIXES.index(c[:t])] if t < len(c) else 0.0 for t in range(width)] for p, c in rows]
+    return ppo_lm.Batch(samples, rewards, ref_logps, torch.tensor(np.array(seen)))
+
+
+def run_update(batch, table=TABLE, values=VALUES, rate=1.0, seed=0, **settings):
+    """The changes of both tables in one call of update, over `rate`; and its metrics."""
+    model, critic = TabularLM(table), TabularCritic(values)
+    defaults = dict(num_generations=len(batch.rewards) // P, micro_batch_size=len(batch.rewards), num_iterations=1,
+                    num_minibatches=1, max_completion_length=L_MAX, precision="float32", max_grad_norm=1e9, beta=BETA,
+                    gae_lambda=LAMBDA, whiten_advantages=False, aggregation="constant")  # fmt: skip
+    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": critic.parameters()}], rate)
+    metrics = ppo_lm.update(model, critic, optimizer, batch, torch.Generator().manual_seed(seed),
+                            ppo_lm.Args(**defaults | settings))  # fmt: skip
+    moved = ((part.table.detach().numpy() - old) / rate for part, old in ((model, table), (critic, values)))
+    return *moved, metrics
+
+
+def own_rewards(p, c, reward, beta=BETA, old=TABLE) -> np.ndarray:
+    """(T,)"""
+    rewards = -beta * (log_probs(old, p, c) - log_probs(OTHER, p, c))
+    rewards[-1] += reward
+    return rewards
+
+
+def own_advantages(rewards, values, gae_lambda, gamma=1.0) -> np.ndarray:
+    """(T,): the sum over k of (gamma lambda)^k delta_t+k, by its definition."""
+    deltas = rewards + gamma * np.append(values[1:], 0.0) - values
+    return np.array([sum((gamma * gae_lambda) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))])
+
+
+def values_of(table, p, c) -> np.ndarray:
+    return np.array([table[p][PREFIXES.index(c[:t])] for t in range(len(c))])
+
+
+def exact_values(beta: float) -> np.ndarray:
+    """What the penalised rewards from a prefix on sum to, on average, under the policy that samples."""
+    result = np.zeros((P, len(PREFIXES)))
+    for p in range(P):
+        for i, prefix in enumerate(PREFIXES):
+            for c in COMPLETIONS:
+                if c[: len(prefix)] == prefix and len(c) > len(prefix):
+                    chance = np.exp(log_probs(TABLE, p, c)[len(prefix) :].sum())
+                    result[p, i] += chance * own_rewards(p, c, REWARDS[p][c], beta)[len(prefix) :].sum()
+    return result
+
+
+def objective_gradient(beta: float) -> np.ndarray:
+    """Of E[reward] - beta KL(pi || pi_ref) of whole completions, by the score function; checked by differences."""
+
+    def objective(table):
+        parts = [(probability(table, p, c), REWARDS[p][c], log_probs(table, p, c) - log_probs(OTHER, p, c))
+                 for p in range(P) for c in COMPLETIONS]  # fmt: skip
+        return sum(chance * (reward - beta * ratio.sum()) for chance, reward, ratio in parts) / P
+
+    exact = expectation(lambda p, c: own_rewards(p, c, REWARDS[p][c], beta).sum() * gradients(TABLE, p, c).sum(0))
+    index = (1, 0, 2)
+    step = np.zeros_like(TABLE)
+    step[index] = 1e-6
+    np.testing.assert_allclose((objective(TABLE + step) - objective(TABLE - step)) / 2e-6, exact[index], atol=1e-8)
+    return exact
+
+
+def expected_movement(joint=False, values=VALUES, group_size=1, **settings) -> np.ndarray:
+    total = np.zeros_like(TABLE)
+    for groups, weight in batches(group_size, joint):
+        batch = make(groups, rewards_of(groups, REWARDS), values=values)
+        total += weight * run_update(batch, values=values, **settings)[0]
+    return total
+
+
+@pytest.mark.parametrize("beta", [0.0, BETA])
+@pytest.mark.parametrize("case", ["lambda 1, any critic", "any lambda, exact critic"])
+def test_expected_update_is_the_gradient_of_the_regularised_objective(case, beta):
+    """1 / L_max times it, with k1 in the reward of each token and returns-to-go: the full divergence of sequences."""
+    exact = "exact" in case
+    moved = expected_movement(values=exact_values(beta) if exact else VALUES, beta=beta,
+                              gae_lambda=LAMBDA if exact else 1.0)  # fmt: skip
+    close(moved, objective_gradient(beta) / L_MAX)
+    close(moved[:, OUTSIDE], 0.0)
+
+
+def test_a_wrong_critic_bends_it_where_lambda_is_less():
+    bent = expected_movement() - objective_gradient(BETA) / L_MAX
+    assert np.linalg.norm(bent) > 0.05 * np.linalg.norm(objective_gradient(BETA) / L_MAX)
+
+
+@pytest.mark.parametrize("whiten, aggregation", [(True, "constant"), (False, "token"), (True, "token")])
+def test_whitening_and_token_mean_have_their_enumerated_values(whiten, aggregation):
+    """Not the policy gradient: pinned to the sum over all batches of probability times the formula, in numpy."""
+    values, expected = exact_values(BETA), np.zeros_like(TABLE)
+    for groups, weight in batches(1, joint=True):
+        rows = [(p, group[0]) for p, group in enumerate(groups)]
+        parts = [own_advantages(own_rewards(p, c, REWARDS[p][c]), values_of(values, p, c), LAMBDA) for p, c in rows]
+        tokens = np.concatenate(parts)
+        if whiten:
+            parts = [(part - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8) for part in parts]
+        scale = 1 / len(tokens) if aggregation == "token" else 1 / (P * L_MAX)
+        for (p, c), part in zip(rows, parts):
+            expected += weight * scale * np.einsum("t,tprv->prv", part, gradients(TABLE, p, c))
+    moved = expected_movement(joint=True, values=values, whiten_advantages=whiten, aggregation=aggregation)
+    close(moved, expected)
+    exact = objective_gradient(BETA)
+    along = (moved * exact).sum() / (exact**2).sum() * exact
+    assert np.linalg.norm(moved - along) > 0.02 * np.linalg.norm(moved)
+
+
+def test_rewards_and_advantages_by_hand():
+    """The reward is at the last token, of a cut off completion, too; k1 at each; nothing behind the end."""
+    groups = [((1,), (0, 2)), ((2, 1), (1,))]
+    batch = make(groups, [[1.0, 0.5], [math.nan, -2.0]])
+    rewards = ppo_lm.token_rewards(batch, BETA)
+    for row, (p, c, reward) in enumerate([(0, (1,), 1.0), (0, (0, 2), 0.5), (1, (2, 1), 0.0), (1, (1,), -2.0)]):
+        close(rewards[row, : len(c)], own_rewards(p, c, reward))
+        close(rewards[row, len(c) :], 0.0)
+    close(ppo_lm.token_rewards(batch._replace(ref_logps=None), BETA)[0], [1.0, 0.0])
+
+    rewards, values = (
+        torch.tensor([[1.0, 2.0, 4.0], [3.0, 9.0, 9.0]]),
+        torch.tensor([[0.5, 1.0, -1.0], [2.0, 0.0, 0.0]]),
+    )
+    mask = torch.tensor([[True] * 3, [True, False, False]])
+    last = 4.0 + 1.0
+    middle = 2.0 + 0.9 * -1.0 - 1.0 + 0.9 * 0.5 * last
+    first = 1.0 + 0.9 * 1.0 - 0.5 + 0.9 * 0.5 * middle
+    close(ppo_lm.gae(rewards, values, mask, 0.9, 0.5), [[first, middle, last], [1.0, 0.0, 0.0]])
+    white = ppo_lm.whiten(torch.tensor([[1.0, 2.0], [6.0, 100.0]]), torch.tensor([[True, True], [True, False]]))
+    np.testing.assert_allclose(white, np.array([[-2, -1], [3, 0]]) / math.sqrt(7), atol=1e-8)
+
+
+def test_value_loss_by_hand():
+    """The larger error: of the value, or of the value whose change from the old one is clipped."""
+    values = torch.tensor([1.0, 1.5, 0.0, 0.9], requires_grad=True)
+    losses = ppo_lm.value_loss(values, torch.ones(4), torch.tensor([2.0, 2.0, 2.0, 1.0]), 0.2)
+    close(losses.detach(), 0.5 * np.array([1.0, 0.8**2, 2.0**2, 0.1**2]))
+    losses.sum().backward()
+    close(values.grad, [-1.0, 0.0, -2.0, -0.1])  # 1.5: the clipped one is the larger, and does not move
+
+
+def test_epochs_and_minibatches_equal_steps_in_numpy():
+    """Both tables after two epochs of two minibatches, with advantages and returns of the old values and policy, ratios
+    and values clipped, whitening over the whole batch, and each minibatch's own denominator."""
+    groups, rate, clip = [COMPLETIONS] * P, 1.5, 0.15
+    rewards, old = rewards_of(groups, REWARDS), TABLE + 0.3 * random_logits(6)
+    batch = make(groups, rewards, old=old)
+    now, critic = VALUES + 0.3, TABLE.copy()
+    table, critic = TABLE.copy(), now.copy()
+    rows = {p: [own_advantages(own_rewards(p, c, REWARDS[p][c], old=old), values_of(VALUES, p, c), LAMBDA)
+                for c in COMPLETIONS] for p in range(P)}  # fmt: skip
+    tokens = np.concatenate([part for p in range(P) for part in rows[p]])
+    generator = torch.Generator().manual_seed(3)
+    cuts = []
+    for _ in range(2):
+        cuts = []
+        for part in torch.randperm(P, generator=generator).chunk(2):
+            (p,) = part.tolist()
+            count = sum(len(c) for c in COMPLETIONS)
+            move, shift = np.zeros_like(table), np.zeros_like(critic)
+            for c, raw in zip(COMPLETIONS, rows[p]):
+                white = (raw - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+                ratio = np.exp(log_probs(table, p, c) - log_probs(old, p, c))
+                cut = np.where(white > 0, ratio > 1.2, ratio < 0.8)
+                cuts += cut.tolist()
+                move += np.einsum("t,tprv->prv", np.where(cut, 0, ratio * white), gradients(table, p, c)) / count
+                for t, target in enumerate(raw + values_of(VALUES, p, c)):
+                    v, v_old = critic[p][PREFIXES.index(c[:t])], VALUES[p][PREFIXES.index(c[:t])]
+                    near = v_old + np.clip(v - v_old, -clip, clip)
+                    slope = v - target if (v - target) ** 2 >= (near - target) ** 2 else 0.0
+                    shift[p, PREFIXES.index(c[:t])] -= 0.4 * slope / count
+            table, critic = table + rate * move, critic + rate * shift
+    moved, valued, metrics = run_update(
+        batch, values=now, rate=rate, seed=3, num_iterations=2, num_minibatches=2, whiten_advantages=True,
+        aggregation="token", vf_coef=0.4, clip_value=clip)  # fmt: skip
+    close(TABLE + rate * moved, table)
+    close(now + rate * valued, critic)
+    assert 0 < sum(cuts) < len(cuts)
+    close(metrics["clip_fraction"], np.mean(cuts))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_micro_batches_change_nothing(size):
+    groups = [((1,), (0, 2), (2, 1)), ((0, 1), (2, 0), (1,))]
+    batch = make(groups, rewards_of(groups, REWARDS), old=TABLE + 0.1 * random_logits(3))
+    settings = dict(whiten_advantages=True, aggregation="token", num_iterations=2, num_minibatches=2)
+    *whole, expected = run_update(batch, **settings)
+    *moved, metrics = run_update(batch, **settings, micro_batch_size=size)
+    for ours, theirs in zip(moved, whole):
+        close(ours, theirs)
+    close([metrics[name] for name in expected], list(expected.values()))
+
+
+@pytest.mark.parametrize("pad", [0, EOS])
+def test_first_eos_is_trained_and_nothing_after_it(pad):
+    groups = [((1,), (0, 2)), ((2, 1), (1,))]
+    moved, valued, _ = run_update(make(groups, [[1.0, 0.0], [0.0, 1.0]], pad=pad), beta=0.0, gae_lambda=1.0)
+    close(moved[:, OUTSIDE], 0.0)
+    expected = np.zeros_like(TABLE)
+    for p, c, reward in ((0, (1,), 1.0), (0, (0, 2), 0.0), (1, (2, 1), 0.0), (1, (1,), 1.0)):
+        weight = (reward - values_of(VALUES, p, c)) / (4 * L_MAX)
+        expected += np.einsum("t,tprv->prv", weight, gradients(TABLE, p, c))
+    close(moved, expected)
+    assert abs(valued).max() > 1e-3
+
+
+def test_skipped_rewards_teach_nothing():
+    """Neither the policy nor the critic, and they leave the statistics of whitening."""
+    groups = [((1,), (0, 2)), ((2, 1), (1,))]
+    moved, valued, _ = run_update(make(groups, [[0.3, math.nan], [math.nan, math.nan]]), whiten_advantages=False)
+    assert abs(moved[0]).max() > 1e-3 and abs(valued[0, 0]) > 1e-3
+    close([abs(moved[1]).max(), abs(valued[1]).max(), abs(valued[0, 1:]).max()], 0.0)
+    assert np.isfinite(moved).all()
+
+
+def test_the_critic_of_a_real_model():
+    """Values stand before their tokens: V_t depends on the prompt and y_<t, and on nothing from y_t on; padding on the
+    left changes nothing; the shared one moves the policy, the separate one does not."""
+    from utils.lm import TINY_MODEL, load_model, pad_left
+
+    torch.set_default_dtype(torch.float32)
+    model, _ = load_model(TINY_MODEL)
+    ids, mask = torch.tensor([[5, 6, 7, 8], [9, 5, 5, 5]]), torch.tensor([[True] * 4, [True, True, False, False]])
+    for shared in (True, False):
+        critic = ppo_lm.Critic(model, shared)
+        torch.nn.init.normal_(critic.head.weight)
+        values = critic(*pad_left([[4, 5, 6], [7]], "cpu"), ids, mask)
+        assert (values[1, 2:] == 0).all() and (values[0] != 0).all() and values[0].unique().numel() == 4
+        changed = ids.clone()
+        changed[0, 2] = 11
+        again = critic(*pad_left([[4, 5, 6], [7]], "cpu"), changed, mask)
+        torch.testing.assert_close(again[0, :3], values[0, :3])
+        assert (again[0, 3] - values[0, 3]).abs() > 1e-4
+        alone = critic(*pad_left([[7]], "cpu"), ids[1:], mask[1:])
+        torch.testing.assert_close(alone, values[1:], atol=1e-5, rtol=1e-4)
+        model.zero_grad()
+        values.sum().backward()
+        moves = any(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+        assert moves == shared and (len(list(critic.parameters())) == 2) == shared
