@@ -1,10 +1,10 @@
 r"""Proximal Policy Optimization (PPO) for language models.
 
 Parent: grpo.py. Changed: PRESETS, RANGES, Args (num_generations, num_iterations, beta, aggregation; new:
-num_minibatches, critic, critic_learning_rate, vf_coef, clip_value, gamma, gae_lambda, whiten_advantages; gone: scale_rewards,
-mask_truncated_completions, dynamic_sampling, max_sampling_rounds), Batch, update, collect, check_groups, train. Gone:
-advantages, STD_DDOF, STD_EPSILON, merge, zero_std. Added: Critic, token_rewards, gae, whiten, value_loss, select,
-old_values.
+num_minibatches, critic, critic_learning_rate, vf_coef, clip_value, gamma, gae_lambda, whiten_advantages; gone:
+scale_rewards, mask_truncated_completions, dynamic_sampling, max_sampling_rounds), Batch, update, collect, check_groups,
+train. Gone: advantages, STD_DDOF, STD_EPSILON, merge, zero_std. Added: Critic, token_rewards, gae, whiten, value_loss,
+select, old_values.
 
 Schulman et al. 2017 (arXiv 1707.06347, equations 7 and 9) as in Ziegler et al. 2019, "Fine-Tuning Language Models from
 Human Preferences" (arXiv 1909.08593, section 2) and Stiennon et al. 2020, "Learning to summarize from human feedback"
@@ -222,7 +222,8 @@ class Critic(torch.nn.Module):
         mask = torch.cat([prompt_mask.repeat_interleave(repeats, 0), completion_mask], 1)[:, :-1]
         hidden = self.backbone[0](input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask),
                                   use_cache=False).last_hidden_state  # fmt: skip
-        values = self.head(hidden[:, -completion_ids.shape[1] :].to(self.head.weight.dtype))[..., 0]
+        hidden = hidden[:, -completion_ids.shape[1] :].to(self.head.weight.dtype)
+        values = (hidden * self.head.weight).sum(-1) + self.head.bias  # float32 also under autocast
         return values.masked_fill(~completion_mask, 0.0)
 
 
@@ -251,6 +252,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda:
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Mean 0 and unbiased standard deviation 1 over the tokens of `mask`, 0 elsewhere."""
     kept = values[mask]
+    if len(kept) < 2:  # all rewards were skipped
+        return torch.zeros_like(values)
     return (values - kept.mean()) * (kept.var() + 1e-8).rsqrt() * mask
 
 
