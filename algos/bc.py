@@ -153,10 +153,8 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions) -
 def top_rows(data: Dataset, fraction: float) -> np.ndarray:
     """(n,) bool: rows of the trajectories of highest return, the best one and as many more, in order, as stay below
     this fraction of all rows."""
-    lengths, best_first = (
-        np.diff(data.starts, append=len(data.obs)),
-        np.argsort(-data.trajectory_returns(), kind="stable"),
-    )
+    lengths = np.diff(data.starts, append=len(data.obs))
+    best_first = np.argsort(-data.trajectory_returns(), kind="stable")
     below = np.cumsum(lengths[best_first]) < fraction * len(data.obs)
     below[0] = True
     kept = best_first if fraction == 1 else best_first[below]
@@ -234,7 +232,7 @@ def train(args: Args) -> list[dict]:
             if due:
                 numbers |= scored()
                 numbers |= data.score(numbers["eval/return"])
-                best = max([best, numbers["eval/return"]])
+                best = max(best, numbers["eval/return"])
                 if step == run.total:
                     numbers["eval/best_return"] = best
                     run.print(f"return: {numbers['eval/return']:.1f} at the end, {best:.1f} at best, of "

@@ -42,7 +42,7 @@ class Dataset:
     rewards: np.ndarray  # (n,) float32
     terminated: np.ndarray  # (n,) bool: the episode ended here by itself
     next_obs: np.ndarray  # (n, D) float32; meaningless where not `known`
-    known: np.ndarray  # (n,) bool: whether the file tells the next observation (D4RL's do not where time ran out)
+    known: np.ndarray  # (n,) bool: whether the next observation is (of D4RL's files not where time ran out)
     starts: np.ndarray  # (k,) first row of each trajectory; starts[0] = 0
     env_id: str | None = None
     env_kwargs: tuple[str, ...] = ()
