@@ -242,7 +242,8 @@ def check(args: Args) -> None:
 
 @torch.no_grad()
 def achieved(model: DecisionTransformer, make, space: gym.spaces.Box, args: Args, device, video=None) -> np.ndarray:
-    """Returns (targets, episodes) of episodes that each ask for one of --target-returns."""
+    """Returns (targets, episodes) of episodes that each ask for one of --target-returns, from the same start states for
+    each: a policy that does not listen gets the same returns."""
     count, length = len(args.target_returns) * args.eval_episodes, args.context_length
     to_go = torch.tensor(args.target_returns, dtype=torch.float32, device=device).repeat_interleave(args.eval_episodes)
     empty = partial(torch.zeros, count, length, device=device)
@@ -262,7 +263,7 @@ def achieved(model: DecisionTransformer, make, space: gym.spaces.Box, args: Args
         return to_env(seen.actions[:, -1].cpu().numpy(), space)
 
     model.eval()
-    returns, _ = rollouts(make, act, count, args.seed, video)
+    returns, _ = rollouts(make, act, count, args.seed, video, args.eval_episodes)
     model.train()
     return returns.reshape(len(args.target_returns), args.eval_episodes)
 

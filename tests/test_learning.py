@@ -152,8 +152,8 @@ def test_dt_does_not_listen_to_shuffled_returns_to_go(monkeypatch):
 
 def test_iql_s_band_lies_above_cloning():
     """Of the same data, with the same network."""
-    cloning = band("bc-hopper", "last eval/return")
-    assert band("iql-hopper", "last eval/return")["lower"] > cloning["mean"] + 2 * cloning["sd"]
+    cloning = [row["eval/return_stochastic"] for row in recorded("bc-hopper")]
+    assert band("iql-hopper", "eval/return_stochastic")["lower"] > 1.2 * max(cloning)
 
 
 def test_ppo_with_flipped_advantages_does_not_learn(monkeypatch):
