@@ -7,11 +7,13 @@ A band is one-sided: with n recorded seeds of mean m and standard deviation s, t
 m - t s sqrt(1/2 + 1/n) with probability FALSE_ALARM, where t is that quantile of Student's distribution with n - 1
 degrees of freedom (a prediction interval; the values are treated as normal). Proportions of right answers are taken as
 arcsin(sqrt(p)), which stabilises their variance: near 1 they are skewed, and on their own scale the interval rang
-falsely (0.9746 against 0.9786, from code that repeats its recorded seeds bit for bit). Hopper's returns are positive
-and skewed, with a tail of good seeds, and are compared as logarithms. Which numbers are compared was fixed before the
-first recording, except for the Hopper curves: of bc, iql and dt it was chosen after a first recording, before any band
-was used, because the return of mean actions varies four times as much between seeds as that of sampled ones. A drop of at least (t + 1.28) s sqrt(1/2 + 1/n) is caught with 90 % probability,
-about.
+falsely (0.9746 against 0.9786, from code that repeats its recorded seeds bit for bit). Hopper's returns of sampled
+actions are positive and skewed, with a tail of good seeds, and are compared as logarithms. A drop of at least
+(t + 1.28) s sqrt(1/2 + 1/n) is caught with 90 % probability, about.
+
+Which numbers are compared was fixed before the first recording, except for bc, iql and dt: there it was chosen after a
+first recording and before any band was used. The return of mean actions varies four times as much between seeds as that
+of sampled ones; the slope of four targets from different start states varied more than it was large.
 """
 
 import contextlib
