@@ -250,14 +250,16 @@ def evaluate(
             "eval/length": lengths[:episodes].mean().item()}  # fmt: skip
 
 
-def rollouts(make: Callable, act: Callable, episodes: int, seed: int, video: Path | None = None, starts: int = 2**31):
+def rollouts(
+    make: Callable, act: Callable, episodes: int, seed: int, video: Path | None = None, starts: int | None = None
+):
     """One episode in each of N = `episodes` environments of its own, stepped together: returns (N,), lengths (N,).
     Environments whose numbers are equal modulo `starts` start alike.
 
     act(obs (N, D), rewards (N,) of the step before, running (N,) bool) -> actions; rows whose episode is over are
     ignored. No random numbers of the training's are used.
     """
-    thunks = [lambda i=i: Episode(make(), seed + 2**31, i % starts) for i in range(episodes)]
+    thunks = [lambda i=i: Episode(make(), seed + 2**31, i % (starts or episodes)) for i in range(episodes)]
     if video is not None:
         thunks[0] = lambda: Episode(recorded(make, video), seed + 2**31, 0)
     before = rng_state()  # an environment may draw from the global generators, which are the training's
