@@ -38,7 +38,9 @@ from utils.machine import environment  # noqa: E402
 FOLDER = Path(__file__).resolve().parent / "curves"
 FALSE_ALARM = 0.001  # per band; the bands of all scripts together stay below 1 %
 SCALES = {  # number -> the scale on which it is compared, and back
-    "eval/greedy": (lambda p: math.asin(math.sqrt(p)), lambda x: math.sin(max(x, 0)) ** 2),  # of right answers
+    **dict.fromkeys(
+        ("eval/greedy", "eval/pass@1"), (lambda p: math.asin(math.sqrt(p)), lambda x: math.sin(max(x, 0)) ** 2)
+    ),  # shares of right answers
     "eval/return_stochastic": (math.log, math.exp),
 }
 CLONING = dict(max_steps=3_000, hidden_size=128, batch_size=128, learning_rate=1e-3, eval_every=0, eval_episodes=20)
@@ -60,6 +62,12 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
         dict(task="sort", max_steps=8, eval_every=0, eval_prompts=256),
         "reward",
         ("mean reward", "eval/greedy"),
+    ),
+    "dpo-sort": (
+        "dpo",
+        dict(task="sort", max_steps=40, eval_every=0, eval_prompts=256),
+        "margin",
+        ("eval/greedy", "eval/pass@1"),
     ),
     "grpo-countdown": (
         "grpo",

@@ -29,6 +29,8 @@ SMALL = {  # runs of about a second
     "grpo": LANGUAGE,
     "rloo": LANGUAGE,
     "ppo_lm": LANGUAGE,
+    "dpo": "--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2"
+    " --save-every 2".split(),
     "sft": "--device cpu --task sort --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2"
     " --save-every 2".split(),
     "ppo": "--device cpu --num-envs 2 --num-steps 16 --total-timesteps 160 --num-minibatches 2 --update-epochs 2 "

@@ -22,6 +22,7 @@ SHORT = {
     "grpo": [*LANGUAGE, *"--num-prompts 4 --num-generations 4 --micro-batch-size 16".split()],
     "rloo": [*LANGUAGE, *"--num-prompts 4 --num-generations 4 --micro-batch-size 16".split()],
     "ppo_lm": [*LANGUAGE, *"--num-prompts 4 --micro-batch-size 16".split()],
+    "dpo": [*LANGUAGE, *"--num-pairs 20 --batch-size 8".split()],
     "sft": [*LANGUAGE, "--batch-size", "8"],
     "bc": [*SMALL["bc"], *DATA],
     "iql": [*SMALL["iql"], *DATA, "--online-steps", "16"],

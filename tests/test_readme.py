@@ -28,6 +28,8 @@ TINY = {  # what makes a command of any size run in seconds, on what is here
     "grpo": GROUPS,
     "rloo": GROUPS,
     "ppo_lm": GROUPS,
+    "dpo": dict(max_steps=2, batch_size=4, micro_batch_size=2, num_pairs=16, eval_prompts=4, eval_every=0,
+                eval_max_new_tokens=12),
     "sft": dict(max_steps=2, batch_size=4, micro_batch_size=2, eval_prompts=4, eval_every=0, eval_max_new_tokens=12),
 }  # fmt: skip
 PPO = dict(total_timesteps=64, num_steps=8, num_minibatches=2, update_epochs=1, eval_every=0, eval_episodes=1)

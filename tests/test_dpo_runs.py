@@ -1,0 +1,225 @@
+"""Whole runs of dpo.py: it learns, resumes bit for bit from any checkpoint and after a kill, and says what is wrong."""
+
+import json
+import random
+import signal
+import time
+
+import pytest
+import torch
+from helpers import (
+    Forked,
+    assert_same_result,
+    checkpoints,
+    command_line,
+    metrics,
+    new_run,
+    runs_in,
+    stopped_after,
+    user_error,
+    wait_for,
+    weights,
+)
+
+from algos import dpo
+from utils.checkpoint import load_newest
+from utils.lm import TINY_MODEL, load_model
+from utils.preferences import encode_pair, load_preferences
+
+SMALL = (
+    "--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
+    "--save-every 2 --keep 99"
+).split()  # two and a half epochs
+LEARNS = (
+    "--device cpu --task sort --max-steps 20 --batch-size 32 --learning-rate 2e-5 --num-pairs 640 --eval-every 0 "
+    "--eval-samples 1"
+).split()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The folder of the run that nothing disturbed, never to be changed."""
+    return new_run(dpo, tmp_path_factory.mktemp("dpo"), *SMALL)
+
+
+def test_a_run(uninterrupted):
+    """A row a step with the columns of the docstring, pairs told apart, and a folder that from_pretrained loads."""
+    rows = metrics(uninterrupted)
+    assert [row["step"] for row in rows] == list(range(7))
+    for row in rows[1:]:
+        assert {
+            "accuracy",
+            "margin",
+            "chosen_logratio",
+            "rejected_logratio",
+            "grad_norm",
+            "learning_rate",
+        } <= row.keys()
+        assert ("eval/pass@8" in row) == ("eval/pair_margin" in row) == (row["step"] % 2 == 0)
+    assert rows[1]["margin"] == 0.0 < rows[6]["margin"] and rows[6]["eval/pair_margin"] > 0.02
+    assert (uninterrupted / "curve.png").stat().st_size > 10_000
+    load_model(str(uninterrupted / "model"))
+
+
+def test_it_learns(tmp_path):
+    """In a few seconds: the wrong answers of the demonstrations, which were the likeliest, are not any more."""
+    folder = new_run(dpo, tmp_path, *LEARNS)
+    first, last = metrics(folder)[0], metrics(folder)[-1]
+    assert first["eval/greedy"] < 0.4 and last["eval/greedy"] > 0.7 and last["eval/pair_accuracy"] > 0.95
+
+
+def test_it_does_not_learn_from_flipped_labels(tmp_path, monkeypatch):
+    encode = dpo.encode_pair
+    monkeypatch.setattr(dpo, "encode_pair", lambda *args: [(p, r, c) for p, c, r in [encode(*args)]][0])
+    folder = new_run(dpo, tmp_path, *LEARNS)
+    assert metrics(folder)[-1]["eval/greedy"] < 0.3
+
+
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_resume_from_every_checkpoint(step, uninterrupted, tmp_path):
+    assert checkpoints(uninterrupted) == [0, 2, 4, 6]
+    folder = stopped_after(step, uninterrupted, tmp_path)
+    command_line(dpo, "--resume", folder)
+    assert_same_result(folder, uninterrupted)
+
+
+def test_killed(uninterrupted, tmp_path):
+    """SIGKILL at a random moment after the first checkpoint loses no row, repeats none, and changes no weight."""
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed of the moment: {seed}")
+    process = Forked(dpo, *SMALL, "--output-dir", tmp_path / "runs", log=tmp_path / "log")
+    folder = wait_for(process, tmp_path / "runs", lambda run: checkpoints(run) != [])
+    time.sleep(random.Random(seed).uniform(0, 0.4))
+    process.process.kill()
+    out, code = process.communicate()
+    assert code in (0, -signal.SIGKILL), out
+    command_line(dpo, "--resume", folder)
+    assert_same_result(folder, uninterrupted)
+
+
+def test_the_reference_is_not_computed_again(uninterrupted, tmp_path, monkeypatch):
+    """A resumed run takes it from its checkpoint: it is still there after --model's folder has changed."""
+    folder = stopped_after(2, uninterrupted, tmp_path)
+    load = dpo.load_model
+
+    def changed(*args):
+        model, tokenizer = load(*args)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        return model, tokenizer
+
+    monkeypatch.setattr(dpo, "load_model", changed)
+    command_line(dpo, "--resume", folder)
+    assert_same_result(folder, uninterrupted)
+
+
+def test_a_dataset_that_changed_is_refused(uninterrupted, tmp_path, monkeypatch):
+    """References are kept by position: with other rows they would be those of other pairs."""
+    load = dpo.load_preferences
+
+    def longer(spec, num_pairs, seed):
+        return load(spec, num_pairs + 1, seed)
+
+    monkeypatch.setattr(dpo, "load_preferences", longer)
+    folder = stopped_after(2, uninterrupted, tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        command_line(dpo, "--resume", folder)
+
+
+def test_longer_budget(uninterrupted, tmp_path):
+    """Of a run that had not seen all its pairs: the others get their reference from the model that the run began with,
+    and the result is that of the longer run."""
+    flags = [*SMALL, "--num-pairs", 60, "--eval-every", 0, "--lr-schedule", "constant"]
+    longer = new_run(dpo, tmp_path / "longer", *flags, "--max-steps", 9)
+    shorter = new_run(dpo, tmp_path / "shorter", *flags, "--max-steps", 4)
+    assert load_newest(shorter / "checkpoints")["reference"].isnan().any()
+    command_line(dpo, "--resume", shorter, "--max-steps", 9)
+    rows = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in metrics(shorter)]
+    assert rows == [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in metrics(longer)]
+    ours, theirs = weights(shorter), weights(longer)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not load_newest(shorter / "checkpoints")["reference"].isnan().any()
+
+
+def test_dropout_is_off(tmp_path):
+    """A model that has it: the first margins are still 0, and the saved model keeps its setting."""
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=1, n_head=2,
+                        bos_token_id=1, eos_token_id=tokenizer.eos_token_id)  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    folder = new_run(dpo, tmp_path / "runs", *SMALL, "--model", tmp_path / "gpt2", "--max-steps", 1)
+    assert metrics(folder)[1]["margin"] == 0.0
+    assert json.loads((folder / "model" / "config.json").read_text())["resid_pdrop"] == 0.1
+
+
+def test_a_dataset_and_long_rows(tmp_path, capsys):
+    """Pairs of a file: no accuracy of answers, which nothing scores; completions are cut at --max-length and counted;
+    a prompt that leaves no room is refused before there is a folder."""
+    rows = [dict(prompt=f"S{i}:", chosen=f"{i}", rejected="9" * (30 if i == 12 else 3)) for i in range(10, 40)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--task", path, "--max-steps", 4, "--batch-size", 10, "--device", "cpu", "--eval-every", 2]
+    folder = new_run(dpo, tmp_path / "runs", *flags, "--max-length", 16)
+    assert "1 pairs have a completion cut off" in capsys.readouterr().out
+    evaluated = [row for row in metrics(folder) if "eval/pair_accuracy" in row]
+    assert [row["step"] for row in evaluated] == [0, 2, 4] and not any("eval/greedy" in row for row in evaluated)
+    with user_error(capsys, "prompt", "--max-length"):
+        command_line(dpo, *flags, "--max-length", 4, "--output-dir", tmp_path / "none")
+    assert runs_in(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("loss", dpo.LOSSES)
+def test_every_loss_moves_the_model(loss):
+    """Three updates of the embedded model tell the pairs apart; discopop begins the wrong way (its docstring)."""
+    model, tokenizer = load_model(TINY_MODEL)
+    args = dpo.Args(loss=loss, label_smoothing=0.01, micro_batch_size=8, precision="float32")
+    rows = load_preferences("sort", 8, 1).train
+    pairs = [dpo.Pair(*encode_pair(row, tokenizer, [tokenizer.eos_token_id])) for row in rows]
+    logps = dpo.score_pairs(model, pairs, args)[0].tolist()
+    pairs = [pair._replace(ref_logps=tuple(ref)) for pair, ref in zip(pairs, logps)]
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    history = [dpo.update(model, optimizer, pairs, args) for _ in range(3)]
+    assert history[0]["margin"] == 0.0 and history[0]["grad_norm"] > 0
+    assert (history[2]["margin"] > 0) == (loss != "discopop")
+
+
+def test_lora(tmp_path):
+    """The reference is the model without its adapters, which start at 0; what is saved has them merged."""
+    pytest.importorskip("peft", reason="not run: peft is not installed")
+    flags = [*SMALL, "--lora-rank", 2, "--learning-rate", 1e-3, "--precision", "float32", "--eval-max-new-tokens", 12]
+    folder = new_run(dpo, tmp_path, *flags)
+    assert metrics(folder)[1]["margin"] == 0.0 < metrics(folder)[6]["margin"]
+    before, after = load_model(TINY_MODEL)[0].state_dict(), weights(folder)
+    assert any(not torch.equal(before[name], after[name]) for name in after)
+    (tmp_path / "again").mkdir()
+    stopped = stopped_after(2, folder, tmp_path / "again")
+    command_line(dpo, "--resume", stopped)
+    assert_same_result(stopped, folder)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--task nothing", "nothing countdown .jsonl"),
+        ("--beta 0", "--beta above"),
+        ("--loss exo", "exo --label-smoothing 0.001"),
+        ("--label-smoothing 0.5", "--label-smoothing below 0.5"),
+        ("--loss ipo --label-smoothing 0.1", "--label-smoothing ipo sigmoid"),
+        ("--batch-size 0", "--batch-size at least 1"),
+        ("--sft-coef -1", "--sft-coef at least 0"),
+        ("--model nowhere", "nowhere"),
+    ],
+)
+def test_wrong_arguments(flags, words, tmp_path, capsys):
+    with user_error(capsys, *words.split()):
+        command_line(dpo, *flags.split(), "--output-dir", tmp_path / "runs")
+    assert runs_in(tmp_path / "runs") == []
+
+
+def test_what_cannot_change_on_resume(uninterrupted, capsys):
+    with user_error(capsys, "--beta", "cannot change"):
+        command_line(dpo, "--resume", uninterrupted, "--beta", 0.2)

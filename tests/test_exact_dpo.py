@@ -1,0 +1,383 @@
+"""dpo.py against the papers' formulas, and through `update` against what its losses are proven to converge to.
+
+The formulas are numpy's, in float64, written from the papers. A tabular model small enough to hold every completion
+learns from all pairs, repeated so often that labels have the probabilities of a known model of preference.
+"""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from tabular import COMPLETIONS, OUTSIDE, PROMPTS, TabularLM, gradients, log_probs, log_softmax, random_table
+
+from algos import dpo
+from algos.dpo import LOSSES, Pair
+from utils.lm import TINY_MODEL, load_model
+
+P, N = len(PROMPTS), len(COMPLETIONS)
+REF = random_table(0)
+SETTINGS = dict(beta=0.3, label_smoothing=0.1, dpop_lambda=5.0, discopop_tau=0.4)
+# log-ratios of both signs, so that every branch of every loss is taken
+CHOSEN = np.array([0.0, 1.7, -2.1, -0.4, 6.0, -5.0, 3.0])
+REJECTED = np.array([0.0, -0.9, -3.3, 1.5, 1.0, 4.0, 3.0])
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def sigma(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def formulas(w, l, beta, e, dpop_lambda, tau) -> dict[str, np.ndarray]:  # noqa: E741
+    """Every loss from its paper: no function of ours, no shared sub-expression, no rearrangement for stability."""
+    q = sigma(beta * (w - l))
+    fallen = np.maximum(0, -w)
+    return {
+        "sigmoid": -(1 - e) * np.log(sigma(beta * (w - l))) - e * np.log(sigma(beta * (l - w))),
+        "robust": ((1 - e) * -np.log(sigma(beta * (w - l))) - e * -np.log(sigma(beta * (l - w)))) / (1 - 2 * e),
+        "ipo": ((w - l) - 0.5 / beta) ** 2,
+        "hinge": np.maximum(0, 1 - beta * (w - l)),
+        "apo-zero": 1 - sigma(beta * w) + sigma(beta * l),
+        "apo-down": 1 + sigma(beta * w) - sigma(beta * (w - l)),
+        "sppo-hard": (w - (1 - 0.5) / beta) ** 2 + (l - (0 - 0.5) / beta) ** 2,
+        "dpop": -np.log(sigma(beta * ((w - l) - dpop_lambda * fallen))),
+        "nca": -np.log(sigma(beta * w)) - 0.5 * np.log(sigma(-beta * w)) - 0.5 * np.log(sigma(-beta * l)),
+        "exo": q * np.log(q / (1 - e)) + (1 - q) * np.log((1 - q) / e),
+        "discopop": (1 - sigma(beta * (w - l) / tau)) * np.log(1 + np.exp(-beta * (w - l)))
+        + sigma(beta * (w - l) / tau) * np.exp(-beta * (w - l)),
+    }
+
+
+def by_formula(name, w, l, **settings):  # noqa: E741
+    s = SETTINGS | settings
+    return formulas(w, l, s["beta"], s["label_smoothing"], s["dpop_lambda"], s["discopop_tau"])[name]
+
+
+def by_script(name, w, l, **settings):  # noqa: E741
+    return LOSSES[name](torch.tensor(w), torch.tensor(l), dpo.Args(**SETTINGS | settings)).numpy()
+
+
+def test_every_loss_has_a_name_and_a_formula():
+    assert set(LOSSES) == set(formulas(CHOSEN, REJECTED, 1.0, 0.1, 1.0, 1.0))
+    assert set(LOSSES) == set(dpo.Args.__dataclass_fields__["loss"].type.__args__)
+
+
+@pytest.mark.parametrize("settings", [{}, dict(beta=1.1, label_smoothing=0.3, dpop_lambda=0.7, discopop_tau=0.05)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_value(name, settings):
+    np.testing.assert_allclose(by_script(name, CHOSEN, REJECTED, **settings),
+                               by_formula(name, CHOSEN, REJECTED, **settings), rtol=1e-12, atol=1e-14)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradient(name):
+    """By central differences of the formula, with respect to both log-ratios."""
+    w, l = CHOSEN + 0.01, REJECTED  # noqa: E741  off the corners of hinge and dpop
+    tensors = [torch.tensor(x, requires_grad=True) for x in (w, l)]
+    LOSSES[name](*tensors, dpo.Args(**SETTINGS)).sum().backward()
+    step = 1e-6
+    expected = [(by_formula(name, w + step, l) - by_formula(name, w - step, l)) / (2 * step),
+                (by_formula(name, w, l + step) - by_formula(name, w, l - step)) / (2 * step)]  # fmt: skip
+    for tensor, numbers in zip(tensors, expected):
+        np.testing.assert_allclose(tensor.grad.numpy(), numbers, rtol=1e-6, atol=1e-8)
+
+
+AT_REFERENCE = {  # by hand, at h_w = h_l = 0 and SETTINGS
+    "sigmoid": math.log(2), "robust": math.log(2), "ipo": (1 / 0.6) ** 2, "hinge": 1, "apo-zero": 1, "apo-down": 1,
+    "sppo-hard": 2 * (1 / 0.6) ** 2, "dpop": math.log(2), "nca": 2 * math.log(2),
+    "exo": math.log(0.5) - (math.log(0.9) + math.log(0.1)) / 2, "discopop": (math.log(2) + 1) / 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_where_the_policy_is_the_reference(name):
+    assert by_script(name, np.zeros(1), np.zeros(1))[0] == pytest.approx(AT_REFERENCE[name], rel=1e-12)
+
+
+def test_symmetries():
+    """Exchanging the labels is smoothing by 1 - e in cDPO; adding the same to both log-ratios changes no loss on their
+    difference and every loss on each; without smoothing cDPO and robust are DPO."""
+    swapped = by_formula("sigmoid", CHOSEN, REJECTED, label_smoothing=0.9)
+    np.testing.assert_allclose(by_script("sigmoid", REJECTED, CHOSEN), swapped, rtol=1e-12)
+    for name in LOSSES:
+        before, after = by_script(name, CHOSEN, REJECTED), by_script(name, CHOSEN + 0.6, REJECTED + 0.6)
+        of_difference = name in ("sigmoid", "robust", "ipo", "hinge", "exo", "discopop")
+        assert np.allclose(before, after, rtol=1e-10) == of_difference, name
+    plain = by_script("sigmoid", CHOSEN, REJECTED, label_smoothing=0.0)
+    np.testing.assert_allclose(by_script("robust", CHOSEN, REJECTED, label_smoothing=0.0), plain, rtol=1e-12)
+    np.testing.assert_allclose(by_script("dpop", CHOSEN, REJECTED, dpop_lambda=0.0), plain, rtol=1e-12)
+
+
+def test_discopop_begins_the_wrong_way():
+    """Its own slope at D = 0, by hand: positive for tau below 0.102, the paper's 0.05 included."""
+    for tau in (0.05, 0.2):
+        d = torch.zeros(1, requires_grad=True)
+        LOSSES["discopop"](d, torch.zeros(1), dpo.Args(beta=1.0, discopop_tau=tau)).backward()
+        assert d.grad.item() == pytest.approx((1 - math.log(2)) / (4 * tau) - 3 / 4)
+        assert (d.grad.item() > 0) == (tau == 0.05)
+
+
+def test_robust_is_unbiased_under_flipped_labels():
+    e = SETTINGS["label_smoothing"]
+    mean = (1 - e) * by_script("robust", CHOSEN, REJECTED) + e * by_script("robust", REJECTED, CHOSEN)
+    q = sigma(SETTINGS["beta"] * (CHOSEN - REJECTED))
+    np.testing.assert_allclose(mean, -np.log(q), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("far", [-500.0, 500.0])
+def test_large_log_ratios_stay_finite_in_float32(name, far):
+    """With beta 1 and hundreds of nats, as long answers have them."""
+    chosen, rejected = (torch.tensor([x], dtype=torch.float32, requires_grad=True) for x in (far, -far))
+    loss = LOSSES[name](chosen, rejected, dpo.Args(beta=1.0, label_smoothing=0.1))
+    loss.sum().backward()
+    assert loss.isfinite().all() and chosen.grad.isfinite().all() and rejected.grad.isfinite().all()
+
+
+# through update
+
+
+def pair(prompt: int, chosen: tuple, rejected: tuple, ref=REF) -> Pair:
+    logps = tuple(float(log_probs(ref, prompt, c).sum()) for c in (chosen, rejected))
+    return Pair(PROMPTS[prompt], list(chosen), list(rejected), logps)
+
+
+def some_pairs() -> list[Pair]:
+    """Both prompts, completions of one and of two tokens on either side, one pair of equal ones, one pair twice."""
+    picks = [(0, 0, 3), (1, 4, 0), (0, 5, 2), (1, 6, 1), (1, 2, 2), (0, 5, 2), (0, 3, 6)]
+    return [pair(p, COMPLETIONS[i], COMPLETIONS[j]) for p, i, j in picks]
+
+
+def movement(batch, table=None, **settings) -> np.ndarray:
+    """What one update by plain gradient descent with rate 1 subtracts from the table."""
+    table = random_table(1) if table is None else table
+    model = TabularLM(table)
+    defaults = SETTINGS | dict(micro_batch_size=len(batch), max_grad_norm=1e9, precision="float32")
+    dpo.update(model, torch.optim.SGD(model.parameters(), 1.0), batch, dpo.Args(**defaults | settings))
+    return table - model.table.detach().numpy()
+
+
+def own_gradient(batch, table, name, sft_coef=0.0, average=False, **settings) -> np.ndarray:
+    """The same in numpy: derivative of the formula by central differences times the gradient of log pi by hand."""
+    total = np.zeros_like(table)
+    for item in batch:
+        p, sides, h = PROMPTS.index(item.prompt), [], []
+        for completion, ref in zip((item.chosen, item.rejected), item.ref_logps):
+            size = len(completion) if average else 1
+            sides.append(gradients(table, p, tuple(completion)).sum(0) / size)
+            h.append((log_probs(table, p, tuple(completion)).sum() - ref) / size)
+        step = 1e-5
+        for side, (dw, dl) in zip(sides, ((step, 0), (0, step))):
+            up, down = (by_formula(name, h[0] + s * dw, h[1] + s * dl, **settings) for s in (1, -1))
+            total += (up - down) / (2 * step) * side / len(batch)
+        length = len(item.chosen)
+        total -= sft_coef * gradients(table, p, tuple(item.chosen)).sum(0) / length / len(batch)
+    return total
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_update_descends_the_formula(name, average):
+    """The wiring: shift, mask, reference, sums or means over tokens with the EOS, sign, mean over pairs, SFT term."""
+    batch, table = some_pairs(), random_table(1)
+    for sft_coef in (0.0, 0.7):
+        expected = own_gradient(batch, table, name, sft_coef, average)
+        ours = movement(batch, loss=name, sft_coef=sft_coef, average_logps=average)
+        assert np.abs(expected).max() > 1e-3
+        np.testing.assert_allclose(ours, expected, atol=1e-7)
+        assert not ours[:, OUTSIDE].any(), "something after an EOS was trained"
+
+
+def test_eos_is_trained():
+    """A pair that differs in nothing but where it ends moves the logit of EOS."""
+    moved = movement([pair(0, (0, 1), (0, 2))])
+    assert moved[0, 1, 1] < 0 < moved[0, 1, 2]  # row 1: the prefix (0,); what is subtracted
+
+
+def test_prompt_is_not_trained():
+    """On a real model the gradient of the logits is zero at all positions before the last of the prompt."""
+    model = load_model(TINY_MODEL)[0].double()
+    seen = []
+    inner = model.lm_head.forward
+    model.lm_head.forward = lambda x: seen.append(inner(x)) or seen[-1].retain_grad() or seen[-1]
+    batch = [Pair([5, 6, 7, 8], [9, 10, 1], [11, 1], (-3.0, -2.0))]
+    args = dpo.Args(micro_batch_size=1, precision="float32")
+    dpo.update(model, torch.optim.SGD(model.parameters(), 0.0), batch, args)
+    trained = [logits.grad.abs().sum(-1) > 0 for logits in seen]
+    # the prompt's last position, once for both (the cache repeats it), then the positions of all tokens but the last
+    assert [t.tolist() for t in trained] == [[[True]], [[True, True], [True, False]]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 50])
+@pytest.mark.parametrize("name", LOSSES)
+def test_micro_batches_change_nothing(name, size):
+    """Seven pairs: no size but 1 and 7 divides them."""
+    settings = dict(loss=name, sft_coef=0.5)
+    np.testing.assert_allclose(movement(some_pairs(), micro_batch_size=size, **settings),
+                               movement(some_pairs(), **settings), atol=1e-10)  # fmt: skip
+
+
+def test_order_and_duplicates_change_nothing():
+    batch = some_pairs()
+    for other in (batch[::-1], batch * 3, [item for item in batch for _ in range(2)]):
+        np.testing.assert_allclose(movement(other, micro_batch_size=4), movement(batch), atol=1e-10)
+    assert np.abs(movement(batch + batch[:1]) - movement(batch)).max() > 1e-3  # one pair more often: it counts more
+
+
+def test_padding_changes_nothing():
+    """Beside a pair with a longer prompt and longer completions, on a real model in float64."""
+    model = load_model(TINY_MODEL)[0].double()
+    short = [Pair([5, 6], [9, 1], [10, 1]), Pair([7], [4, 4, 4, 1], [1])]
+    long = Pair([3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 10, 11, 12, 1], [13, 1])
+    args = dpo.Args(micro_batch_size=8, precision="float32")
+    alone, _ = dpo.score_pairs(model, short, args)
+    beside, _ = dpo.score_pairs(model, [*short, long], args)
+    torch.testing.assert_close(beside[:2], alone, rtol=0, atol=1e-6)  # its norms are float32
+    assert (alone < -0.1).all()
+
+
+def test_metrics_by_hand():
+    ratios = torch.tensor([[2.0, 1.0], [0.0, 3.0], [-1.0, -1.0], [-2.0, -6.0]])
+    assert dpo.preference_metrics(ratios, 0.5) == {
+        "accuracy": (1 + 0 + 0.5 + 1) / 4, "margin": 0.5 * (1 - 3 + 0 + 4) / 4, "chosen_logratio": -0.25,
+        "rejected_logratio": -0.75,
+    }  # fmt: skip
+
+
+# what the losses converge to
+
+
+def all_pairs(wins, ref=REF) -> list[Pair]:
+    """wins(p, i, j) copies of each ordered pair, i preferred."""
+    return [item for p in range(P) for i in range(N) for j in range(N) if i != j
+            for item in [pair(p, COMPLETIONS[i], COMPLETIONS[j], ref)] * wins(p, i, j)]  # fmt: skip
+
+
+def minimise(batch, steps, rate, **settings) -> tuple[np.ndarray, list[dict]]:
+    """The table after `steps` updates from the reference by Adam, its rate falling to 0; and the metrics."""
+    model = TabularLM(REF)
+    args = dpo.Args(micro_batch_size=len(batch), max_grad_norm=1e9, precision="float32", **settings)
+    optimizer = torch.optim.Adam(model.parameters(), rate)
+    history = []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
+        history.append(dpo.update(model, optimizer, batch, args))
+    return model.table.detach().numpy(), history
+
+
+def distributions(table) -> np.ndarray:
+    """pi(y | x) of every completion, (P, N)."""
+    return np.exp([[log_probs(table, p, c).sum() for c in COMPLETIONS] for p in range(P)])
+
+
+def tilted(scores: np.ndarray) -> np.ndarray:
+    """pi_ref exp(scores) / Z for each prompt, (P, N)."""
+    weights = distributions(REF) * np.exp(scores)
+    return weights / weights.sum(1, keepdims=True)
+
+
+def total_variation(a, b) -> float:
+    return np.abs(a - b).sum(1).max() / 2
+
+
+STRENGTHS = np.array([[1, 3, 2, 1, 4, 2, 1], [2, 1, 1, 4, 1, 3, 2]])  # exp of the reward: i beats j in i : j cases
+
+
+def test_dpo_converges_to_the_tilted_reference():
+    """On Bradley-Terry labels of the reward log(STRENGTHS): i is preferred to j strength(i) times, j to i strength(j)
+    times; a ring with a few chords of all pairs, which is enough, for they connect all completions."""
+    linked = {(i, (i + 1) % N) for i in range(N)} | {(0, 3), (2, 5)}
+    wins = lambda p, i, j: int(STRENGTHS[p, i]) if (i, j) in linked or (j, i) in linked else 0  # noqa: E731
+    beta = 0.5
+    table, _ = minimise(all_pairs(wins), 500, 0.05, beta=beta)
+    target = tilted(np.log(STRENGTHS) / beta)
+    assert total_variation(distributions(REF), target) > 0.1
+    assert total_variation(distributions(table), target) < 1e-4
+
+
+def test_dpo_diverges_on_hard_labels():
+    """The stronger always wins: nothing is ever enough, and the smaller beta is, the further it goes."""
+    wins = lambda p, i, j: int(STRENGTHS[p, i] > STRENGTHS[p, j])  # noqa: E731
+    batch = all_pairs(wins)
+    margins = {}
+    for beta in (0.5, 0.1):
+        model = TabularLM(REF)
+        optimizer = torch.optim.Adam(model.parameters(), 0.2)
+        args = dpo.Args(micro_batch_size=len(batch), max_grad_norm=1e9, precision="float32", beta=beta)
+        margins[beta] = [dpo.update(model, optimizer, batch, args)["margin"] / beta for _ in range(250)]
+    for series in margins.values():
+        assert series[0] == pytest.approx(0, abs=1e-12)
+        assert all(series[n] - series[n - 50] > 0.5 for n in (99, 149, 199, 249)), "margins stopped to grow"
+    assert margins[0.1][-1] > margins[0.5][-1]
+
+
+def test_ipo_converges_to_its_own_target():
+    """pi_ref exp(p(y) / tau) / Z, where p(y) is the probability that y is preferred to a draw from the distribution mu
+    of which both completions of a pair come (arXiv 2310.12036). Preferences in quarters, not of any reward model; mu is
+    not uniform: pair (i, j) comes mu_i mu_j times as often."""
+    generator = np.random.default_rng(3)
+    quarters, mu = np.zeros((P, N, N), int), generator.integers(1, 3, size=(P, N))
+    for p in range(P):
+        for i, j in combinations(range(N), 2):
+            quarters[p, i, j] = generator.integers(0, 5)
+            quarters[p, j, i] = 4 - quarters[p, i, j]
+    tau = 0.4
+    batch = all_pairs(lambda p, i, j: int(quarters[p, i, j] * mu[p, i] * mu[p, j]))
+    table, _ = minimise(batch, 400, 0.05, loss="ipo", beta=tau)
+    preferred = quarters / 4 + np.eye(N) / 2
+    scores = np.einsum("pij,pj->pi", preferred, mu / mu.sum(1, keepdims=True)) / tau
+    assert total_variation(distributions(REF), tilted(scores)) > 0.1
+    assert total_variation(distributions(table), tilted(scores)) < 1e-4
+
+
+def test_tables_are_distributions():
+    """The numpy side of these tests: completions are all there are, and the table is not at a corner."""
+    np.testing.assert_allclose(distributions(REF).sum(1), 1, atol=1e-12)
+    assert np.exp(log_softmax(REF)).min() > 0.01
+
+
+# the reference
+
+
+def test_first_margins_are_exactly_zero(tmp_path):
+    """The cached reference is what the model itself says, bit for bit, for trained and for held-out pairs; it is
+    computed once for each, and the model that it is computed with is the one that was loaded."""
+    torch.set_default_dtype(torch.float32)
+    rows, calls = [], []
+    score, update = dpo.score_pairs, dpo.update
+
+    def counted(model, pairs, args):
+        calls.append((len(pairs), all(item.ref_logps == (0.0, 0.0) for item in pairs)))
+        return score(model, pairs, args)
+
+    def kept(model, optimizer, batch, args):
+        rows.append(batch)
+        return update(model, optimizer, batch, args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dpo, "score_pairs", counted)
+        patch.setattr(dpo, "update", kept)
+        history = dpo.train(dpo.Args(task="sort", num_pairs=20, batch_size=8, micro_batch_size=3, max_steps=6,
+                                     eval_prompts=6, eval_every=0, eval_samples=1, threads=1, device="cpu",
+                                     output_dir=str(tmp_path)))  # fmt: skip
+    first, after = history[0], history[1]
+    assert first["eval/pair_margin"] == 0.0 and first["eval/pair_accuracy"] == 0.5
+    assert after["margin"] == 0.0 and after["chosen_logratio"] == 0.0 and after["accuracy"] == 0.5
+    assert history[2]["margin"] > 0
+    assert [size for size, without in calls if without] == [6, 8, 8, 4], "not once for each held-out and trained pair"
+    model = load_model(TINY_MODEL)[0]
+    for item in rows[4]:  # of the second epoch: still the reference of the start
+        for completion, ref in zip((item.chosen, item.rejected), item.ref_logps):
+            ids = torch.tensor([item.prompt + completion])
+            with torch.no_grad():
+                logps = model(input_ids=ids).logits[0].log_softmax(-1)
+            at = range(len(item.prompt) - 1, ids.shape[1] - 1)
+            own = sum(logps[i, ids[0, i + 1]].item() for i in at)
+            assert ref == pytest.approx(own, abs=1e-4)

@@ -1,0 +1,207 @@
+"""DPO computes what TRL's DPOTrainer computes: every loss that both have, on the same log-probabilities, and a whole
+step on the embedded model from the same rows of text.
+
+The differences that remain, each of them named in algos/dpo.py and pinned here:
+    - TRL's ipo averages log-probabilities over tokens; ours sums, and --average-logps makes it TRL's.
+    - TRL's sigmoid knows no label smoothing.
+    - TRL's sft averages over all tokens of the batch; ours over each completion's, then over pairs.
+    - TRL has no dpop; we have no bco_pair, aot, aot_unpaired.
+"""
+
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from algos import dpo
+from utils.lm import TINY_MODEL, load_model
+from utils.preferences import encode_pair, load_preferences
+
+NAMES = {  # ours: TRL's
+    "sigmoid": "sigmoid", "robust": "robust", "ipo": "ipo", "hinge": "hinge", "apo-zero": "apo_zero",
+    "apo-down": "apo_down", "sppo-hard": "sppo_hard", "nca": "nca_pair", "exo": "exo_pair", "discopop": "discopop",
+}  # fmt: skip
+BETA, SMOOTHING = 0.3, 0.1
+B, T = 6, 5
+
+
+@pytest.fixture(autouse=True)
+def needs_trl(monkeypatch):
+    """Skips without TRL 1.16."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    try:
+        import trl
+    except ImportError as error:
+        pytest.skip(f"not run: trl is not installed ({error}): pip install trl==1.16.0")
+    if not trl.__version__.startswith("1.16."):
+        pytest.skip(f"not run: trl is {trl.__version__}: the comparison is with 1.16")
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    """Log-probabilities (2B, T) of ragged completions, chosen ones first as TRL has them, float64."""
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, T + 1, (2 * B,), generator=g)
+    mask = torch.arange(T) < lengths[:, None]
+    logps = -2 * torch.rand(2 * B, T, generator=g, dtype=torch.float64) * mask
+    ref = (logps + torch.randn(2 * B, T, generator=g, dtype=torch.float64)) * mask
+    return dict(mask=mask, logps=logps, ref=ref)
+
+
+def by_trl(loss_types: list[str], data: dict, weights=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and gradient (2B, T) of DPOTrainer._compute_loss, which gets its log-probabilities from here."""
+    from trl import DPOTrainer
+
+    logps = data["logps"].clone().requires_grad_()
+    zeros = torch.zeros_like(logps)
+
+    def model(**_):
+        return SimpleNamespace(log_probs=logps, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+
+    trainer = object.__new__(DPOTrainer)
+    trainer.__dict__ |= dict(
+        model=SimpleNamespace(training=True), beta=BETA, label_smoothing=SMOOTHING, loss_types=loss_types,
+        loss_weights=weights or [1.0] * len(loss_types), ld_alpha=None, precompute_ref_logps=True, use_weighting=False,
+        f_divergence_type="reverse_kl", aux_loss_enabled=False, args=SimpleNamespace(discopop_tau=0.05), _tp_size=1,
+        _total_train_tokens=0, _metrics={"train": defaultdict(list)},
+        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
+    )  # fmt: skip
+    prompt = torch.zeros(2 * B, 1, dtype=torch.bool)  # one token of prompt: TRL shifts by one
+    chosen, rejected = data["ref"].sum(1).chunk(2)
+    mask = torch.cat([prompt, data["mask"]], 1).long()
+    batch = dict(input_ids=mask, attention_mask=mask, completion_mask=mask, ref_chosen_logps=chosen,
+                 ref_rejected_logps=rejected)  # fmt: skip
+    loss = trainer._compute_loss(model, batch, False)
+    return loss.detach(), torch.autograd.grad(loss, logps)[0]
+
+
+def by_script(name: str, data: dict, sft_coef: float = 0.0, **settings) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as `update` composes it, with a model that is these log-probabilities."""
+    settings = dict(beta=BETA, label_smoothing=SMOOTHING) | settings
+    args = dpo.Args(loss=name, sft_coef=sft_coef, micro_batch_size=4, max_grad_norm=1e9, **settings)
+    table = torch.nn.Parameter(data["logps"].clone())
+    pairs = [dpo.Pair([0], [i], [B + i], tuple(data["ref"].sum(1)[[i, B + i]].tolist())) for i in range(B)]
+    total = torch.zeros((), dtype=torch.float64)
+
+    def pair_logps(_, some, __):
+        rows = torch.tensor([[p.chosen[0], p.rejected[0]] for p in some])
+        return table.sum(1)[rows], data["mask"].sum(1)[rows]
+
+    def counted(*inputs):
+        losses = LOSSES[name](*inputs)
+        nonlocal total
+        total += losses.detach().sum() / B
+        return losses
+
+    LOSSES = dict(dpo.LOSSES)
+    model = torch.nn.Module()
+    model.table = table
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dpo, "pair_logps", pair_logps)
+        patch.setitem(dpo.LOSSES, name, counted)
+        dpo.update(model, torch.optim.SGD(model.parameters(), 0.0), pairs, args)
+    if sft_coef:
+        logps, mask = data["logps"][:B], data["mask"][:B]
+        total -= sft_coef * (logps.sum(1) / mask.sum(1)).mean()
+    return total, table.grad * data["mask"]
+
+
+def masked(pair, data):
+    return pair[0], pair[1] * data["mask"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradient(name):
+    data = inputs()
+    settings = dict(average_logps=True) if name == "ipo" else dict(label_smoothing=0.0) if name == "sigmoid" else {}
+    loss, gradient = by_script(name, data, **settings)
+    their_loss, their_gradient = masked(by_trl([NAMES[name]], data), data)
+    assert their_gradient.abs().max() > 1e-3
+    torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-7)  # TRL's smoothing in exo_pair is float32
+    torch.testing.assert_close(gradient, their_gradient, rtol=0, atol=1e-7)
+
+
+def test_length_normalised_dpo():
+    data = inputs()
+    loss, gradient = by_script("sigmoid", data, label_smoothing=0.0, average_logps=True)
+    their_loss, their_gradient = masked(by_trl(["sigmoid_norm"], data), data)
+    torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradient, their_gradient, rtol=0, atol=1e-12)
+
+
+def test_named_differences():
+    """Summed IPO, smoothed DPO and the SFT term are not TRL's; the last is where all completions are as long."""
+    data = inputs()
+    assert not torch.isclose(by_script("ipo", data)[0], by_trl(["ipo"], data)[0], rtol=1e-2)
+    assert not torch.isclose(by_script("sigmoid", data)[0], by_trl(["sigmoid"], data)[0], rtol=1e-2)
+    for equal in (False, True):
+        if equal:
+            data = dict(mask=torch.ones(2 * B, T, dtype=torch.bool), logps=data["logps"] - 0.1, ref=data["ref"])
+        ours = by_script("sigmoid", data, sft_coef=0.7, label_smoothing=0.0)
+        theirs = masked(by_trl(["sigmoid", "sft"], data, [1.0, 0.7]), data)
+        assert torch.isclose(ours[0], theirs[0], rtol=1e-9) == equal
+        assert torch.allclose(ours[1], theirs[1], atol=1e-9) == equal
+
+
+def test_what_each_has():
+    from trl import DPOTrainer
+
+    for name in (*NAMES.values(), "bco_pair", "aot", "aot_unpaired"):
+        assert by_trl([name], inputs())[0].isfinite(), name
+    with pytest.raises(ValueError, match="Unknown loss type"):
+        by_trl(["dpop"], inputs())
+    assert DPOTrainer is not None and dpo.LOSSES.keys() - NAMES.keys() == {"dpop"}
+
+
+def test_a_whole_step(tmp_path):
+    """Rows of text to loss and gradient: TRL's tokens, collator, forward pass and reference against ours. The reference
+    is another model than the policy, for else every loss would be at its simplest point."""
+    import datasets
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in load_preferences("sort", 6, 0).train]
+    model, ref = (AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32) for _ in range(2))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in ref.parameters():
+            p.add_(0.02 * torch.randn_like(p))
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    config = DPOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=6, report_to="none", logging_strategy="no", use_cpu=True,
+        bf16=False, gradient_checkpointing=False, dataloader_pin_memory=False, beta=BETA, max_length=64,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = DPOTrainer(model, ref, config, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    theirs = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+
+    ours, our_tokenizer = load_model(TINY_MODEL)
+    args = dpo.Args(beta=BETA, micro_batch_size=4, precision="float32", max_grad_norm=1e9)
+    pairs = [dpo.Pair(*encode_pair(row, our_tokenizer, [our_tokenizer.eos_token_id])) for row in rows]
+    logps = dpo.score_pairs(ref, pairs, args)[0]
+    pairs = [pair._replace(ref_logps=tuple(logps[i].tolist())) for i, pair in enumerate(pairs)]
+    metrics = dpo.update(ours, torch.optim.SGD(ours.parameters(), 0.0), pairs, args)
+    gradient = torch.cat([p.grad.flatten() for p in ours.parameters()])
+    assert abs(loss.item() - math.log(2)) > 0.01
+    assert ((gradient - theirs).norm() / theirs.norm()).item() < 1e-5
+    (margin,) = trainer._metrics["eval" if not trainer.model.training else "train"]["rewards/margins"]
+    assert metrics["margin"] == pytest.approx(margin, rel=1e-4)
+
+
+def test_prompts_from_what_both_begin_with():
+    """TRL's extract_prompt and ours agree on conversations, and on texts that first differ in whole words."""
+    from trl import extract_prompt
+
+    from utils.preferences import as_pair
+
+    ask, yes, no = ({"role": r, "content": c} for r, c in (("user", "Is it?"), ("assistant", "Yes"), ("user", "No")))
+    for chosen, rejected in (([ask, yes], [ask, no]), ([ask, yes, ask, no], [ask, yes, ask, yes]),
+                             ("Q: sky? A: blue", "Q: sky? A: green")):  # fmt: skip
+        row = dict(chosen=chosen, rejected=rejected)
+        assert as_pair(row, "") == extract_prompt(row)
+    row = dict(chosen="A: catnip", rejected="A: cats")  # here TRL's prompt is "A: cat"
+    assert as_pair(row, "") == dict(prompt="A:", chosen=" catnip", rejected=" cats") != extract_prompt(row)
