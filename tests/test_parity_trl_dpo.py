@@ -9,25 +9,20 @@ The differences that remain, each of them named in algos/dpo.py and pinned here:
 """
 
 import math
-from collections import defaultdict
-from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from algos import dpo
+from benchmarks.make_trl_dpo_fixtures import BETA, NAMES, PATH, SMOOTHING, B, by_trl, inputs
 from utils.lm import TINY_MODEL, load_model
 from utils.preferences import encode_pair, load_preferences
 
-NAMES = {  # ours: TRL's
-    "sigmoid": "sigmoid", "robust": "robust", "ipo": "ipo", "hinge": "hinge", "apo-zero": "apo_zero",
-    "apo-down": "apo_down", "sppo-hard": "sppo_hard", "nca": "nca_pair", "exo": "exo_pair", "discopop": "discopop",
-}  # fmt: skip
-BETA, SMOOTHING = 0.3, 0.1
-B, T = 6, 5
+live = pytest.mark.usefixtures("needs_trl")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def needs_trl(monkeypatch):
     """Skips without TRL 1.16."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -37,43 +32,6 @@ def needs_trl(monkeypatch):
         pytest.skip(f"not run: trl is not installed ({error}): pip install trl==1.16.0")
     if not trl.__version__.startswith("1.16."):
         pytest.skip(f"not run: trl is {trl.__version__}: the comparison is with 1.16")
-
-
-def inputs() -> dict[str, torch.Tensor]:
-    """Log-probabilities (2B, T) of ragged completions, chosen ones first as TRL has them, float64."""
-    g = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, T + 1, (2 * B,), generator=g)
-    mask = torch.arange(T) < lengths[:, None]
-    logps = -2 * torch.rand(2 * B, T, generator=g, dtype=torch.float64) * mask
-    ref = (logps + torch.randn(2 * B, T, generator=g, dtype=torch.float64)) * mask
-    return dict(mask=mask, logps=logps, ref=ref)
-
-
-def by_trl(loss_types: list[str], data: dict, weights=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and gradient (2B, T) of DPOTrainer._compute_loss, which gets its log-probabilities from here."""
-    from trl import DPOTrainer
-
-    logps = data["logps"].clone().requires_grad_()
-    zeros = torch.zeros_like(logps)
-
-    def model(**_):
-        return SimpleNamespace(log_probs=logps, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
-
-    trainer = object.__new__(DPOTrainer)
-    trainer.__dict__ |= dict(
-        model=SimpleNamespace(training=True), beta=BETA, label_smoothing=SMOOTHING, loss_types=loss_types,
-        loss_weights=weights or [1.0] * len(loss_types), ld_alpha=None, precompute_ref_logps=True, use_weighting=False,
-        f_divergence_type="reverse_kl", aux_loss_enabled=False, args=SimpleNamespace(discopop_tau=0.05), _tp_size=1,
-        _total_train_tokens=0, _metrics={"train": defaultdict(list)},
-        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
-    )  # fmt: skip
-    prompt = torch.zeros(2 * B, 1, dtype=torch.bool)  # one token of prompt: TRL shifts by one
-    chosen, rejected = data["ref"].sum(1).chunk(2)
-    mask = torch.cat([prompt, data["mask"]], 1).long()
-    batch = dict(input_ids=mask, attention_mask=mask, completion_mask=mask, ref_chosen_logps=chosen,
-                 ref_rejected_logps=rejected)  # fmt: skip
-    loss = trainer._compute_loss(model, batch, False)
-    return loss.detach(), torch.autograd.grad(loss, logps)[0]
 
 
 def by_script(name: str, data: dict, sft_coef: float = 0.0, **settings) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,17 +69,31 @@ def masked(pair, data):
     return pair[0], pair[1] * data["mask"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_loss_and_gradient(name):
-    data = inputs()
+def compare(name, data, their_loss, their_gradient) -> None:
     settings = dict(average_logps=True) if name == "ipo" else dict(label_smoothing=0.0) if name == "sigmoid" else {}
     loss, gradient = by_script(name, data, **settings)
-    their_loss, their_gradient = masked(by_trl([NAMES[name]], data), data)
+    their_gradient = their_gradient * data["mask"]
     assert their_gradient.abs().max() > 1e-3
     torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-7)  # TRL's smoothing in exo_pair is float32
     torch.testing.assert_close(gradient, their_gradient, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_loss_and_gradient(name):
+    """What TRL 1.16 gave, as tests/fixtures/trl_dpo.safetensors keeps it; always run."""
+    recorded, data = load_file(PATH), inputs()
+    assert all(torch.equal(recorded[key], value) for key, value in data.items()), "the fixture is of other inputs"
+    compare(name, data, recorded[f"{NAMES[name]}.loss"], recorded[f"{NAMES[name]}.gradient"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@live
+def test_loss_and_gradient(name):
+    data = inputs()
+    compare(name, data, *by_trl([NAMES[name]], data))
+
+
+@live
 def test_length_normalised_dpo():
     data = inputs()
     loss, gradient = by_script("sigmoid", data, label_smoothing=0.0, average_logps=True)
@@ -130,6 +102,7 @@ def test_length_normalised_dpo():
     torch.testing.assert_close(gradient, their_gradient, rtol=0, atol=1e-12)
 
 
+@live
 def test_named_differences():
     """Summed IPO, smoothed DPO and the SFT term are not TRL's; the last is where all completions are as long."""
     data = inputs()
@@ -137,13 +110,18 @@ def test_named_differences():
     assert not torch.isclose(by_script("sigmoid", data)[0], by_trl(["sigmoid"], data)[0], rtol=1e-2)
     for equal in (False, True):
         if equal:
-            data = dict(mask=torch.ones(2 * B, T, dtype=torch.bool), logps=data["logps"] - 0.1, ref=data["ref"])
+            data = dict(
+                mask=torch.ones(2 * B, data["mask"].shape[1], dtype=torch.bool),
+                logps=data["logps"] - 0.1,
+                ref=data["ref"],
+            )
         ours = by_script("sigmoid", data, sft_coef=0.7, label_smoothing=0.0)
         theirs = masked(by_trl(["sigmoid", "sft"], data, [1.0, 0.7]), data)
         assert torch.isclose(ours[0], theirs[0], rtol=1e-9) == equal
         assert torch.allclose(ours[1], theirs[1], atol=1e-9) == equal
 
 
+@live
 def test_what_each_has():
     from trl import DPOTrainer
 
@@ -154,6 +132,7 @@ def test_what_each_has():
     assert DPOTrainer is not None and dpo.LOSSES.keys() - NAMES.keys() == {"dpop"}
 
 
+@live
 def test_a_whole_step(tmp_path):
     """Rows of text to loss and gradient: TRL's tokens, collator, forward pass and reference against ours. The reference
     is another model than the policy, for else every loss would be at its simplest point."""
@@ -192,6 +171,7 @@ def test_a_whole_step(tmp_path):
     assert metrics["margin"] == pytest.approx(margin, rel=1e-4)
 
 
+@live
 def test_prompts_from_what_both_begin_with():
     """TRL's extract_prompt and ours agree on conversations, and on texts that first differ in whole words."""
     from trl import extract_prompt
