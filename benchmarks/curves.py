@@ -44,6 +44,8 @@ SCALES = {  # number -> the scale on which it is compared, and back
     "eval/return_stochastic": (math.log, math.exp),
 }
 CLONING = dict(max_steps=3_000, hidden_size=128, batch_size=128, learning_rate=1e-3, eval_every=0, eval_episodes=20)
+TRANSFORMER = dict(max_steps=1_200, context_length=3, batch_size=192, dropout=0.0, warmup_steps=100, eval_every=200,
+                   eval_episodes=8, target_returns=(2_400.0, 300.0))  # fmt: skip
 CURVES = {  # name -> script, arguments, column over steps, compared numbers (all: higher is better)
     "grpo-sort": (
         "grpo",
@@ -110,13 +112,8 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
         "eval/return",
         ("eval/return_stochastic",),
     ),
-    "dt-hopper": (
-        "dt",
-        dict(max_steps=1_200, context_length=3, batch_size=192, dropout=0.0, warmup_steps=100, precision="bfloat16",
-             eval_every=200, eval_episodes=8, target_returns=(2_400.0, 300.0)),
-        "eval/slope",
-        ("mean eval/slope",),
-    ),
+    "dt-hopper": ("dt", TRANSFORMER | dict(precision="bfloat16"), "eval/slope", ("mean eval/slope",)),
+    "dt-hopper-float32": ("dt", TRANSFORMER, "eval/slope", ("mean eval/slope",)),
     "ppo-halfcheetah": (
         "ppo",
         dict(env_id="HalfCheetah-v5", total_timesteps=204_800, eval_every=40_960),

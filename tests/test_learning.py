@@ -16,7 +16,7 @@ import torch
 from algos import dt, grpo, iql, ppo, ppo_lm, rloo, sft
 from benchmarks.curves import CURVES, FALSE_ALARM, band, recorded, run_once
 
-SLOW = ["grpo-countdown", "ppo-halfcheetah", "ppo-hopper", "sac-halfcheetah"]
+SLOW = ["grpo-countdown", "ppo-halfcheetah", "ppo-hopper", "sac-halfcheetah", "dt-hopper-float32"]
 ROOT = Path(__file__).resolve().parents[1]
 
 
