@@ -36,7 +36,8 @@ Run
     python algos/bc.py --evaluate RUN --eval-episodes 100 --capture-video        scores a saved agent
 
 Expect
-    The default run, Hopper-v5's collection: about 210 (mean actions); with --top-fraction 0.1 about 940.
+    The default run, Hopper-v5's collection, in less than a minute on a CPU: 210 (seed 1, mean actions; its best
+    trajectory has 2,485); with --top-fraction 0.1 it is 937.
 """
 
 import json

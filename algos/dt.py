@@ -40,7 +40,9 @@ Run
                                                                                  scores a saved agent
 
 Expect
-    The default run, Hopper-v5's collection: 1,100 to 1,500 asked for its best return, 250 to 800 for a quarter of it.
+    The default run, Hopper-v5's collection: asked for its best return 1,538 and 1,114, for a quarter of it 809 and 267
+    (seeds 1 and 2, 8 episodes, --precision bfloat16), in about 4 minutes on a CPU. Evaluations of one run differ by as
+    much: the learning rate does not fall.
 """
 
 import json
