@@ -122,21 +122,24 @@ def test_control_learns_nothing_from_shuffled_rewards(name, monkeypatch):
 
 
 def test_iql_gains_nothing_over_cloning_from_shuffled_rewards(monkeypatch):
+    """Shuffled over all steps, and centred: Hopper pays for every step that it stands, so shuffled rewards that keep
+    their mean still say not to fall, and IQL learns from them as from the true ones."""
     load = iql.load_dataset
 
     def shuffled(args):
         data = load(args)
         np.random.default_rng(args.seed).shuffle(data.rewards)
+        data.rewards -= data.rewards.mean()
         return data
 
     monkeypatch.setattr(iql, "load_dataset", shuffled)
     reached = run_once("iql-hopper", fresh_seeds()[0])["eval/return_stochastic"]
-    cloning, whole = (band(name, "eval/return_stochastic") for name in ("bc-hopper", "iql-hopper"))
-    assert reached < (cloning["mean"] + whole["lower"]) / 2
+    assert reached < max(row["eval/return_stochastic"] for row in recorded("bc-hopper"))
 
 
 def test_dt_does_not_listen_to_shuffled_returns_to_go(monkeypatch):
-    """Each trajectory gets the return of another one, less what it has collected so far."""
+    """Each trajectory gets the return of another one, less what it has collected so far. The slope is then nearer to 0
+    than that of any recorded seed."""
     returns_to_go = dt.returns_to_go
 
     def shuffled(rewards, starts):
@@ -146,7 +149,7 @@ def test_dt_does_not_listen_to_shuffled_returns_to_go(monkeypatch):
 
     monkeypatch.setattr(dt, "returns_to_go", shuffled)
     slope = run_once("dt-hopper", fresh_seeds()[0])["mean eval/slope"]
-    assert abs(slope) < band("dt-hopper", "mean eval/slope")["lower"]
+    assert abs(slope) < min(row["mean eval/slope"] for row in recorded("dt-hopper")) * 0.75
 
 
 def test_iql_s_band_lies_above_cloning():
