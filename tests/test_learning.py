@@ -149,7 +149,7 @@ def test_dt_does_not_listen_to_shuffled_returns_to_go(monkeypatch):
 
     monkeypatch.setattr(dt, "returns_to_go", shuffled)
     slope = run_once("dt-hopper", fresh_seeds()[0])["mean eval/slope"]
-    assert abs(slope) < min(row["mean eval/slope"] for row in recorded("dt-hopper")) * 0.75
+    assert abs(slope) < min(row["mean eval/slope"] for row in recorded("dt-hopper"))
 
 
 def test_iql_s_band_lies_above_cloning():
