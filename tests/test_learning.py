@@ -35,7 +35,7 @@ def test_fresh_seeds_reach_the_band(name):
     for number in CURVES[name][3]:
         reached, limits = statistics.mean(row[number] for row in rows), band(name, number)
         print(f"{name} {number}: seeds {seeds} reach {reached:.4f}, band from {limits['lower']:.4f}", end="; ")
-        print(f"false alarm {FALSE_ALARM:.1%}; a drop of {limits['power']:.4f} is caught with 90 % probability")
+        print(f"false alarm {FALSE_ALARM:.2%}; a drop of {limits['power']:.4f} is caught with 90 % probability")
         assert reached >= limits["lower"]
 
 
