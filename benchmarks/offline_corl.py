@@ -250,14 +250,18 @@ def score_worker(algo: Algo, side: str, corl: Path, dataset: str, seed: int, ste
     print(json.dumps(result))
 
 
-def score(corl: Path, datasets: tuple[str, ...] = ("",), seeds: int = 3, iql_steps: int = 10_000,
-          dt_steps: int = 1_200, episodes: int = 20, threads: int = 1) -> None:  # fmt: skip
-    """Trains both sides on each dataset ("": the one that ships) and writes results/score_offline.json."""
-    results, path = [], RESULTS / "score_offline.json"
+def score(corl: Path, datasets: tuple[str, ...] = ("",), algos: tuple[Algo, ...] = ("iql", "dt"), seeds: int = 3,
+          iql_steps: int = 10_000, dt_steps: int = 1_200, episodes: int = 20, threads: int = 1) -> None:  # fmt: skip
+    """Trains both sides on each dataset ("": the one that ships) and puts the results into results/score_offline.json,
+    in place of older ones of the same script and dataset."""
+    path = RESULTS / "score_offline.json"
+    names = [(algo, Path(dataset).name or "shipped") for algo in algos for dataset in datasets]
+    old = json.loads(path.read_text())["results"] if path.exists() else []
+    results = [row for row in old if (row["algo"], row["dataset"]) not in names]
     for dataset in datasets:
         where = dataset and str(Path(dataset).resolve())
-        for algo, steps in (("iql", iql_steps), ("dt", dt_steps)):
-            rows = []
+        for algo in algos:
+            rows, steps = [], {"iql": iql_steps, "dt": dt_steps}[algo]
             for seed in range(1, seeds + 1):
                 words = ("--corl", corl.resolve(), "--dataset", where, "--seed", seed, "--steps", steps, "--episodes",
                          episodes)  # fmt: skip
