@@ -51,6 +51,8 @@ Run
     python algos/rloo.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy
 
 Expect
+    The default run: held-out countdown goes from greedy 0.01, pass@1 0.07 to greedy 0.55, pass@1 0.45 in its first 80
+    steps (seed 1), in 2 minutes on one thread of a CPU.
     --task sort --max-steps 16: greedy 0.23 to 0.98, pass@1 0.41 to 0.96 (seed 1), in about 15 seconds on a CPU.
 """
 
