@@ -18,7 +18,7 @@ from algos import ppo
 from utils import envs as envs_module
 from utils import run as run_module
 from utils.checkpoint import rng_state
-from utils.envs import Episode, evaluate, make_env, make_vector, reset_vector, restore_vector, step_vector
+from utils.envs import Episode, evaluate, make_env, make_vector, reset_vector, restore_vector, rollouts, step_vector
 from utils.errors import UserError
 
 CPU = torch.device("cpu")
@@ -393,3 +393,12 @@ def test_video_that_cannot_be_made(lacks, tmp_path, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "moviepy", None)
     with user_error(capsys, "--capture-video", {"moviepy": "not installed"}.get(lacks, lacks)):
         command_line(ppo, "--evaluate", run, "--capture-video")
+
+
+def test_rollouts_start_alike_where_asked():
+    """Modulo `starts`, so that what they are asked for is all that differs; otherwise each has its own start."""
+    for starts, equal in ((2, True), (None, False)):
+        seen = []
+        act = lambda obs, *_: (seen.append(obs.copy()), np.zeros((4, 1), np.float32))[1]  # noqa: B023, E731
+        rollouts(lambda: make_env("environments:Walk-v0"), act, 4, 1, starts=starts)
+        assert np.array_equal(seen[0][:2], seen[0][2:]) == equal and seen[0][0, 0] != seen[0][1, 0]
