@@ -128,7 +128,7 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
     ),
     "sac-halfcheetah": (
         "sac",
-        dict(env_id="HalfCheetah-v5", total_timesteps=20_000, learning_starts=1_000, eval_every=4_000,
+        dict(env_id="HalfCheetah-v5", total_timesteps=30_000, learning_starts=1_000, eval_every=5_000,
              eval_episodes=5),
         "eval/return",
         ("mean eval/return", "last eval/return"),
