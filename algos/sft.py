@@ -52,7 +52,7 @@ from utils.evaluation import evaluate
 from utils.lm import autocast, check_cache, completion_logps, eos_ids, load_model, pad_left, save_model, trained_state
 from utils.run import Run, RunArgs, main, prepare
 from utils.schedule import learning_rate
-from utils.tasks import encode_prompt, load_task, present
+from utils.tasks import encode_completion, load_task
 from utils.tiny import new_tiny_model
 
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
@@ -123,22 +123,7 @@ def completion_ids(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], lis
     no completion or the chat template does not continue its own prompt."""
     if not row.get("completion"):
         raise UserError(f"SFT needs a column completion: this dataset has {', '.join(sorted(row))}")
-    prompt, completion = present(row, tokenizer), row["completion"]
-    prompt_tokens = encode_prompt(prompt, tokenizer)
-    if isinstance(prompt, str):
-        tokens = tokenizer(completion, add_special_tokens=False)["input_ids"]
-    else:
-        answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        whole = tokenizer.apply_chat_template(prompt + answer, tokenize=True, return_dict=True)["input_ids"]
-        if whole[: len(prompt_tokens)] != prompt_tokens:
-            raise UserError(
-                "the chat template renders the conversation differently from its prompt: SFT cannot mask it"
-            )
-        tokens = whole[len(prompt_tokens) :]
-    first_eos = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
-    return prompt_tokens, tokens[:first_eos] + [
-        tokens[first_eos] if first_eos < len(tokens) else tokenizer.eos_token_id
-    ]
+    return encode_completion(row, row["completion"], tokenizer, eos)
 
 
 def update(model, optimizer, batch: list[tuple[list[int], list[int]]], args: Args) -> dict[str, float]:

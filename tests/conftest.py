@@ -1,9 +1,12 @@
-"""What all tests share: one thread per worker and subprocess, no network, and the ledger of times."""
+"""What all tests share: one thread per worker and subprocess, no network, the ledger of times, and the counts of what
+passed, written to the file that the environment variable RESULTS names (benchmarks/page.py)."""
 
+import json
 import os
 import sys
 import time
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +46,14 @@ def pytest_terminal_summary(terminalreporter):
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
         terminalreporter.line(f"not run: {report.nodeid}: {reason}")
+    if path := os.environ.get("RESULTS"):
+        from benchmarks.page import count
+
+        kinds = {"passed": "passed", "failed": "failed", "error": "failed", "skipped": "not run"}
+        outcomes = {
+            report.nodeid: outcome
+            for kind, outcome in kinds.items()
+            for report in terminalreporter.stats.get(kind, [])
+            if "::" in report.nodeid
+        }
+        Path(path).write_text(json.dumps(count(outcomes), indent=1) + "\n")

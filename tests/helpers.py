@@ -28,9 +28,17 @@ OFFLINE = "--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-ep
 SMALL = {  # runs of about a second
     "grpo": LANGUAGE,
     "rloo": LANGUAGE,
+    "online_dpo": [*LANGUAGE, "--xpo-alpha", "1e-3"],
     "ppo_lm": LANGUAGE,
     "dpo": "--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2"
     " --save-every 2".split(),
+    **dict.fromkeys(
+        ("simpo", "orpo", "kto"),
+        "--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2"
+        " --save-every 2".split(),
+    ),
+    "reward_model": "--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4"
+    " --eval-every 2 --save-every 2".split(),
     "sft": "--device cpu --task sort --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2"
     " --save-every 2".split(),
     "ppo": "--device cpu --num-envs 2 --num-steps 16 --total-timesteps 160 --num-minibatches 2 --update-epochs 2 "

@@ -1,4 +1,5 @@
-"""Whole runs of dpo.py: it learns, resumes bit for bit from any checkpoint and after a kill, and says what is wrong."""
+"""Whole runs of dpo.py and its children: they learn, resume bit for bit from any checkpoint and after a kill, and say
+what is wrong."""
 
 import json
 import random
@@ -7,6 +8,7 @@ import time
 
 import pytest
 import torch
+from helpers import SMALL as ROWS
 from helpers import (
     Forked,
     assert_same_result,
@@ -21,7 +23,7 @@ from helpers import (
     weights,
 )
 
-from algos import dpo
+from algos import dpo, kto, orpo, simpo
 from utils.checkpoint import load_newest
 from utils.lm import TINY_MODEL, load_model
 from utils.preferences import encode_pair, load_preferences
@@ -223,3 +225,139 @@ def test_wrong_arguments(flags, words, tmp_path, capsys):
 def test_what_cannot_change_on_resume(uninterrupted, capsys):
     with user_error(capsys, "--beta", "cannot change"):
         command_line(dpo, "--resume", uninterrupted, "--beta", 0.2)
+
+
+# the children: what they do not share with dpo.py
+
+CHILDREN = {"simpo": simpo, "orpo": orpo, "kto": kto}
+every_child = pytest.mark.parametrize("name", CHILDREN)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """name -> the folder of the run that nothing disturbed; made once, never to be changed."""
+    made = {}
+
+    def make(name: str):
+        if name not in made:
+            made[name] = new_run(CHILDREN[name], tmp_path_factory.mktemp(name), *ROWS[name], "--keep", 99)
+        return made[name]
+
+    return make
+
+
+@every_child
+def test_a_run_of_a_child(name, undisturbed):
+    """The columns of the docstring and no others, in every row that should have them."""
+    step = {"simpo": "accuracy margin chosen_logp rejected_logp", "orpo": "accuracy margin chosen_logp rejected_logp",
+            "kto": "accuracy margin z desirable_logratio undesirable_logratio"}[name].split()  # fmt: skip
+    scores = ["eval/" + ("" if column.startswith(("eval", "z")) or name == "kto" else "pair_") + column
+              for column in step if not (name == "kto" and column in ("accuracy", "z"))]  # fmt: skip
+    rows = metrics(undisturbed(name))
+    assert [row["step"] for row in rows] == list(range(7))
+    for row in rows:
+        wanted = {"step"} | ({*step, "grad_norm", "learning_rate"} if row["step"] else set())
+        if row["step"] % 2 == 0:
+            wanted |= {*scores, "eval/greedy", "eval/pass@1", "eval/pass@8"}
+        assert row.keys() == wanted
+    assert rows[6]["margin"] > rows[1]["margin"]
+    load_model(str(undisturbed(name) / "model"))
+
+
+@every_child
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_child_learns(name, flipped, tmp_path, monkeypatch):
+    """In a few seconds, and nothing from flipped labels."""
+    module = CHILDREN[name]
+    if flipped and name == "kto":
+        loss = kto.kto_loss
+        monkeypatch.setattr(kto, "kto_loss", lambda ratios, labels, z, args: loss(ratios, ~labels, z, args))
+    elif flipped:
+        encode = module.encode_pair
+        monkeypatch.setattr(module, "encode_pair", lambda *args: [(p, r, c) for p, c, r in [encode(*args)]][0])
+    rate = {"simpo": 2e-5, "orpo": 1e-4, "kto": 2e-5}[name]
+    folder = new_run(module, tmp_path, *LEARNS, "--learning-rate", rate)
+    first, last = metrics(folder)[0], metrics(folder)[-1]
+    assert first["eval/greedy"] < 0.4
+    assert last["eval/greedy"] < 0.3 if flipped else last["eval/greedy"] > 0.7
+
+
+@every_child
+@pytest.mark.parametrize("step", [0, 4])
+def test_a_child_resumes_from_its_checkpoints(name, step, undisturbed, tmp_path):
+    folder = stopped_after(step, undisturbed(name), tmp_path)
+    command_line(CHILDREN[name], "--resume", folder)
+    assert_same_result(folder, undisturbed(name))
+
+
+def test_kto_takes_its_references_from_the_checkpoint(undisturbed, tmp_path, monkeypatch):
+    """Matched and mismatched ones: they are still there after --model's folder has changed."""
+    folder = stopped_after(2, undisturbed("kto"), tmp_path)
+    load = kto.load_model
+
+    def changed(*args):
+        model, tokenizer = load(*args)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        return model, tokenizer
+
+    monkeypatch.setattr(kto, "load_model", changed)
+    command_line(kto, "--resume", folder)
+    assert_same_result(folder, undisturbed("kto"))
+
+
+def test_longer_budget_of_kto(tmp_path):
+    """The steps that come new get their references from the model that the run began with."""
+    flags = [*SMALL, "--eval-every", 0, "--lr-schedule", "constant"]
+    longer = new_run(kto, tmp_path / "longer", *flags, "--max-steps", 9)
+    shorter = new_run(kto, tmp_path / "shorter", *flags, "--max-steps", 4)
+    command_line(kto, "--resume", shorter, "--max-steps", 9)
+    rows = [[{k: v for k, v in row.items() if not k.startswith("eval/")} for row in metrics(run)]
+            for run in (shorter, longer)]  # fmt: skip
+    assert rows[0] == rows[1]
+    ours, theirs = weights(shorter), weights(longer)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not load_newest(shorter / "checkpoints")["by_step"].isnan().any()
+
+
+def test_unpaired_rows_of_a_file(tmp_path, capsys):
+    """One label more often than the other; the balance is printed; long completions are cut, mismatched ones too."""
+    rows = [dict(prompt=f"S{i}:", completion="9" * (30 if i == 12 else 3), label=i % 4 == 0) for i in range(10, 40)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--task", path, "--max-steps", 3, "--batch-size", 10, "--device", "cpu", "--max-length", 16]
+    folder = new_run(kto, tmp_path / "runs", *flags, "--desirable-weight", 2)
+    out = capsys.readouterr().out
+    assert "1 are cut off" in out
+    good = int(out.partition(" of them desirable")[0].rpartition(" ")[2])
+    total = int(out.partition(" rows, ")[0].rpartition("\n")[2])
+    assert f"desirable rows weigh {2 * good / (total - good):.2f} times as much" in out
+    last = metrics(folder)[-1].keys()
+    assert "eval/greedy" not in last and {"eval/desirable_logratio", "eval/undesirable_logratio"} & last
+    with user_error(capsys, "prompt", "--max-length"):
+        command_line(kto, *flags, "--max-length", 4, "--output-dir", tmp_path / "none")
+    assert runs_in(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("simpo --beta 0", "--beta above"),
+        ("simpo --gamma -1", "--gamma at least 0"),
+        ("simpo --sft-coef -1", "--sft-coef at least 0"),
+        ("simpo --task nothing", "nothing countdown .jsonl"),
+        ("orpo --beta -0.1", "--beta at least 0"),
+        ("orpo --learning-rate 0", "--learning-rate above"),
+        ("kto --beta 0", "--beta above"),
+        ("kto --batch-size 1", "--batch-size 1 at least 2"),
+        ("kto --desirable-weight 0", "--desirable-weight above"),
+        ("kto --undesirable-weight -1", "--undesirable-weight above"),
+        ("kto --task nothing", "nothing countdown .jsonl"),
+    ],
+)
+def test_wrong_arguments_of_children(flags, words, tmp_path, capsys):
+    name, *flags = flags.split()
+    with user_error(capsys, *words.split()):
+        command_line(CHILDREN[name], *flags, "--output-dir", tmp_path / "runs")
+    assert runs_in(tmp_path / "runs") == []

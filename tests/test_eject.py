@@ -21,8 +21,11 @@ LANGUAGE = ["--model", TINY_MODEL, *"--task sort --max-steps 3 --eval-prompts 4"
 SHORT = {
     "grpo": [*LANGUAGE, *"--num-prompts 4 --num-generations 4 --micro-batch-size 16".split()],
     "rloo": [*LANGUAGE, *"--num-prompts 4 --num-generations 4 --micro-batch-size 16".split()],
+    "online_dpo": [*LANGUAGE, *"--num-prompts 8 --micro-batch-size 16 --xpo-alpha 1e-3".split()],
     "ppo_lm": [*LANGUAGE, *"--num-prompts 4 --micro-batch-size 16".split()],
     "dpo": [*LANGUAGE, *"--num-pairs 20 --batch-size 8".split()],
+    **dict.fromkeys(("simpo", "orpo", "kto"), [*LANGUAGE, *"--num-pairs 20 --batch-size 8".split()]),
+    "reward_model": [*LANGUAGE, *"--num-pairs 20 --batch-size 8".split()],
     "sft": [*LANGUAGE, "--batch-size", "8"],
     "bc": [*SMALL["bc"], *DATA],
     "iql": [*SMALL["iql"], *DATA, "--online-steps", "16"],

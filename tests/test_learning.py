@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from algos import dt, grpo, iql, ppo, ppo_lm, rloo, sft
-from benchmarks.curves import CURVES, FALSE_ALARM, band, recorded, run_once
+from benchmarks.curves import CURVES, FALSE_ALARM, LONG, band, recorded, run_once
 
-SLOW = ["grpo-countdown", "ppo-halfcheetah", "ppo-hopper", "sac-halfcheetah", "dt-hopper-float32"]
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -28,19 +27,19 @@ def fresh_seeds() -> list[int]:
     return [first, first + 1]
 
 
-@pytest.mark.parametrize("name", [n for n in CURVES if n not in SLOW])
+@pytest.mark.parametrize("name", [n for n in CURVES if n not in LONG])
 def test_fresh_seeds_reach_the_band(name):
     seeds = fresh_seeds()
     rows = [run_once(name, seed) for seed in seeds]
     for number in CURVES[name][3]:
         reached, limits = statistics.mean(row[number] for row in rows), band(name, number)
         print(f"{name} {number}: seeds {seeds} reach {reached:.4f}, band from {limits['lower']:.4f}", end="; ")
-        print(f"false alarm {FALSE_ALARM:.2%}; a drop of {limits['power']:.4f} is caught with 90 % probability")
+        print(f"false alarm {FALSE_ALARM:.3%}; a drop of {limits['power']:.4f} is caught with 90 % probability")
         assert reached >= limits["lower"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", LONG)
 def test_fresh_seeds_of_long_runs_reach_the_band(name):
     if not recorded(name):
         pytest.skip(f"not run: no seed of {name} is recorded yet")

@@ -1,16 +1,18 @@
-"""Preference data: pairs of a chosen and a rejected completion of the same prompt.
+"""Preference data: pairs of a chosen and a rejected completion of the same prompt, or single completions with a label.
 
 A pair is a row as in utils/tasks.py with the columns prompt, chosen and rejected, TRL's names: all three are text, or
 all three are lists of chat messages. Where chosen and rejected are whole conversations or whole texts, and prompt is
-missing (or is text beside conversations), what both begin with is the prompt.
+missing (or is text beside conversations), what both begin with is the prompt. An unpaired row has the columns prompt,
+completion, and label, which is true where the completion is desirable.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.tasks import HELDOUT_ROWS, Task, encode_prompt, hold_out, load_task, named, present, read_splits, without
+from utils.tasks import HELDOUT_ROWS, Task, encode_completion, hold_out, load_task, named, read_splits, without
 
 
 @dataclass(frozen=True)
@@ -35,28 +37,45 @@ def load_preferences(spec: str, num_pairs: int, seed: int) -> Preferences:
         train = list(islice((row for row in made if row["chosen"] != row["rejected"]), num_pairs))
         heldout = [right_and_wrong(spec, row) for row in task.heldout]
         return Preferences(spec, train, [row for row in heldout if row["chosen"] != row["rejected"]], task)
+    data = load_rows(spec, as_pairs)
+    if equal := sum(row["chosen"] == row["rejected"] for row in data.train):
+        print(
+            f"{spec}: in {equal} of {len(data.train)} pairs chosen equals rejected: they teach nothing about preference"
+        )
+    return data
+
+
+def load_unpaired(spec: str, num_pairs: int, seed: int) -> Preferences:
+    """Unpaired rows from the same sources: a dataset's own, or the completions of its pairs, chosen ones desirable, as
+    of `countdown` and `sort`, too. Raises UserError as load_preferences does, and where the rows to train on have one
+    kind of label only."""
+    if spec in ("countdown", "sort"):
+        data = load_preferences(spec, num_pairs, seed)
+        data = replace(data, train=unpair(data.train), heldout=unpair(data.heldout))
+    else:
+        data = load_rows(spec, as_examples)
+    if len(kinds := {row["label"] for row in data.train}) < 2:
+        raise UserError(
+            f"all labels of {spec} are {kinds.pop()}: desirable and undesirable completions are needed, some of each"
+        )
+    return data
+
+
+def load_rows(spec: str, parse: Callable) -> Preferences:
+    """The rows of a dataset, each split as `parse(rows, spec)` returns it. Raises UserError."""
     path = Path(spec).expanduser()
     if path.suffix not in (".jsonl", ".json", ".parquet") and "/" not in spec:
         raise UserError(
-            f"unknown source of pairs {spec!r}: give countdown, sort, a .jsonl or .parquet file, or a hub dataset "
-            "ORG/NAME"
+            f"unknown source of preferences {spec!r}: give countdown, sort, a .jsonl or .parquet file, or a hub "
+            "dataset ORG/NAME"
         )
-    splits = {}
-    for split, rows in read_splits(spec).items():
-        if missing := {"chosen", "rejected"} - set(rows.column_names):
-            raise UserError(
-                f"{spec} has no column {' and no column '.join(sorted(missing))}: pairs need chosen and rejected, and "
-                f"prompt where those two do not hold it; there are {', '.join(sorted(rows.column_names))}"
-            )
-        splits[split] = [as_pair(row, f"row {i} of {spec}") for i, row in enumerate(rows)]
+    splits = {split: parse(rows, spec) for split, rows in read_splits(spec).items()}
     train = named(splits, "train") or next(iter(splits.values()))
     heldout = named(splits, "test", "valid")
     if heldout is None or heldout is train:
         train, heldout = hold_out(train, spec)
     else:
         train = without(heldout, train, spec)
-    if equal := sum(row["chosen"] == row["rejected"] for row in train):
-        print(f"{spec}: in {equal} of {len(train)} pairs chosen equals rejected: they teach nothing about preference")
     return Preferences(path.stem, train, heldout[:HELDOUT_ROWS])
 
 
@@ -72,12 +91,40 @@ def right_and_wrong(name: str, row: dict) -> dict:
     return row | {"chosen": right, "rejected": wrong}
 
 
+def as_pairs(rows, spec: str) -> list[dict]:
+    """The rows of a datasets.Dataset as pairs. Raises UserError for missing columns and rows that are no pairs."""
+    if missing := {"chosen", "rejected"} - set(rows.column_names):
+        raise UserError(
+            f"{spec} has no column {' and no column '.join(sorted(missing))}: pairs need chosen and rejected, and "
+            f"prompt where those two do not hold it; there are {', '.join(sorted(rows.column_names))}"
+        )
+    return [as_pair(row, f"row {i} of {spec}") for i, row in enumerate(rows)]
+
+
+def as_examples(rows, spec: str) -> list[dict]:
+    """The same as unpaired rows; a dataset of pairs gives two for each."""
+    columns = set(rows.column_names)
+    if {"chosen", "rejected"} <= columns:
+        return unpair(as_pairs(rows, spec))
+    if missing := {"prompt", "completion", "label"} - columns:
+        raise UserError(
+            f"{spec} has no column {' and no column '.join(sorted(missing))}: unpaired rows need prompt, completion "
+            f"and label, and pairs chosen and rejected; there are {', '.join(sorted(columns))}"
+        )
+    return [as_example(row, f"row {i} of {spec}") for i, row in enumerate(rows)]
+
+
+def unpair(pairs: list[dict]) -> list[dict]:
+    """Two rows for each pair: chosen with the label True, then rejected with False."""
+    sides = (("chosen", True), ("rejected", False))
+    return [row | {"completion": row[side], "label": label} for row in pairs for side, label in sides]
+
+
 def as_pair(row: dict, where: str) -> dict:
     """The row with prompt, chosen and rejected of one kind. Raises UserError, which names the row as `where`."""
     chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
     for name in ("chosen", "rejected"):
-        if not row[name] or not is_kind(row[name], str) and not is_kind(row[name], list):
-            raise UserError(f"{where} has {name} {row[name]!r}: it must be text or a list of chat messages, not empty")
+        check_completion(row, name, where)
     kind = type(chosen)
     if not is_kind(rejected, kind):
         raise UserError(f"{where} has text beside chat messages: chosen and rejected must be of one kind")
@@ -86,10 +133,28 @@ def as_pair(row: dict, where: str) -> dict:
         prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
         if not prompt:
             raise UserError(f"{where} has no prompt, and chosen and rejected do not begin alike: give a column prompt")
+    check_prompt(prompt, kind, where)
+    return row | {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def as_example(row: dict, where: str) -> dict:
+    """The row with its label as bool; 0 and 1 are taken for labels too. Raises UserError."""
+    check_completion(row, "completion", where)
+    check_prompt(row["prompt"], type(row["completion"]), where)
+    if row["label"] not in (False, True):
+        raise UserError(f"{where} has the label {row['label']!r}: it must be true (desirable) or false, or 1 or 0")
+    return row | {"label": bool(row["label"])}
+
+
+def check_completion(row: dict, name: str, where: str) -> None:
+    if not row[name] or not is_kind(row[name], str) and not is_kind(row[name], list):
+        raise UserError(f"{where} has {name} {row[name]!r}: it must be text or a list of chat messages, not empty")
+
+
+def check_prompt(prompt, kind: type, where: str) -> None:
     if not prompt or not is_kind(prompt, kind):
         wanted = "text" if kind is str else "a list of chat messages"
         raise UserError(f"{where} has the prompt {prompt!r}: beside its completions it must be {wanted}, not empty")
-    return row | {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def is_kind(value, kind: type) -> bool:
@@ -112,21 +177,5 @@ def shared_prefix(chosen: str | list[dict], rejected: str | list[dict]) -> int:
 def encode_pair(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int], list[int]]:
     """Token ids of prompt, chosen and rejected; each completion ends with its first EOS. Raises UserError where the
     chat template does not continue its own prompt."""
-    prompt = present(row, tokenizer)
-    prompt_tokens = encode_prompt(prompt, tokenizer)
-    completions = []
-    for completion in (row["chosen"], row["rejected"]):
-        if isinstance(prompt, str):
-            tokens = tokenizer(completion, add_special_tokens=False)["input_ids"]
-        else:
-            answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-            whole = tokenizer.apply_chat_template(prompt + answer, tokenize=True, return_dict=True)["input_ids"]
-            if whole[: len(prompt_tokens)] != prompt_tokens:
-                raise UserError(
-                    "the chat template renders the conversation differently from its prompt: the two cannot be told "
-                    "apart"
-                )
-            tokens = whole[len(prompt_tokens) :]
-        first_eos = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
-        completions.append(tokens[:first_eos] + (tokens[first_eos : first_eos + 1] or [tokenizer.eos_token_id]))
-    return prompt_tokens, *completions
+    (prompt, chosen), (_, rejected) = (encode_completion(row, row[c], tokenizer, eos) for c in ("chosen", "rejected"))
+    return prompt, chosen, rejected

@@ -173,13 +173,7 @@ def countdown_row(rng: random.Random) -> tuple[dict, str]:
         "<answer>5*7=35,35-3=32</answer>."
     )
     prompt = f"C{''.join(map(str, numbers))}={target}:"
-    row = {
-        "prompt": prompt,
-        "plain_prompt": question,
-        "numbers": numbers,
-        "target": target,
-        "completion": ",".join(steps),
-    }
+    row = dict(prompt=prompt, plain_prompt=question, numbers=numbers, target=target, completion=",".join(steps))
     return row, f"{sorted(numbers)} {target}"
 
 
@@ -282,3 +276,22 @@ def encode_prompt(prompt: str | list[dict], tokenizer) -> list[int]:
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
         "input_ids"
     ]
+
+
+def encode_completion(row: dict, completion: str | list[dict], tokenizer, eos: list[int]) -> tuple[list[int], ...]:
+    """Token ids of the row's prompt, and of its completion up to and including the first EOS, which is added where
+    there is none. Raises UserError where the chat template does not continue its own prompt."""
+    prompt = present(row, tokenizer)
+    prompt_tokens = encode_prompt(prompt, tokenizer)
+    if isinstance(prompt, str):
+        tokens = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    else:
+        answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        whole = tokenizer.apply_chat_template(prompt + answer, tokenize=True, return_dict=True)["input_ids"]
+        if whole[: len(prompt_tokens)] != prompt_tokens:
+            raise UserError(
+                "the chat template renders the conversation differently from its prompt: the two cannot be told apart"
+            )
+        tokens = whole[len(prompt_tokens) :]
+    end = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
+    return prompt_tokens, tokens[:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])

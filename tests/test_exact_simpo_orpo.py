@@ -1,0 +1,275 @@
+"""simpo.py and orpo.py against their papers' formulas, and through `update` against an optimum found by other means.
+
+The formulas are numpy's, in float64, written from the papers with probabilities, not with what makes them stable.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, gradients, log_probs, random_table
+
+from algos import orpo, simpo
+from utils.lm import TINY_MODEL, load_model
+
+SIMPO, ORPO = dict(beta=1.7, gamma=0.6), dict(beta=0.8)
+SETTINGS = {"simpo": SIMPO, "orpo": ORPO}
+MODULES = {"simpo": simpo, "orpo": orpo}
+both = pytest.mark.parametrize("name", MODULES)
+# averages of log-probabilities, on either side of log 1/2
+CHOSEN = np.array([-0.7, -0.01, -3.0, -0.4, -6.0, -1e-4, -2.0])
+REJECTED = np.array([-0.7, -2.9, -0.2, -0.5, -1.0, -4.0, -2.0])
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def sigma(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def by_formula(name, w, l, **settings):  # noqa: E741
+    """From the papers; w, l are averages of log-probabilities over tokens."""
+    s = SETTINGS[name] | settings
+    if name == "simpo":
+        return -np.log(sigma(s["beta"] * w - s["beta"] * l - s["gamma"]))
+    p, q = np.exp(w), np.exp(l)
+    odds_ratio = (p / (1 - p)) / (q / (1 - q))
+    return -w + s["beta"] * -np.log(sigma(np.log(odds_ratio)))
+
+
+def by_script(name, w, l, **settings):  # noqa: E741
+    loss = {"simpo": simpo.simpo_loss, "orpo": orpo.orpo_loss}[name]
+    return loss(torch.as_tensor(w), torch.as_tensor(l), MODULES[name].Args(**SETTINGS[name] | settings))
+
+
+@both
+@pytest.mark.parametrize("settings", [{}, dict(beta=3.1)])
+def test_value(name, settings):
+    np.testing.assert_allclose(by_script(name, CHOSEN, REJECTED, **settings).numpy(),
+                               by_formula(name, CHOSEN, REJECTED, **settings), rtol=1e-9)  # fmt: skip
+
+
+@both
+def test_gradient(name):
+    """By central differences of the formula, with respect to both averages."""
+    tensors = [torch.tensor(x, requires_grad=True) for x in (CHOSEN, REJECTED)]
+    by_script(name, *tensors).sum().backward()
+    dw, dl = np.minimum(1e-6, -1e-3 * CHOSEN), np.minimum(1e-6, -1e-3 * REJECTED)
+    by_chosen = by_formula(name, CHOSEN + dw, REJECTED) - by_formula(name, CHOSEN - dw, REJECTED)
+    by_rejected = by_formula(name, CHOSEN, REJECTED + dl) - by_formula(name, CHOSEN, REJECTED - dl)
+    for tensor, expected in zip(tensors, (by_chosen / (2 * dw), by_rejected / (2 * dl))):
+        np.testing.assert_allclose(tensor.grad.numpy(), expected, rtol=1e-5, atol=1e-8)
+
+
+def test_values_by_hand():
+    """Where both are equally likely; and where the reward's margin is the target's."""
+    equal = torch.tensor([-0.3])
+    assert by_script("simpo", equal, equal).item() == pytest.approx(math.log(1 + math.exp(0.6)))
+    assert by_script("simpo", torch.tensor([-0.4]), torch.tensor([-0.4 - 0.6 / 1.7])).item() == pytest.approx(
+        math.log(2)
+    )
+    assert by_script("orpo", equal, equal).item() == pytest.approx(0.3 + 0.8 * math.log(2))
+    # p = 3/4 and 1/2: odds 3 and 1, sigmoid of the log of their ratio 3/4
+    p = torch.tensor([0.75, 0.5]).log()
+    assert by_script("orpo", p[:1], p[1:]).item() == pytest.approx(-math.log(0.75) * 1.8)
+
+
+def test_log_odds():
+    for dtype, rtol in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+        p = torch.tensor([1e-30, 1e-6, 0.1, 0.5, 0.9, 1 - 1e-3], dtype=torch.float64)
+        odds = orpo.log_odds(p.log().to(dtype))
+        torch.testing.assert_close(odds, (p.log() - (1 - p).log()).to(dtype), rtol=rtol, atol=1e-5)
+
+
+@both
+@pytest.mark.parametrize("w, l", [(0.0, -300.0), (-300.0, 0.0), (0.0, 0.0), (-1e-8, -1e-8), (-300.0, -300.0)])
+def test_certain_and_impossible_completions_stay_finite_in_float32(name, w, l):  # noqa: E741
+    """Averages of 0 are what float32 gives to a completion that has been learnt."""
+    w, l = (torch.tensor([x], dtype=torch.float32, requires_grad=True) for x in (w, l))  # noqa: E741
+    loss = by_script(name, w, l)
+    loss.sum().backward()
+    assert loss.isfinite().all() and w.grad.isfinite().all() and l.grad.isfinite().all()
+    assert loss.item() >= 0
+
+
+# through update
+
+
+def pair(module, prompt: int, chosen: int, rejected: int):
+    return module.Pair(PROMPTS[prompt], list(COMPLETIONS[chosen]), list(COMPLETIONS[rejected]))
+
+
+PICKS = [(0, 0, 3), (1, 4, 0), (0, 5, 2), (1, 6, 1), (1, 2, 2), (0, 5, 2), (0, 3, 6)]  # of unequal lengths and equal
+
+
+def some_pairs(module) -> list:
+    """Both prompts, completions of one and of two tokens on either side, one pair of equal ones, one pair twice."""
+    return [pair(module, *pick) for pick in PICKS]
+
+
+def movement(module, batch, table=None, **settings) -> np.ndarray:
+    """What one update by plain gradient descent with rate 1 subtracts from the table."""
+    table = random_table(1) if table is None else table
+    model = TabularLM(table)
+    name = module.__name__.rpartition(".")[2]
+    defaults = SETTINGS[name] | dict(micro_batch_size=len(batch), max_grad_norm=1e9, precision="float32")
+    module.update(model, torch.optim.SGD(model.parameters(), 1.0), batch, module.Args(**defaults | settings))
+    return table - model.table.detach().numpy()
+
+
+def average(table, prompt: int, completion: int) -> float:
+    return log_probs(table, prompt, COMPLETIONS[completion]).mean()
+
+
+def objective(name, table, picks=PICKS, sft_coef=0.0, **settings) -> float:
+    """Mean over pairs of the formula, in numpy."""
+    losses = []
+    for p, i, j in picks:
+        w, l = average(table, p, i), average(table, p, j)  # noqa: E741
+        losses.append(by_formula(name, w, l, **settings) - sft_coef * w)
+    return float(np.mean(losses))
+
+
+def slope(name, table, **settings) -> np.ndarray:
+    """Gradient of `objective` by central differences in every entry of the table."""
+    result, step = np.zeros_like(table), 1e-6
+    for at in np.ndindex(table.shape):
+        up, down = table.copy(), table.copy()
+        up[at] += step
+        down[at] -= step
+        result[at] = (objective(name, up, **settings) - objective(name, down, **settings)) / (2 * step)
+    return result
+
+
+@pytest.mark.parametrize("name, settings", [("simpo", {}), ("simpo", dict(sft_coef=0.7)), ("orpo", {})])
+def test_update_descends_the_formula(name, settings):
+    """The wiring: shift, mask, averages over tokens with the EOS, sign, mean over pairs, SFT term."""
+    expected = slope(name, random_table(1), **settings)
+    ours = movement(MODULES[name], some_pairs(MODULES[name]), **settings)
+    assert np.abs(expected).max() > 1e-2
+    np.testing.assert_allclose(ours, expected, atol=1e-8)
+    assert not ours[:, OUTSIDE].any(), "something after an EOS was trained"
+
+
+@both
+def test_lengths_are_normalised(name):
+    """Of completions with one and with two tokens the gradients of log pi enter divided by 1 and 2, and by nothing
+    else: their weights are the formula's derivatives."""
+    table = random_table(1)
+    w, l = average(table, 0, 0), average(table, 0, 3)  # noqa: E741
+    assert [len(COMPLETIONS[i]) for i in (0, 3)] == [1, 2]
+    step = 1e-6
+    dw = (by_formula(name, w + step, l) - by_formula(name, w - step, l)) / (2 * step)
+    dl = (by_formula(name, w, l + step) - by_formula(name, w, l - step)) / (2 * step)
+    sums = [gradients(table, 0, COMPLETIONS[i]).sum(0) for i in (0, 3)]
+    expected = dw * sums[0] / len(COMPLETIONS[0]) + dl * sums[1] / len(COMPLETIONS[3])
+    np.testing.assert_allclose(movement(MODULES[name], [pair(MODULES[name], 0, 0, 3)]), expected, atol=1e-8)
+
+
+@both
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 50])
+def test_micro_batches_change_nothing(name, size):
+    """Seven pairs: no size but 1 and 7 divides them."""
+    module, settings = MODULES[name], dict(sft_coef=0.5) if name == "simpo" else {}
+    np.testing.assert_allclose(movement(module, some_pairs(module), micro_batch_size=size, **settings),
+                               movement(module, some_pairs(module), **settings), atol=1e-10)  # fmt: skip
+
+
+@both
+def test_order_and_duplicates_change_nothing(name):
+    module = MODULES[name]
+    batch = some_pairs(module)
+    for other in (batch[::-1], batch * 3, [item for item in batch for _ in range(2)]):
+        np.testing.assert_allclose(movement(module, other, micro_batch_size=4), movement(module, batch), atol=1e-10)
+    assert np.abs(movement(module, batch + batch[:1]) - movement(module, batch)).max() > 1e-3
+
+
+@both
+def test_padding_changes_nothing(name):
+    """Beside a pair with a longer prompt and longer completions, on a real model in float64."""
+    module, model = MODULES[name], load_model(TINY_MODEL)[0].double()
+    short = [module.Pair([5, 6], [9, 1], [10, 1]), module.Pair([7], [4, 4, 4, 1], [1])]
+    long = module.Pair([3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 10, 11, 12, 1], [13, 1])
+    args = module.Args(micro_batch_size=8, precision="float32")
+    alone, beside = module.score_pairs(model, short, args), module.score_pairs(model, [*short, long], args)
+    torch.testing.assert_close(beside[:2], alone, rtol=0, atol=1e-6)  # its norms are float32
+    by_hand = []
+    for p, *completions in short:
+        for c in completions:
+            logps = model(input_ids=torch.tensor([p + c])).logits[0].log_softmax(-1)
+            by_hand.append(np.mean([logps[len(p) - 1 + i, token].item() for i, token in enumerate(c)]))
+    np.testing.assert_allclose(alone.flatten().numpy(), by_hand, atol=1e-6)
+
+
+def test_metrics_by_hand():
+    logps = torch.tensor([[0.75, 0.5], [0.5, 0.75], [0.5, 0.5], [0.2, 0.1]]).log()
+    log = math.log
+    chosen, rejected = (log(0.75) + 2 * log(0.5) + log(0.2)) / 4, (2 * log(0.5) + log(0.75) + log(0.1)) / 4
+    common = {"accuracy": 2.5 / 4, "chosen_logp": pytest.approx(chosen), "rejected_logp": pytest.approx(rejected)}
+    assert simpo.preference_metrics(logps, 2.0) == common | {"margin": pytest.approx(2 * (chosen - rejected))}
+    # odds 3, 1, 1, 1/4 against 1, 3, 1, 1/9
+    assert orpo.preference_metrics(logps) == common | {"margin": pytest.approx(log(9 / 4) / 4)}
+
+
+# what they converge to
+
+WINS = np.array([[3, 1], [1, 2], [2, 1], [1, 3], [2, 1], [1, 1], [4, 1]])  # i over j, and j over i, in a ring
+
+
+def labels() -> list[tuple[int, int, int]]:
+    """Labels that disagree, so that there is a minimum: (prompt, chosen, rejected), both ways round."""
+    picks = []
+    for p in range(len(PROMPTS)):
+        for i, (wins, losses) in enumerate(WINS):
+            j = (i + 1 + p) % len(COMPLETIONS)
+            picks += [(p, i, j)] * int(wins) + [(p, j, i)] * int(losses)
+    return picks
+
+
+@both
+def test_training_reaches_the_optimum(name):
+    """The same minimum as scipy finds of the formula over the free entries of the table, from where it found it."""
+    module, picks, start = MODULES[name], labels(), random_table(0)
+    settings = dict(sft_coef=0.2) if name == "simpo" else {}
+    free = start[:, : len(PREFIXES)].shape
+
+    def value(x):
+        table = start.copy()
+        table[:, : len(PREFIXES)] = x.reshape(free)
+        return objective(name, table, picks, **settings)
+
+    found = minimize(value, start[:, : len(PREFIXES)].ravel(), method="BFGS", options=dict(gtol=1e-7, maxiter=400))
+    model = TabularLM(start)
+    batch = [pair(module, *pick) for pick in picks]
+    args = module.Args(**SETTINGS[name], **settings, micro_batch_size=len(batch), max_grad_norm=1e9,
+                       precision="float32")  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    for step in range(400):
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * step / 400)) / 2
+        module.update(model, optimizer, batch, args)
+    table = model.table.detach().numpy()
+    assert value(start[:, : len(PREFIXES)].ravel()) - found.fun > 0.02, "there was nothing to learn"
+    assert objective(name, table, picks, **settings) == pytest.approx(found.fun, abs=1e-6)
+    ours = np.exp([[log_probs(table, p, c).sum() for c in COMPLETIONS] for p in range(len(PROMPTS))])
+    table = start.copy()
+    table[:, : len(PREFIXES)] = found.x.reshape(free)
+    theirs = np.exp([[log_probs(table, p, c).sum() for c in COMPLETIONS] for p in range(len(PROMPTS))])
+    np.testing.assert_allclose(ours, theirs, atol=2e-3)
+
+
+def test_simpo_margins_grow_for_ever_on_hard_labels():
+    """Beyond gamma, too: nothing holds them."""
+    batch = [pair(simpo, 0, 0, 3), pair(simpo, 1, 4, 2)]
+    model = TabularLM(random_table(0))
+    args = simpo.Args(**SIMPO, micro_batch_size=2, max_grad_norm=1e9, precision="float32")
+    optimizer = torch.optim.Adam(model.parameters(), 0.2)
+    margins = [simpo.update(model, optimizer, batch, args)["margin"] for _ in range(150)]
+    assert all(later > earlier for earlier, later in zip(margins[60:], margins[61:]))
+    assert margins[-1] > 10 * SIMPO["gamma"]
