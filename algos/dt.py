@@ -18,6 +18,7 @@ Differences
       masked as a key and in the loss. CORL pads on the right and divides by padded positions, too.
     - Returns-to-go are computed once, and windows are gathered on the device.
     - Actions are stretched from the environment's bounds to [-1, 1], where the tanh of the output lives.
+    - Warm-up in the paper's recipe is 10,000 updates, as in the authors' code; the paper's table has 100,000.
     - The paper reports the best of two targets; ours are all reported, eval/return is of the first.
     - The default has shorter windows, a higher learning rate and 3,000 updates, for a CPU; the paper's recipe is below.
 

@@ -80,6 +80,12 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
             ("kto", 40, ("eval/greedy",)),
         )
     },
+    "online_dpo-sort": (
+        "online_dpo",
+        dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256),
+        "reward",
+        ("mean reward", "eval/greedy"),
+    ),
     "grpo-countdown": (
         "grpo",
         dict(task="countdown", eval_every=0, eval_prompts=256),

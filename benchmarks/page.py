@@ -201,7 +201,8 @@ def bands(script: str) -> str:
 def proofs() -> str:
     """The table of what is proven. A number is of tests that passed; what did not run is named so."""
     tests, planted = read("tests"), read("planted_bugs").get("scripts", {})
-    rows = [f"| script | {' | '.join(KINDS)} | planted bugs caught | band of the curve |", "|" + "---|" * (len(KINDS) + 3)]
+    rows = [f"| script | {' | '.join(KINDS)} | planted bugs caught | band of the curve |"]
+    rows.append("|" + "---|" * (len(KINDS) + 3))
     for script in SCRIPTS:
         cells = []
         for pattern in KINDS.values():

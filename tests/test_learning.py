@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from algos import dt, grpo, iql, ppo, ppo_lm, rloo, sft
+from algos import dt, grpo, iql, online_dpo, ppo, ppo_lm, rloo, sft
 from benchmarks.curves import CURVES, FALSE_ALARM, LONG, band, recorded, run_once
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +63,7 @@ def with_rewards(monkeypatch, change, module=grpo) -> None:
     monkeypatch.setattr(module, "collect", changed)
 
 
-@pytest.mark.parametrize("module", [grpo, rloo, ppo_lm])
+@pytest.mark.parametrize("module", [grpo, rloo, ppo_lm, online_dpo])
 def test_shuffled_rewards_teach_nothing(module, monkeypatch):
     with_rewards(monkeypatch, lambda samples, rewards: rewards[torch.randperm(len(rewards))], module)
     misses_all_bands(f"{module.__name__.removeprefix('algos.')}-sort")
@@ -90,6 +90,11 @@ def test_flipped_advantages_do_not_learn(module, monkeypatch):
     advantages = module.advantages
     monkeypatch.setattr(module, "advantages", lambda *args: -advantages(*args))
     misses_all_bands(f"{module.__name__.removeprefix('algos.')}-sort")
+
+
+def test_online_dpo_does_not_learn_from_flipped_rewards(monkeypatch):
+    with_rewards(monkeypatch, lambda samples, rewards: -rewards, online_dpo)
+    misses_all_bands("online_dpo-sort")
 
 
 def test_sft_learns_nothing_from_shuffled_completions(monkeypatch):

@@ -24,17 +24,18 @@ from helpers import (
     wait_for,
 )
 
-from algos import grpo, ppo_lm, rloo, sft
+from algos import grpo, online_dpo, ppo_lm, rloo, sft
 from utils.checkpoint import load_newest
 from utils.errors import UserError
 from utils.machine import environment
 from utils.run import saved_args
 
-MODULES = {"grpo": grpo, "rloo": rloo, "ppo_lm": ppo_lm, "sft": sft}
+MODULES = {"grpo": grpo, "rloo": rloo, "online_dpo": online_dpo, "ppo_lm": ppo_lm, "sft": sft}
 # 11 steps, so that the last one is evaluated out of turn; all checkpoints kept, to resume from any of them
 FLAGS = {
     "grpo": SMALL["grpo"] + "--max-steps 11 --keep 99".split(),
     "rloo": SMALL["rloo"] + "--max-steps 11 --keep 99".split(),
+    "online_dpo": SMALL["online_dpo"] + "--max-steps 11 --keep 99".split(),
     "ppo_lm": SMALL["ppo_lm"] + "--max-steps 11 --keep 99".split(),
     "sft": SMALL["sft"] + "--batch-size 32 --lr-schedule constant --warmup-steps 3 --max-steps 11 --keep 99".split(),
 }

@@ -1,0 +1,480 @@
+"""online_dpo.update against enumeration: every pair of completions of a tabular model, weighted by its probability.
+
+As tests/test_exact_grpo.py, whose batches this uses; `movement` is what one update by plain gradient descent at rate 1
+adds to the table, so its expectation is minus the gradient of the loss. Expected values come from numpy: own
+probabilities, ranks, derivatives of the losses and gradients of log pi.
+"""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from tabular import COMPLETIONS, EOS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, gradients, log_probs, probability
+from tabular import random_table as random_logits
+from test_exact_grpo import OTHER, REWARDS, TABLE, P, close, make_batch, rewards_of
+
+from algos import online_dpo
+from utils.errors import UserError
+from utils.lm import TINY_MODEL as TINY
+from utils.lm import Samples, load_model, sample
+
+BETA, ALPHA = 0.7, 0.3
+TIED = [{c: round(2 * r) / 2 for c, r in rewards.items()} for rewards in REWARDS]  # real rewards, some of them equal
+BINARY = [{c: float((i + p) % 3 == 0) for i, c in enumerate(COMPLETIONS)} for p in range(P)]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def args_of(batch, **settings) -> online_dpo.Args:
+    defaults = dict(num_generations=len(batch.rewards) // P, micro_batch_size=len(batch.rewards), beta=BETA,
+                    max_completion_length=5, precision="float32", max_grad_norm=1e9)  # fmt: skip
+    return online_dpo.Args(**defaults | settings)
+
+
+def movement(batch, table=TABLE, **settings) -> tuple[np.ndarray, dict]:
+    """The table's change in one call of update, and its metrics."""
+    model = TabularLM(table)
+    model.table.grad = torch.ones_like(model.table)  # of an earlier step
+    metrics = online_dpo.update(model, torch.optim.SGD(model.parameters(), 1.0), batch, args_of(batch, **settings))
+    return model.table.detach().numpy() - table, metrics
+
+
+def sigma(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def log_ratio(p, c, table=TABLE, ref=OTHER) -> float:
+    return (log_probs(table, p, c) - log_probs(ref, p, c)).sum()
+
+
+def own_pair(p, first, second, rewards, table=TABLE, ref=OTHER, loss="sigmoid", alpha=0.0) -> np.ndarray:
+    """Minus the gradient of one pair's loss, by the derivative of the formula."""
+    score = [gradients(table, p, c).sum(0) for c in (first, second)]
+    result = -alpha * score[1]
+    if rewards[0] == rewards[1] or any(map(math.isnan, rewards)):
+        return result
+    (w, up), (l, down) = ((first, score[0]), (second, score[1]))[:: 1 if rewards[0] > rewards[1] else -1]  # noqa: E741
+    d = log_ratio(p, w, table, ref) - log_ratio(p, l, table, ref)
+    slope = BETA * (1 - sigma(BETA * d)) if loss == "sigmoid" else -2 * (d - 1 / (2 * BETA))
+    return result + slope * (up - down)
+
+
+PAIRS = list(product(COMPLETIONS, repeat=2))
+
+
+def expected(reward_table, table=TABLE, ref=OTHER, second=None, **settings) -> np.ndarray:
+    """E[movement] over pairs whose first completion is of `table`, the second of `second` (None: of `table`, too)."""
+    total = np.zeros_like(table)
+    for a, b in zip(PAIRS, reversed(PAIRS)):  # the k-th pair of one prompt beside another of the other
+        batch = make_batch((a, b), rewards_of((a, b), reward_table), old=table, ref=ref)
+        moved, _ = movement(batch, table, **settings)
+        for p, pair in enumerate((a, b)):
+            of = (table, table if second is None else second)
+            total[p] += math.prod(probability(t, p, c) for t, c in zip(of, pair)) * moved[p]
+    return total
+
+
+def own_expected(reward_table, table=TABLE, ref=OTHER, second=None, **settings) -> np.ndarray:
+    """The same in numpy."""
+    total = np.zeros_like(table)
+    for p in range(P):
+        for a, b in PAIRS:
+            weight = probability(table, p, a) * probability(table if second is None else second, p, b) / P
+            total += weight * own_pair(p, a, b, [reward_table[p][a], reward_table[p][b]], table, ref, **settings)
+    return total
+
+
+@pytest.mark.parametrize("rewards", [REWARDS, TIED, BINARY], ids=["real", "tied", "binary"])
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("ref", [TABLE, OTHER], ids=["at the reference", "away from it"])
+def test_expected_gradient(ref, loss, rewards):
+    ours = expected(rewards, ref=ref, loss=loss)
+    assert np.abs(ours).max() > 1e-3
+    close(ours, own_expected(rewards, ref=ref, loss=loss))
+    close(ours[:, OUTSIDE], 0.0)
+
+
+def wins(table, against, reward_table) -> float:
+    """Probability that a completion of `table` has a higher reward than one of `against`; equal rewards count half."""
+    return sum(
+        probability(table, p, a) * probability(against, p, b)
+        * (1.0 if reward_table[p][a] > reward_table[p][b] else 0.5 if reward_table[p][a] == reward_table[p][b] else 0.0)
+        for p in range(P) for a, b in PAIRS
+    ) / P  # fmt: skip
+
+
+def mean_reward(table, reward_table) -> float:
+    return sum(probability(table, p, c) * reward_table[p][c] for p in range(P) for c in COMPLETIONS) / P
+
+
+def slopes(function) -> np.ndarray:
+    """Central differences of function(table) at TABLE."""
+    result = np.zeros_like(TABLE)
+    for index in np.ndindex(TABLE.shape):
+        step = np.zeros_like(TABLE)
+        step[index] = 1e-5
+        result[index] = (function(TABLE + step) - function(TABLE - step)) / 2e-5
+    return result
+
+
+@pytest.mark.parametrize("loss, factor", [("sigmoid", 2 * BETA), ("ipo", 4 / BETA)])
+def test_at_the_reference_it_is_a_policy_gradient_of_the_probability_to_win(loss, factor):
+    """Slopes of the enumerated win rate against a frozen copy, times 2 beta or 4 / beta."""
+    moved = expected(TIED, ref=TABLE, loss=loss)
+    np.testing.assert_allclose(moved, factor * slopes(lambda t: wins(t, TABLE, TIED)), rtol=0, atol=1e-8)
+
+
+def test_with_binary_rewards_the_first_step_is_reinforce():
+    moved = expected(BINARY, ref=TABLE)
+    np.testing.assert_allclose(moved, BETA * slopes(lambda t: mean_reward(t, BINARY)), rtol=0, atol=1e-8)
+
+
+# XPO: the second completion is the reference's
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("ref", [TABLE, OTHER], ids=["at the reference", "away from it"])
+def test_xpo_expected_gradient(ref, loss):
+    ours = expected(TIED, ref=ref, second=ref, loss=loss, xpo_alpha=ALPHA)
+    close(ours, own_expected(TIED, ref=ref, second=ref, loss=loss, alpha=ALPHA))
+    assert np.abs(ours).max() > 1e-3
+
+
+def divergence(table) -> float:
+    """Mean over prompts of KL(reference || table), of whole completions."""
+    return -sum(probability(OTHER, p, c) * log_ratio(p, c, table) for p in range(P) for c in COMPLETIONS) / P
+
+
+def test_the_bonus_is_the_divergence_from_the_reference():
+    """With equal rewards nothing else is left: the step ascends alpha KL(pi_ref || pi), and where both are the same
+    that is flat."""
+    equal = [dict.fromkeys(COMPLETIONS, 1.0)] * P
+    moved = expected(equal, second=OTHER, xpo_alpha=ALPHA)
+    np.testing.assert_allclose(moved, ALPHA * slopes(divergence), rtol=0, atol=1e-8)
+    assert np.abs(moved).max() > 1e-2
+    close(expected(equal, ref=TABLE, second=TABLE, xpo_alpha=ALPHA), 0.0)
+
+
+def test_the_bonus_lowers_what_the_reference_said():
+    """One pair for each prompt, without a rank: the second completion alone becomes less likely, all of its tokens."""
+    groups = [((0, 1), (2, 2)), ((1,), (0, 2))]
+    moved, metrics = movement(make_batch(groups, [[1.0, 1.0]] * P, ref=OTHER), xpo_alpha=ALPHA)
+    close(moved, -ALPHA / P * sum(gradients(TABLE, p, groups[p][1]).sum(0) for p in range(P)))
+    assert metrics["frac_ties"] == 1.0
+    close(movement(make_batch(groups, [[1.0, 1.0]] * P, ref=OTHER))[0], 0.0)
+
+
+# one batch
+
+
+GROUPS = [(COMPLETIONS[3], COMPLETIONS[0], COMPLETIONS[1], COMPLETIONS[5]),
+          (COMPLETIONS[2], COMPLETIONS[6], COMPLETIONS[4], COMPLETIONS[4])]  # fmt: skip
+RANKS = [[0.5, -0.2, 1.0, 3.0], [0.1, 0.4, 2.0, 1.5]]
+
+
+def own_movement(groups, rewards, table=TABLE, **settings) -> np.ndarray:
+    """One batch in numpy: the first completion against the second, the third against the fourth."""
+    pairs = [(p, *group[i : i + 2], rewards[p][i : i + 2]) for p, group in enumerate(groups) for i in (0, 2)]
+    return sum(own_pair(*pair, table, **settings) for pair in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("alpha", [0.0, ALPHA])
+def test_four_completions_are_two_pairs(loss, alpha):
+    moved, _ = movement(make_batch(GROUPS, RANKS, ref=OTHER), loss=loss, xpo_alpha=alpha)
+    close(moved, own_movement(GROUPS, RANKS, loss=loss, alpha=alpha))
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_pairs_without_a_rank(loss):
+    """Equal rewards and unknown ones teach nothing, and count in the denominator."""
+    nan = math.nan
+    rewards = [[0.5, 0.5, 1.0, 3.0], [nan, 0.4, 2.0, nan]]
+    batch = make_batch(GROUPS, rewards, ref=OTHER)
+    moved, metrics = movement(batch, loss=loss)
+    (a, b), d = GROUPS[0][2:], log_ratio(0, GROUPS[0][3]) - log_ratio(0, GROUPS[0][2])
+    slope = BETA * sigma(-BETA * d) if loss == "sigmoid" else 1 / BETA - 2 * d
+    close(moved, slope / 4 * (gradients(TABLE, 0, b).sum(0) - gradients(TABLE, 0, a).sum(0)))
+    close(metrics["frac_ties"], 0.75)
+    close(metrics["margin"], BETA * d)
+    assert metrics["accuracy"] == float(d > 0)
+    nothing, metrics = movement(make_batch(GROUPS, [[nan] * 4, [1.0] * 4], ref=OTHER), loss=loss)
+    assert not nothing.any() and metrics["frac_ties"] == 1.0 and metrics["grad_norm"] == 0.0
+    assert math.isnan(metrics["accuracy"]) and math.isnan(metrics["margin"])
+    assert math.isfinite(metrics["kl"])
+
+
+def test_preferences_by_hand():
+    nan = math.nan
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1e-6, 2.0, 2.0, nan, 1.0, 1.0, nan, nan, nan, -3.0, -4.0])
+    assert online_dpo.preferences(rewards).tolist() == [1, -1, 0, 0, 0, 0, 1]
+
+
+def test_how_far_rewards_are_apart_does_not_count():
+    batch = make_batch(GROUPS, RANKS, ref=OTHER)
+    close(movement(batch._replace(rewards=10 * batch.rewards - 3))[0], movement(batch)[0])
+    close(movement(batch._replace(rewards=-batch.rewards))[0],
+          own_movement(GROUPS, [[-r for r in row] for row in RANKS]))  # fmt: skip
+
+
+@pytest.mark.parametrize("alpha", [0.0, ALPHA])
+def test_metrics_by_hand(alpha):
+    """With --xpo-alpha kl, entropy and sampler_gap are of the policy's completions alone, the first of each pair."""
+    old = TABLE + 0.1 * random_logits(5)
+    _, metrics = movement(make_batch(GROUPS, RANKS, old=old, ref=OTHER), xpo_alpha=alpha)
+    h = np.array([[log_ratio(p, c) for c in GROUPS[p]] for p in range(P)]).reshape(-1, 2)
+    signs = np.sign(np.array(RANKS).reshape(-1, 2) @ [1, -1])
+    margins = signs * (h @ [1, -1])
+    assert 0 < (margins > 0).sum() < 4
+    close(metrics["accuracy"], (np.sign(margins) / 2 + 0.5).mean())  # the last pair is of equal texts: half
+    close(metrics["margin"], BETA * margins.mean())
+    close(metrics["kl"], h[:, 0].mean() if alpha else h.mean())
+    rows = [(p, c) for p in range(P) for i, c in enumerate(GROUPS[p]) if not (alpha and i % 2)]
+    gaps = np.concatenate([log_probs(TABLE, p, c) - log_probs(old, p, c) for p, c in rows])
+    close(metrics["sampler_gap"], abs(gaps).mean())
+    states = [(p, PREFIXES.index(c[:t])) for p, c in rows for t in range(len(c))]
+    logits = np.array([TABLE[state] for state in states])
+    probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    close(metrics["entropy"], -(probs * np.log(probs)).sum(1).mean())
+    close(metrics["grad_norm"], np.linalg.norm(own_movement(GROUPS, RANKS, alpha=alpha)))
+    assert metrics["frac_ties"] == 0.0
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+@pytest.mark.parametrize("settings", [{}, dict(loss="ipo"), dict(xpo_alpha=ALPHA)], ids=str)
+def test_micro_batches_change_nothing(size, settings):
+    batch = make_batch(GROUPS, [[0.5, -0.2, 1.0, 1.0], [0.1, 0.4, math.nan, 1.5]], ref=OTHER)
+    whole, metrics = movement(batch, **settings)
+    parts, others = movement(batch, micro_batch_size=size, **settings)
+    close(parts, whole)
+    assert metrics.keys() == others.keys()
+    close(list(others.values()), list(metrics.values()))
+
+
+def test_order_changes_nothing():
+    """Of the prompts, of a prompt's pairs, and without --xpo-alpha of the two of a pair."""
+    whole, _ = movement(make_batch(GROUPS, RANKS, ref=OTHER))
+    for order in ([1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]):
+        groups, rewards = ([[row[i] for i in order] for row in rows] for rows in (GROUPS, RANKS))
+        close(movement(make_batch(groups, rewards, ref=OTHER))[0], whole)
+    swapped = make_batch(GROUPS, RANKS, ref=OTHER)
+    s, rows = swapped.samples, torch.arange(8).view(2, 4).flip(0).flatten()
+    swapped = online_dpo.Batch(Samples(s.prompt_ids.flip(0), s.prompt_mask.flip(0), *(x[rows] for x in s[2:])),
+                               swapped.rewards[rows], swapped.ref_logps[rows])  # fmt: skip
+    close(movement(swapped)[0], whole)
+
+
+@pytest.mark.parametrize("pad", [0, EOS])
+@pytest.mark.parametrize("alpha", [0.0, ALPHA])
+def test_first_eos_is_trained_and_padding_is_not(pad, alpha):
+    """Also where padding is the EOS id, with more of it on both sides and junk in the reference's numbers there."""
+    groups, rewards = [((1,), (0, 2)), ((2, 1), (1,))], [[1.0, 0.0], [0.0, 1.0]]
+    batch = make_batch(groups, rewards, ref=OTHER, pad=pad)
+    s, extra = batch.samples, torch.full((4, 2), pad)
+    s = s._replace(prompt_ids=torch.cat([extra[:P], s.prompt_ids], 1),
+                   prompt_mask=torch.cat([extra[:P] > 9, s.prompt_mask], 1),
+                   completion_ids=torch.cat([s.completion_ids, extra], 1),
+                   completion_mask=torch.cat([s.completion_mask, extra > 9], 1),
+                   logps=torch.cat([s.logps, extra - 1.0], 1))  # fmt: skip
+    ref = torch.where(s.completion_mask, torch.cat([batch.ref_logps, extra + 0.0], 1), -3.0)
+    moved, metrics = movement(online_dpo.Batch(s, batch.rewards, ref), xpo_alpha=alpha)
+    close(moved, sum(own_pair(p, *groups[p], rewards[p], alpha=alpha) for p in range(P)) / P)
+    close(moved[:, OUTSIDE], 0.0)
+    kept = [(p, c) for p in range(P) for i, c in enumerate(groups[p]) if not (alpha and i)]
+    close(metrics["kl"], np.mean([log_ratio(p, c) for p, c in kept]))
+
+
+def test_temperature_divides_the_logits():
+    """Of the policy as of the reference: the policy that is trained is the one that sampled."""
+    batch = make_batch(GROUPS, RANKS, ref=OTHER, temperature=0.6)
+    moved, metrics = movement(batch, temperature=0.6, xpo_alpha=ALPHA)
+    close(moved, own_movement(GROUPS, RANKS, TABLE / 0.6, ref=OTHER / 0.6, alpha=ALPHA) / 0.6)
+    close(metrics["sampler_gap"], 0.0)
+
+
+def test_the_gradient_is_clipped_to_its_norm():
+    batch = make_batch(GROUPS, RANKS, ref=OTHER)
+    moved, metrics = movement(batch, max_grad_norm=1e-3)
+    assert np.linalg.norm(moved) == pytest.approx(1e-3, rel=1e-3)
+    close(metrics["grad_norm"], np.linalg.norm(movement(batch)[0]))
+
+
+# sampling
+
+
+@pytest.mark.parametrize("generations", [2, 6])
+def test_xpo_pairs_the_policy_s_with_the_reference_s(generations):
+    """Two deterministic models, each of which always says its own completion: the policy's stand first in each pair,
+    padded to the longer ones; without --xpo-alpha all are the policy's."""
+    tables = [np.zeros_like(TABLE) for _ in range(2)]
+    says = [[(1,), (0, 1)], [(0, 2), (2, 1)]]  # by model and prompt
+    for table, completions in zip(tables, says):
+        for p, completion in enumerate(completions):
+            for t, token in enumerate(completion):
+                table[p, PREFIXES.index(completion[:t]), token] = 1e3
+    policy, reference = map(TabularLM, tables)
+    for alpha in (0.1, 0.0):
+        args = online_dpo.Args(num_generations=generations, xpo_alpha=alpha, max_completion_length=2)
+        samples = online_dpo.draw(policy, reference, PROMPTS, [EOS], torch.Generator().manual_seed(0), args)
+        rows = [tuple(i[m].tolist()) for i, m in zip(samples.completion_ids, samples.completion_mask)]
+        assert rows == [says[i % 2 if alpha else 0][p] for p in range(P) for i in range(generations)]
+        assert samples.ended.tolist() == [EOS in row for row in rows]
+        assert samples.prompt_mask.sum(1).tolist() == [1, 2] and not samples.logps.any()
+
+
+def test_the_reference_s_samples_have_the_reference_s_probabilities():
+    """Sampled log-probabilities are those of the model that sampled, at the temperature, from one generator."""
+    policy, reference = TabularLM(TABLE), TabularLM(OTHER)
+    args = online_dpo.Args(num_generations=200, xpo_alpha=0.1, max_completion_length=2, temperature=0.5)
+    samples = online_dpo.draw(policy, reference, PROMPTS, [EOS], torch.Generator().manual_seed(0), args)
+    for i, (ids, mask) in enumerate(zip(samples.completion_ids, samples.completion_mask)):
+        completion = tuple(ids[mask].tolist())
+        close(samples.logps[i][mask], log_probs((TABLE, OTHER)[i % 2] / 0.5, i // 200, completion))
+    for k, table in enumerate((TABLE, OTHER)):
+        share = (samples.completion_ids[k:200:2, 0] == EOS).double().mean().item()
+        p = np.exp(log_probs(table / 0.5, 0, (EOS,))).item()
+        assert abs(share - p) < 4 * math.sqrt(p * (1 - p) / 100)
+
+
+def test_with_lora_the_reference_is_the_policy_without_its_adapters():
+    """For sampling and for scores: with adapters that changed the policy, both are those of the model alone."""
+    pytest.importorskip("peft", reason="not run: peft is not installed")
+    torch.set_default_dtype(torch.float32)
+    base, (model, _) = load_model(TINY)[0].eval(), load_model(TINY, lora_rank=4)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_" in name:
+                p.add_(0.3 * torch.randn_like(p))
+    args = online_dpo.Args(num_generations=4, micro_batch_size=4, xpo_alpha=0.1, max_completion_length=8,
+                           precision="float32")  # fmt: skip
+    prompts = [[5, 6, 7], [8, 9]]
+    ours = online_dpo.draw(model, None, prompts, [1], torch.Generator().manual_seed(3), args)
+    theirs = online_dpo.draw(model, base, prompts, [1], torch.Generator().manual_seed(3), args)
+    assert torch.equal(ours.completion_ids, theirs.completion_ids)
+    batch = online_dpo.Batch(ours, torch.zeros(8), None)
+    mask = ours.completion_mask
+    both = [online_dpo.reference_logps(model, ref, batch, args)[mask] for ref in (None, base)]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-5)
+    gap = (ours.logps[mask] - both[0]).abs()
+    second = torch.arange(8)[:, None].expand_as(mask)[mask] % 2 == 1
+    assert gap[second].max() < 1e-4 < 0.1 < gap[~second].mean()
+
+
+def test_one_generator_for_both(monkeypatch):
+    """The reference draws where the policy stopped, so a checkpoint's one generator restores the run."""
+    used = []
+
+    def noted(model, *inputs):
+        used.append((model, inputs[-1], inputs[-1].get_state()))
+        return sample(model, *inputs)
+
+    monkeypatch.setattr(online_dpo, "sample", noted)
+    generator, models = torch.Generator().manual_seed(0), [TabularLM(TABLE), TabularLM(OTHER)]
+    args = online_dpo.Args(xpo_alpha=0.1, max_completion_length=2)
+    online_dpo.draw(*models, PROMPTS, [EOS], generator, args)
+    assert [model for model, _, _ in used] == models and all(g is generator for _, g, _ in used)
+    assert not torch.equal(used[0][2], used[1][2])
+
+
+# whole runs
+
+
+RUN = dict(task="sort", num_prompts=4, micro_batch_size=8, max_steps=3, eval_prompts=4, eval_every=0, eval_samples=1,
+           device="cpu", threads=1)  # fmt: skip
+
+
+def run(folder, **settings) -> list[dict]:
+    torch.set_default_dtype(torch.float32)
+    return online_dpo.train(online_dpo.Args(**RUN | dict(output_dir=str(folder)) | settings))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1e-3])
+def test_the_first_step_is_at_the_reference(alpha, tmp_path):
+    """Up to rounding, for the reference is a model of its own: kl and margin are 0. Then they are not."""
+    history = run(tmp_path, num_prompts=16, micro_batch_size=32, xpo_alpha=alpha)
+    assert abs(history[1]["kl"]) < 1e-5 and abs(history[1]["margin"]) < 1e-6
+    assert abs(history[3]["kl"]) > 1e-3 and abs(history[3]["margin"]) > 1e-3
+    assert all(row["sampler_gap"] < 1e-5 for row in history[1:])
+    for row in history[1:]:
+        assert row["frac_ties"] == row["frac_zero_std"]
+        columns = [name for name in row if name not in ("step", "learning_rate") and "/" not in name]
+        assert len(columns) == 11 and all(name in online_dpo.__doc__ for name in columns)
+
+
+def test_with_xpo_the_logged_reward_is_the_policy_s(tmp_path, monkeypatch):
+    """Rewards that tell the two apart: 1 for the policy's completions, 3 for the reference's."""
+    (tmp_path / "rewards.py").write_text(
+        "def turn(completions, **kwargs):\n    return [1.0 + 2 * (i % 2) for i in range(len(completions))]\n"
+    )
+    spec = (f"{tmp_path / 'rewards.py'}:turn",)
+    xpo = run(tmp_path / "runs", reward=spec, xpo_alpha=1e-3)
+    assert [row["reward"] for row in xpo[1:]] == [1.0] * 3 and xpo[1]["reward/turn"] == 2.0
+    assert xpo[1]["frac_ties"] == 0.0
+    assert run(tmp_path / "runs", reward=spec)[1]["reward"] == 2.0
+
+
+def test_rewards_that_are_never_known(tmp_path):
+    """All None: nothing is learnt, no number that is not finite is logged, and the run ends."""
+    (tmp_path / "rewards.py").write_text("def none(completions, **kwargs):\n    return [None] * len(completions)\n")
+    history = run(tmp_path / "runs", reward=(f"{tmp_path / 'rewards.py'}:none",))
+    for row in history[1:]:
+        assert row["frac_ties"] == 1.0 and row["grad_norm"] == 0.0 and abs(row["kl"]) < 1e-5
+        assert not {"reward", "accuracy", "margin"} & row.keys()
+
+
+def test_dynamic_sampling_leaves_no_ties(tmp_path):
+    history = run(tmp_path, dynamic_sampling=True, max_sampling_rounds=20)
+    assert all(row["frac_ties"] == 0.0 < row["frac_zero_std"] for row in history[1:])
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (dict(num_generations=3), "--num-generations is 3"),
+        (dict(num_generations=0), "--num-generations is 0"),
+        (dict(micro_batch_size=1), "--micro-batch-size 1"),
+        (dict(num_generations=6, micro_batch_size=3), "--micro-batch-size 3"),
+        (dict(num_generations=6, micro_batch_size=4), "--micro-batch-size 4"),
+        (dict(xpo_alpha=-0.1), "--xpo-alpha is -0.1"),
+        (dict(xpo_alpha=math.nan), "--xpo-alpha is nan"),
+        (dict(beta=0.0), "--beta is 0.0"),
+    ],
+)
+def test_wrong_input_is_named(settings, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        run(tmp_path / "runs", **settings)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_reference_stays_where_the_run_began(tmp_path, monkeypatch):
+    """Its numbers for the last batch are those of the model that was loaded, with all weights trained and with LoRA;
+    with LoRA no second model is loaded."""
+    kept, calls = [], []
+    load, update = online_dpo.load_model, online_dpo.update
+    monkeypatch.setattr(online_dpo, "load_model", lambda *a, **k: calls.append(a) or load(*a, **k))
+
+    def noted(model, optimizer, batch, args):
+        kept.append(batch)
+        return update(model, optimizer, batch, args)
+
+    monkeypatch.setattr(online_dpo, "update", noted)
+    for lora_rank in (0, 4):
+        if lora_rank:
+            pytest.importorskip("peft", reason="not run: peft is not installed")
+        calls.clear()
+        run(tmp_path, lora_rank=lora_rank, learning_rate=1e-2, precision="float32", max_completion_length=12,
+            sample_batch_size=64)  # fmt: skip
+        assert len(calls) == (1 if lora_rank else 2)
+        batch, start = kept[-1], load_model(TINY)[0].eval()
+        with torch.no_grad():
+            logps, _ = online_dpo.completion_logps(start, *batch.samples[:4])
+        torch.testing.assert_close(batch.ref_logps, logps, rtol=0, atol=1e-5)
+        assert ((batch.samples.logps - logps) * batch.samples.completion_mask).abs().max() > 1e-3
