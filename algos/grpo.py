@@ -130,7 +130,8 @@ class Args(RunArgs):
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     reward: tuple[str, ...] = ()
-    """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them; none: the task's own score"""
+    """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them, and reward models, by folder or
+    hub name (an ensemble's with :mean, :worst-case or :uncertainty=L behind it); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
     max_steps: int = 100
@@ -204,7 +205,8 @@ class Batch(NamedTuple):
 def advantages(rewards: Tensor, scale: str) -> Tensor:
     """Rewards minus their group's mean, over (std + STD_EPSILON) of the group or batch. (P, G) -> (P, G).
 
-    NaN rewards are left out of means and deviations and get 0. DeepSeekMath section 4.1.2; "none": arXiv 2503.20783.
+    NaN rewards are left out of means and deviations and get 0; so do all of a group of equal ones, whose mean may be
+    rounded. DeepSeekMath section 4.1.2; "none": arXiv 2503.20783.
     """
 
     def std(values: Tensor) -> Tensor:
@@ -216,7 +218,7 @@ def advantages(rewards: Tensor, scale: str) -> Tensor:
         centred = centred / (torch.stack([std(group) for group in rewards])[:, None] + STD_EPSILON)
     elif scale == "batch":
         centred = centred / (std(rewards) + STD_EPSILON)
-    return centred.nan_to_num(0.0)
+    return centred.nan_to_num(0.0).masked_fill(zero_std(rewards)[:, None], 0.0)
 
 
 def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) -> Tensor:
@@ -377,7 +379,7 @@ def train(args: Args) -> list[dict]:
     device = prepare(args)
     check_numbers(args, RANGES)
     task = load_task(args.task, args.prompt_column)
-    score = make_scorer(task, args.reward, args.reward_weights, args.max_steps)
+    score = make_scorer(task, args.reward, args.reward_weights, args.max_steps, device)
     model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
                                   args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
     without_dropout(model)

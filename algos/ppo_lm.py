@@ -52,7 +52,10 @@ Run
     python algos/ppo_lm.py --task sort --max-steps 40                               the small task of the tests
     python algos/ppo_lm.py --critic shared --task sort
     python algos/ppo_lm.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k          a real model, on a GPU
-    python algos/ppo_lm.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy
+    python algos/ppo_lm.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy --num-prompts 512 \
+        --num-iterations 4 --learning-rate 1.5e-5 --lr-schedule linear --max-steps 1953
+                                                                                    Stiennon et al.'s settings (appendix
+                                                                                    B.1, 1.3B model, a million episodes)
 
 Expect
     --task sort --max-steps 16: greedy 0.23 to 0.98, pass@1 0.41 to 0.96 (seed 1), in about a minute on a CPU.
@@ -121,7 +124,8 @@ class Args(RunArgs):
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     reward: tuple[str, ...] = ()
-    """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them; none: the task's own score"""
+    """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them, and reward models, by folder or
+    hub name (an ensemble's with :mean, :worst-case or :uncertainty=L behind it); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
     max_steps: int = 100
@@ -408,7 +412,7 @@ def train(args: Args) -> list[dict]:
     device = prepare(args)
     check_numbers(args, RANGES)
     task = load_task(args.task, args.prompt_column)
-    score = make_scorer(task, args.reward, args.reward_weights, args.max_steps)
+    score = make_scorer(task, args.reward, args.reward_weights, args.max_steps, device)
     model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
                                   args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
     without_dropout(model)

@@ -48,7 +48,11 @@ Run
     python algos/rloo.py --task sort --max-steps 40                                 the small task of the tests
     python algos/rloo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --num-generations 4
                                                                                     a real model, on a GPU
-    python algos/rloo.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy
+    python algos/rloo.py --model ORG/NAME --task prompts.jsonl --num-prompts 128 --num-generations 4 --beta 0.03 \
+        --learning-rate 1e-6 --reward rewards.py:accuracy
+                                                                                    the paper's hyper-parameters
+                                                                                    (appendix C, TL;DR: 512 completions
+                                                                                    in an optimizer step)
 
 Expect
     The default run: held-out countdown goes from greedy 0.01, pass@1 0.07 to greedy 0.55, pass@1 0.45 in its first 80
@@ -116,7 +120,8 @@ class Args(RunArgs):
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     reward: tuple[str, ...] = ()
-    """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them; none: the task's own score"""
+    """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them, and reward models, by folder or
+    hub name (an ensemble's with :mean, :worst-case or :uncertainty=L behind it); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
     max_steps: int = 100
@@ -336,7 +341,7 @@ def train(args: Args) -> list[dict]:
     device = prepare(args)
     check_numbers(args, RANGES)
     task = load_task(args.task, args.prompt_column)
-    score = make_scorer(task, args.reward, args.reward_weights, args.max_steps)
+    score = make_scorer(task, args.reward, args.reward_weights, args.max_steps, device)
     model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
                                   args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
     without_dropout(model)

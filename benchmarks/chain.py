@@ -4,10 +4,10 @@
                                                     online DPO on that reward model; one table, results/chain.json
     python benchmarks/chain.py --task countdown     the larger task
 
-Columns: held-out greedy, pass@1 and pass@8 by the task's own score, which only the row `grpo, task's score` was
-trained on; KL of the model against the chain's SFT model, nats per completion, the mean of log pi - log pi_sft over answers that
-the model samples for held-out prompts; seconds of the whole command. Reward is that of the last step, of the reward
-model where the row names it: far above the others' accuracy it has been over-optimised.
+Columns: held-out greedy, pass@1 and pass@8 by the task's own score, which only the last row was trained on; KL of the
+model against the chain's SFT model, nats per completion, the mean of log pi - log pi_sft over answers that the model
+samples for held-out prompts; seconds of the whole command. Reward is that of the last step, of the reward model where
+the row names it: far above the others' accuracy it has been over-optimised.
 """
 
 import json

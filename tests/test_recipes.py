@@ -1,5 +1,5 @@
-"""The command that a script's docstring calls the paper's recipe sets what the paper's table says; where it does not, the
-docstring names the difference. Also the defaults that papers fix, so that nobody moves one unseen."""
+"""The command that a script's docstring calls the paper's recipe sets what the paper's table says; where it does not,
+the docstring names the difference. Also the defaults that papers fix, so that nobody moves one unseen."""
 
 import ast
 import importlib
@@ -41,8 +41,8 @@ RECIPES = [
     ),
     Recipe(
         "dpo", "Anthropic/hh-rlhf", "arXiv 2305.18290, appendix B", preset="full",
-        paper=dict(beta=0.1, batch_size=64, learning_rate=1e-6, warmup_steps=150, loss="sigmoid", lr_schedule="constant",
-                   label_smoothing=0.0, sft_coef=0.0, average_logps=False),
+        paper=dict(beta=0.1, batch_size=64, learning_rate=1e-6, warmup_steps=150, loss="sigmoid",
+                   lr_schedule="constant", label_smoothing=0.0, sft_coef=0.0, average_logps=False),
     ),
     Recipe(
         "simpo", "llama3-ultrafeedback", "arXiv 2405.14734 and the authors' llama-3-8b-instruct-simpo.yaml",

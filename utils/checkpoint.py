@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +22,24 @@ def write_atomically(path: Path, write) -> None:
 
 
 def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
-    """Writes `folder/step-<step>.pt` and deletes all but the newest `keep`."""
+    """Writes `folder/step-<step>.pt` and deletes all but the newest `keep`. Raises UserError where the disk is full."""
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{step:08d}.pt"
-    write_atomically(path, lambda temporary: torch.save(state, temporary))
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as file:  # given a path, torch would not say what the disk answered
+            torch.save(state, file)
+
+    try:
+        write_atomically(path, write)
+    except (OSError, RuntimeError) as error:
+        reason = error.__context__ if isinstance(error, RuntimeError) else error
+        if not isinstance(reason, OSError):
+            raise
+        raise UserError(
+            f"cannot write the checkpoint {path} ({reason.strerror}): make room, then continue with --resume "
+            f"{folder.parent}"
+        ) from error
     for old in sorted(folder.glob("step-*.pt"))[:-keep]:
         old.unlink()
     return path
@@ -39,6 +54,9 @@ def load_newest(folder: Path) -> dict:
     damaged = []
     for path in sorted(folder.glob("step-*.pt"), reverse=True):
         try:
+            with zipfile.ZipFile(path) as archive:  # torch.load does not compare checksums
+                if archive.testzip() is not None:
+                    raise zipfile.BadZipFile("a checksum is wrong")
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged archive fails in many ways, a small one with EINVAL
             if isinstance(error, (OSError, MemoryError)) and getattr(error, "errno", None) != errno.EINVAL:

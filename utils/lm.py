@@ -47,12 +47,18 @@ def load_model(path: str, device: torch.device | str = "cpu", precision: str = "
     dtype = torch.bfloat16 if precision == "pure-bfloat16" else torch.float32
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        model, loading = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code,
+                                                              output_loading_info=True)  # fmt: skip
     except Exception as error:  # network, cache, format and architecture errors, each of its own type
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
             f"cannot load --model {path} ({reason[0]}): give a model folder or a reachable hub name"
         ) from error
+    if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
+        raise UserError(
+            f"--model {path} lacks {len(missing)} of its weights ({missing[0]}, ...): a folder with all of a causal "
+            "language model is needed"
+        )
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of --model {path} has no EOS token: completions could never end")
     if lora_rank:

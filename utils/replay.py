@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.errors import UserError
+
 
 class ReplayBuffer:
     """A ring of the newest `capacity` rows, each a tuple of float32 vectors of `sizes` numbers, side by side in memory.
@@ -45,14 +47,20 @@ class ReplayBuffer:
         new, width = min(self.total - self.saved, self.capacity), self.rows.shape[1]
         with open(path, "r+b" if path.exists() else "w+b") as file:
             file.seek((self.total - new) * width * 4)  # beyond the end where more than `capacity` rows are new
-            self.newest(new).numpy().tofile(file)
+            file.write(self.newest(new).numpy().data)
             file.truncate()
             os.fsync(file.fileno())
         self.saved = self.total
         return self.total
 
     def load(self, path: Path, total: int) -> None:
+        """Raises UserError where the file is not there or too short."""
         held, width = min(total, self.capacity), self.rows.shape[1]
+        if not path.is_file() or path.stat().st_size < total * width * 4:
+            raise UserError(
+                f"{path} has lost transitions that the checkpoint counts: put it back as it was, or start afresh "
+                "without --resume"
+            )
         rows = np.fromfile(path, np.float32, held * width, offset=(total - held) * width * 4).reshape(held, width)
         self.total = total - held
         self.add(rows)

@@ -1,4 +1,4 @@
-"""Rewards: the task's own score, or functions of the user's, called as TRL's trainers call them."""
+"""Rewards: the task's own score, functions of the user's, called as TRL's trainers call them, and reward models."""
 
 import asyncio
 import importlib
@@ -15,6 +15,7 @@ import torch
 
 from utils.errors import UserError
 from utils.imports import users_imports
+from utils.reward_models import RewardModel, model_and_aggregation
 from utils.tasks import Task
 
 
@@ -39,7 +40,10 @@ def load_function(spec: str, loaded: dict[Path, ModuleType]) -> Callable:
     it holds. Raises UserError where there is no such file or function."""
     source, _, name = spec.rpartition(":")
     if not source:
-        raise UserError(f"--reward {spec} names no function: write FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
+        raise UserError(
+            f"--reward {spec} names no function: write FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a reward model's "
+            "folder or hub name"
+        )
     if source.endswith(".py"):
         path = Path(source).expanduser().resolve()
         if not path.is_file():
@@ -57,11 +61,21 @@ def load_function(spec: str, loaded: dict[Path, ModuleType]) -> Callable:
     return function
 
 
-def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], max_steps: int) -> Callable:
+def load_reward(spec: str, loaded: dict[Path, ModuleType], device: torch.device | str) -> Callable:
+    """A reward function or, for a folder or hub name, a RewardModel. Raises UserError."""
+    if named := model_and_aggregation(spec):
+        return RewardModel(*named, spec, device)
+    return load_function(spec, loaded)
+
+
+def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], max_steps: int,
+                device: torch.device | str = "cpu") -> Callable:  # fmt: skip
     """Returns score(rows, prompts, texts, completion_ids, step) -> Scored for B completions (all lists of length B).
 
-    Without specs the task's own score is the reward. Raises UserError where there is neither, or weights do not fit;
-    later, where a function returns the wrong number of rewards, NaN or infinity.
+    Without specs the task's own score is the reward; with them it is logged beside it, as reward/task, where the task
+    has one. Reward models run on `device`; they get the text of an answer with an EOS, whether it was cut off or not.
+    Raises UserError where there is neither, or weights do not fit; later, where a function returns the wrong number of
+    rewards, NaN or infinity.
     """
     if weights and len(weights) != len(specs):
         raise UserError(f"--reward-weights has {len(weights)} numbers for {len(specs)} functions: give one for each")
@@ -70,7 +84,7 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
     if not specs and task.score is None:
         raise UserError(f"the task {task.name} cannot score answers itself: give --reward FILE.py:FUNCTION")
     loaded = {}
-    functions = [load_function(spec, loaded) for spec in specs]
+    functions = [load_reward(spec, loaded, device) for spec in specs]
     names = [getattr(f, "__name__", spec.rpartition(":")[2]) for f, spec in zip(functions, specs)]
     names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
     weight = torch.tensor(weights or [1.0] * len(specs))
@@ -92,7 +106,10 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
         }
         table = torch.full((len(texts), len(functions)), torch.nan)
         for j, (name, function) in enumerate(zip(names, functions)):
-            values = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **keywords)
+            if isinstance(function, RewardModel):
+                values = function(rows, texts)
+            else:
+                values = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **keywords)
             values = list(asyncio.run(values) if inspect.isawaitable(values) else values)
             if len(values) != len(texts):
                 raise UserError(
@@ -101,15 +118,20 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
                 )
             for i, value in enumerate(values):
                 if value is not None:
-                    if not math.isfinite(value):
+                    if not abs(value) <= torch.finfo(torch.float32).max:  # NaN is not, either
                         raise UserError(
                             f"the reward function {name} returned {value} for {texts[i]!r}: return None to skip"
                         )
                     table[i, j] = float(value)
-        columns = {f"reward/{name}": table[:, j].nanmean().item() for j, name in enumerate(names)}
+        columns = {}
+        if task.score is not None:
+            columns["reward/task"] = sum(task.score(row, text)["reward"] for row, text in zip(rows, texts)) / len(texts)
+        columns |= {f"reward/{name}": table[:, j].nanmean().item() for j, name in enumerate(names)}
         columns = {key: value for key, value in columns.items() if not math.isnan(value)}
         columns |= {f"reward/{name}": sum(values) / len(values) for name, values in logged.items()}
         total = (table * weight).nansum(1)
+        if not total.isfinite().all():  # of numbers that are finite in Python, but not in float32
+            raise UserError("a weighted sum of rewards is beyond 3e38, the largest number in float32: scale them down")
         total[table.isnan().all(1)] = torch.nan
         return Scored(total, columns, extra)
 

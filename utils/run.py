@@ -176,7 +176,12 @@ class Run:
                 raise UserError(f"another process is running in {self.dir}: wait for it or stop it") from error
 
     def rewind_metrics(self, size: int) -> None:
-        """Rows written after the checkpoint are computed again: drop them."""
+        """Rows written after the checkpoint are computed again: drop them. Raises UserError where earlier ones lack."""
+        if self.metrics.seek(0, os.SEEK_END) < size:
+            raise UserError(
+                f"{self.dir / 'metrics.jsonl'} has lost rows that the checkpoint counts: put it back as it was, or "
+                "start afresh without --resume"
+            )
         self.metrics.truncate(size)
         self.metrics.seek(0)
         self.history = [json.loads(line) for line in self.metrics]

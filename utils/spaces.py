@@ -7,7 +7,8 @@ import numpy as np
 def to_env(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
     """Actions (N, A) in [-1, 1] stretched to the bounds of the environment."""
     actions = actions.reshape(-1, *space.shape)
-    return space.low + (actions + 1) / 2 * (space.high - space.low)
+    stretched = space.low + (actions + 1) / 2 * (space.high - space.low)
+    return stretched.clip(space.low, space.high)  # rounding can lead one unit in the last place outside
 
 
 def to_unit(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
