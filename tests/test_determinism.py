@@ -1,0 +1,82 @@
+"""Equal arguments give equal runs, bit for bit, on the same machine: weights, and metrics but for time/*.
+
+tests/test_eject.py compares two runs of every script, in two processes with random hash seeds of their own and from two
+folders; tests/test_resume*.py and test_dpo_runs.py compare interrupted and uninterrupted ones. Here is what they leave:
+what is looked at and written during a run changes nothing in it, nor does what ran in the process before; and, slow,
+two named hash seeds.
+
+Exceptions, all of them:
+    another --threads       sums are added in another order
+    a GPU                   kernels that add atomically; a run on the CPU is exact
+    --compile               the compiler may choose other kernels after an update of its own
+    time/*                  columns of metrics.jsonl that measure time
+    eval/best_return        the best of the evaluations that there were
+    --record-dataset        which actor counts as medium depends on the evaluations
+    environments and reward functions that draw from generators that no seed reaches
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from every_script import every_script, options, script
+from helpers import metrics, new_run, runs_in, start, weights
+
+from algos import dt
+from utils import run as run_module
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch):
+    """No picture is drawn of these runs: it would take most of their time."""
+    monkeypatch.setattr(run_module, "plot", lambda *_: None)
+    monkeypatch.setattr(dt, "plot_targets", lambda *_: None)
+
+
+def trained(folder) -> list[dict]:
+    """The rows without evaluations, which are all that a row may lack."""
+    rows = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in metrics(folder)]
+    return [row for row in rows if row.keys() != {"step"}]
+
+
+@every_script
+def test_what_is_looked_at_does_not_change_the_run(algo, tmp_path, monkeypatch):
+    """Evaluations and checkpoints at every opportunity, or none before the end; in another folder, after other uses of
+    the process's random numbers."""
+    module, args = script(algo, tmp_path)
+    there, step = options(algo), 48
+    if "log_every" not in there and "total_timesteps" not in there:
+        args, step = [*args, "--max-steps", 3], 1
+    for name, value in {"eval_samples": 2, "eval_episodes": 1, "dropout": 0.1, "online_steps": 48}.items():
+        args += [f"--{name.replace('_', '-')}", value] if name in there else []
+    monkeypatch.chdir(tmp_path)
+    often = new_run(module, tmp_path / "often", *args, "--eval-every", step, "--save-every", step, "--keep", 3)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    random.seed(9)
+    np.random.seed(9)
+    torch.manual_seed(9)
+    never = new_run(module, tmp_path / "never", *args, "--eval-every", 0, "--save-every", 10**9)
+    ours, theirs = trained(often), trained(never)
+    shared = {row["step"] for row in theirs}
+    assert [row for row in ours if row["step"] in shared] == theirs and len(theirs) > 1
+    ours, theirs = weights(often), weights(never)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.slow
+@every_script
+def test_two_processes(algo, tmp_path):
+    """Each with its own hash seed, hence its own order of sets, and its own current folder."""
+    _, args = script(algo, tmp_path)
+    folders = []
+    for seed in ("0", "1"):
+        (tmp_path / seed).mkdir()
+        process = start(algo, *args, "--output-dir", "runs", cwd=tmp_path / seed, PYTHONHASHSEED=seed)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, out + err
+        folders += runs_in(tmp_path / seed / "runs")
+    ours, theirs = map(weights, folders)
+    assert metrics(folders[0]) == metrics(folders[1]) and ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

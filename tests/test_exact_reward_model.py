@@ -1,0 +1,247 @@
+"""reward_model.py against its formula in numpy, and through `update` against what it is proven to converge to.
+
+The scorer is a table with one number for each prompt and completion, so every reward function is one that it can be.
+"""
+
+import math
+from itertools import combinations
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from tabular import COMPLETIONS, PROMPTS
+
+from algos import reward_model
+from algos.reward_model import Pair
+
+P, N, PAD = len(PROMPTS), len(COMPLETIONS), 99
+TABLE = np.random.default_rng(0).normal(size=(P, N))
+STRENGTHS = np.array([[1, 3, 2, 1, 4, 2, 1], [2, 1, 1, 4, 1, 3, 2]])  # exp of the true reward
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Table(torch.nn.Module):
+    """Stands where a sequence classifier stands. Reads what the mask covers, and checks what it does not."""
+
+    def __init__(self, table: np.ndarray):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.tensor(table))
+        self.device = self.table.device
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(pad_token_id=PAD))
+        self.index = {(*p, *c): (i, j) for i, p in enumerate(PROMPTS) for j, c in enumerate(COMPLETIONS)}
+
+    def forward(self, input_ids, attention_mask):
+        assert (attention_mask.diff(dim=1) <= 0).all(), "padding belongs on the right"
+        assert ((input_ids == PAD) == (attention_mask == 0)).all()
+        places = [self.index[tuple(i[m.bool()].tolist())] for i, m in zip(input_ids, attention_mask)]
+        rows, columns = zip(*places)
+        return SimpleNamespace(logits=self.table[list(rows), list(columns)][:, None])
+
+
+def sigma(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def loss(w, l, m, c):  # noqa: E741
+    return -np.log(sigma(w - l - m)) + c * (w + l) ** 2
+
+
+def pair(p: int, i: int, j: int, margin: float = 0.0) -> Pair:
+    return Pair(PROMPTS[p] + list(COMPLETIONS[i]), PROMPTS[p] + list(COMPLETIONS[j]), margin)
+
+
+PICKS = [(0, 0, 3, 0.0), (1, 4, 0, 1.0), (0, 5, 2, 0.3), (1, 6, 1, 0.0), (1, 2, 2, 0.5), (0, 5, 2, 0.3), (0, 3, 6, 2.0)]
+SOME = [pair(*pick) for pick in PICKS]  # both prompts, several lengths, one pair of equal ones, one twice
+
+
+def objective(table: np.ndarray, picks, c: float) -> float:
+    return float(np.mean([loss(table[p, i], table[p, j], m, c) for p, i, j, m in picks]))
+
+
+def slope(f, at: np.ndarray, step: float = 1e-6) -> np.ndarray:
+    """Gradient by central differences."""
+    result = np.zeros_like(at)
+    for index in np.ndindex(at.shape):
+        shift = np.zeros_like(at)
+        shift[index] = step
+        result[index] = (f(at + shift) - f(at - shift)) / (2 * step)
+    return result
+
+
+def movement(batch, **settings) -> np.ndarray:
+    """What one update by plain gradient descent with rate 1 subtracts from TABLE."""
+    model = Table(TABLE)
+    defaults = dict(micro_batch_size=len(batch), max_grad_norm=1e9, precision="float32", center_coef=0.05)
+    reward_model.update(
+        model, torch.optim.SGD(model.parameters(), 1.0), batch, reward_model.Args(**defaults | settings)
+    )
+    return TABLE - model.table.detach().numpy()
+
+
+def test_loss_is_the_formula():
+    w, l, m = (np.random.default_rng(s).normal(size=50) * 3 for s in range(3))  # noqa: E741
+    for c in (0.0, 0.01, 0.7):
+        ours = reward_model.reward_loss(torch.tensor(np.stack([w, l], 1)), torch.tensor(m), c).numpy()
+        np.testing.assert_allclose(ours, loss(w, l, m, c), rtol=1e-12, atol=1e-14)
+    at_zero = reward_model.reward_loss(torch.zeros(1, 2), torch.zeros(1), 1.0).item()
+    assert at_zero == pytest.approx(math.log(2), rel=1e-12)
+
+
+@pytest.mark.parametrize("far", [-500.0, 500.0])
+def test_far_scores_stay_finite_in_float32(far):
+    scores = torch.tensor([[far, -far]], dtype=torch.float32, requires_grad=True)
+    value = reward_model.reward_loss(scores, torch.ones(1, dtype=torch.float32), 0.01)
+    value.sum().backward()
+    assert value.isfinite().all() and scores.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("c", [0.0, 0.05, 1.0])
+def test_update_descends_the_formula(c):
+    """Sign, margin, centring, mean over pairs; which sequence is which."""
+    expected = slope(lambda table: objective(table, PICKS, c), TABLE)
+    assert np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(movement(SOME, center_coef=c), expected, atol=1e-8)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 50])
+def test_micro_batches_change_nothing(size):
+    """Seven pairs: no size but 1 and 7 divides them."""
+    np.testing.assert_allclose(movement(SOME, micro_batch_size=size), movement(SOME), atol=1e-12)
+
+
+def test_order_and_duplicates_change_nothing():
+    for other in (SOME[::-1], SOME * 3, [item for item in SOME for _ in range(2)]):
+        np.testing.assert_allclose(movement(other, micro_batch_size=4), movement(SOME), atol=1e-12)
+    assert np.abs(movement(SOME + SOME[:1]) - movement(SOME)).max() > 1e-3  # one pair more often: it counts more
+
+
+def test_the_gradient_is_clipped_over_the_whole_step():
+    whole = movement(SOME, micro_batch_size=2)
+    clipped = movement(SOME, micro_batch_size=2, max_grad_norm=0.01)
+    np.testing.assert_allclose(clipped, whole * 0.01 / np.linalg.norm(whole), rtol=1e-4)
+
+
+# what it converges to
+
+
+def population() -> list[tuple]:
+    """i is preferred to j STRENGTHS[i] times and j to i STRENGTHS[j] times, over a ring of pairs with two chords."""
+    linked = [(i, (i + 1) % N) for i in range(N)] + [(0, 3), (2, 5)]
+    ordered = [pair for i, j in linked for pair in ((i, j), (j, i))]
+    return [(p, i, j, 0.0) for p in range(P) for i, j in ordered for _ in range(STRENGTHS[p, i])]
+
+
+def minimised(picks, start: np.ndarray, c: float, steps: int = 500) -> np.ndarray:
+    """The table after updates by Adam, its rate falling to 0."""
+    model, batch = Table(start), [pair(*pick) for pick in picks]
+    args = reward_model.Args(micro_batch_size=len(batch), max_grad_norm=1e9, precision="float32", center_coef=c)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * step / steps)) / 2
+        reward_model.update(model, optimizer, batch, args)
+    return model.table.detach().numpy()
+
+
+def test_it_converges_to_the_true_rewards_up_to_a_constant_for_each_prompt():
+    found, true = minimised(population(), TABLE, 0.0), np.log(STRENGTHS)
+    constants = (found - true).mean(1, keepdims=True)
+    assert np.abs(TABLE - true - (TABLE - true).mean(1, keepdims=True)).max() > 1
+    np.testing.assert_allclose(found, true + constants, atol=1e-4)
+    other = minimised(population(), TABLE + 2, 0.0)
+    assert np.abs(other - found).max() > 1, "without centring nothing fixes the constants"
+
+
+def test_centring_fixes_the_constants():
+    """The minimum is one table, wherever training starts: that of the numpy objective, by another optimiser. Its
+    differences are those of the true rewards but for a little, and its pairs' mean sums are near 0."""
+    c, picks = 0.01, population()
+    by_scipy = minimize(lambda x: objective(x.reshape(P, N), picks, c), np.zeros(P * N), tol=1e-10).x.reshape(P, N)
+    for start in (TABLE, TABLE + 2):
+        np.testing.assert_allclose(minimised(picks, start, c), by_scipy, atol=1e-3)
+    true = np.log(STRENGTHS)
+    assert np.abs(by_scipy - true - (by_scipy - true).mean(1, keepdims=True)).max() < 0.2
+    sums = [[by_scipy[q, i] + by_scipy[q, j] for q, i, j, _ in picks if q == p] for p in range(P)]
+    assert max(abs(np.mean(s)) for s in sums) < 1e-5
+
+
+def test_flipped_labels_negate_the_scores():
+    flipped = [(p, j, i, m) for p, i, j, m in population()]
+    start = np.zeros((P, N))
+    found = minimised(population(), start, 0.01, 40)
+    assert np.abs(found).max() > 0.3
+    np.testing.assert_allclose(minimised(flipped, start, 0.01, 40), -found, atol=1e-9)
+
+
+# what is logged
+
+
+def test_metrics_by_hand():
+    scores = torch.tensor([[2.0, 1.0], [0.0, 3.0], [-1.0, -1.0], [-2.0, -6.0]])
+    assert reward_model.preference_metrics(scores) == {
+        "accuracy": (1 + 0 + 0.5 + 1) / 4, "margin": (1 - 3 + 0 + 4) / 4, "chosen_score": -0.25,
+        "rejected_score": -0.75,
+    }  # fmt: skip
+
+
+def test_calibration_by_hand():
+    """Four pairs that predict 0.88, 0.88 (both in the bin from 0.85 to 0.9), 0.62 and a tie; one of the 0.88 is
+    wrong."""
+    q, p = math.log(0.88 / 0.12), math.log(0.62 / 0.38)
+    ours = reward_model.calibration(torch.tensor([[q, 0.0], [0.0, q], [1.0, 1.0 - p], [3.0, 3.0]]))
+    gaps = [abs(2 * 0.88 - 1), abs(0.62 - 1), abs(0.5 - 0.5)]
+    assert ours["ece"] == pytest.approx(sum(gaps) / 4)
+    assert ours["brier"] == pytest.approx((0.12**2 + 0.88**2 + 0.38**2 + 0.5**2) / 4)
+    assert ours["log_likelihood"] == pytest.approx(sum(map(math.log, (0.88, 0.12, 0.62, 0.5))) / 4)
+
+
+def test_calibration_error_is_that_of_both_orders_in_twenty_bins():
+    """As the docstring of the script says: nothing depends on which of a pair is shown first."""
+    scores = np.random.default_rng(5).normal(size=(400, 2)) * 2
+    p = sigma(scores[:, 0] - scores[:, 1])
+    predicted, outcome = np.concatenate([p, 1 - p]), np.repeat([1.0, 0.0], 400)
+    bins = np.digitize(predicted, np.linspace(0, 1, 21)[1:-1])
+    error = sum(abs((predicted - outcome)[bins == b].sum()) for b in range(20)) / 800
+    assert reward_model.calibration(torch.tensor(scores))["ece"] == pytest.approx(error, rel=1e-9)
+
+
+def test_calibration_of_the_true_model_vanishes():
+    """Labels drawn with the predicted probabilities: the error is sampling noise, and twice the scores are too sure."""
+    generator = np.random.default_rng(6)
+    differences = generator.normal(size=40_000) * 2
+    signs = np.where(generator.random(40_000) < sigma(differences), 1, -1)
+    scores = torch.tensor(np.stack([signs * differences, np.zeros(40_000)], 1))
+    right, sure = reward_model.calibration(scores), reward_model.calibration(2 * scores)
+    assert right["ece"] < 0.01 < 0.05 < sure["ece"]
+    assert right["brier"] < sure["brier"] and right["log_likelihood"] > sure["log_likelihood"]
+
+
+def test_ensemble_metrics_by_hand():
+    """Two members that are right on one pair each, and together on both."""
+    scores = torch.tensor([[[3.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [5.0, 0.0]]])
+    ours = reward_model.ensemble_metrics(scores)
+    assert ours["eval/pair_accuracy"] == 0.5 and ours["eval/ensemble_accuracy"] == 1.0
+    assert ours["eval/disagreement"] == pytest.approx((2 + 3) / 2)  # of 3 and -1, of -1 and 5
+    both = [reward_model.calibration(some)["brier"] for some in scores]
+    assert ours["eval/brier"] == pytest.approx(sum(both) / 2)
+    assert not {"eval/disagreement", "eval/ensemble_accuracy"} & reward_model.ensemble_metrics(scores[:1]).keys()
+
+
+def test_label_noise_flips_exactly_a_share():
+    rows = [{"prompt": str(i), "chosen": f"{i}+", "rejected": f"{i}-", "more": i} for i in range(40)]
+    flipped = {}
+    for seed, share in ((1, 0.25), (1, 0.25), (2, 0.25), (1, 0.0), (1, 1.0)):
+        noisy = reward_model.with_noise(rows, share, seed)
+        wrong = [i for i, row in enumerate(noisy) if row["chosen"] != f"{i}+"]
+        assert len(wrong) == 40 * share and all(noisy[i]["rejected"] == f"{i}+" for i in wrong)
+        assert [row["more"] for row in noisy] == list(range(40))
+        assert flipped.setdefault((seed, share), wrong) == wrong
+    assert all(flipped[a] != flipped[b] for a, b in combinations([(1, 0.25), (2, 0.25)], 2))
+    assert rows[0]["chosen"] == "0+"

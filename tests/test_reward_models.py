@@ -1,0 +1,534 @@
+"""Whole runs of reward_model.py, the folders that they leave, and reward models as rewards of the online scripts."""
+
+import json
+import sys
+
+import pytest
+import torch
+from helpers import (
+    SMALL,
+    assert_same_result,
+    checkpoints,
+    command_line,
+    metrics,
+    new_run,
+    runs_in,
+    stopped_after,
+    user_error,
+    weights,
+)
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from algos import reward_model, rloo
+from utils.errors import UserError
+from utils.lm import TINY_MODEL, load_model
+from utils.preferences import load_preferences
+from utils.reward_models import RewardModel, aggregate, encode_answer, load_reward_model, sequence_scores
+from utils.rewards import make_scorer
+from utils.tasks import CHARACTERS, Task, load_task
+
+FLAGS = [*SMALL["reward_model"], "--keep", 99]  # two and a half epochs
+LEARNS = "--device cpu --task sort --max-steps 20 --batch-size 16 --num-pairs 320 --learning-rate 5e-4 --eval-every 0"
+SORT = load_task("sort")
+TEXTS = ["0123", "1023", "9", "77777", "012", "3210"]
+TEMPLATE = (
+    "{% for m in messages %}{{ '=' if m['role'] == 'user' else '/' }}{{ m['content'] }}<eos>:{% endfor %}"
+    "{% if add_generation_prompt %}/{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """The folder of a run that nothing disturbed, never to be changed."""
+    return new_run(reward_model, tmp_path_factory.mktemp("single"), *FLAGS)
+
+
+@pytest.fixture(scope="module")
+def ensemble(tmp_path_factory):
+    """The same with three members."""
+    return new_run(reward_model, tmp_path_factory.mktemp("ensemble"), *FLAGS, "--ensemble", 3, "--label-noise", 0.25)
+
+
+def member_weights(folder) -> list[dict]:
+    return [load_file(path) for path in sorted((folder / "model").glob("member-*/model.safetensors"))]
+
+
+def by_transformers(folder, texts: list[str], side: str = "right") -> torch.Tensor:
+    """What anyone gets: from_pretrained, the tokenizer's own padding, the model's own forward pass."""
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer([text + tokenizer.eos_token for text in texts], padding=True, padding_side=side,
+                    return_tensors="pt", return_token_type_ids=False)  # fmt: skip
+    with torch.no_grad():
+        return model(**ids).logits[:, 0]
+
+
+def scored(specs, weights=(), task=SORT, texts=TEXTS):
+    rows = [task.heldout[i // 2] for i in range(len(texts))] if task.heldout else [{"prompt": "S1:"}] * len(texts)
+    score = make_scorer(task, tuple(map(str, specs)), tuple(weights), 10)
+    return score(rows, [row["prompt"] for row in rows], texts, [[4, 1]] * len(texts), 1)
+
+
+# a run
+
+
+def test_a_run(single):
+    rows = metrics(single)
+    assert [row["step"] for row in rows] == list(range(7))
+    for row in rows[1:]:
+        assert {"accuracy", "margin", "chosen_score", "rejected_score", "grad_norm", "learning_rate"} <= row.keys()
+        evaluated = {"eval/pair_accuracy", "eval/pair_margin", "eval/ece", "eval/brier", "eval/log_likelihood"}
+        assert (evaluated <= row.keys()) == (row["step"] % 2 == 0) and "eval/disagreement" not in row
+    assert (single / "curve.png").stat().st_size > 10_000
+
+
+def test_it_learns_and_learns_the_opposite_from_flipped_labels(tmp_path):
+    """Held-out pairs keep their labels."""
+    right = metrics(new_run(reward_model, tmp_path, *LEARNS.split()))
+    wrong = metrics(new_run(reward_model, tmp_path, *LEARNS.split(), "--label-noise", 1))
+    assert right[-1]["eval/pair_accuracy"] > 0.95 and right[-1]["eval/brier"] < 0.1
+    assert wrong[-1]["eval/pair_accuracy"] < 0.1 and wrong[-1]["accuracy"] > 0.95
+
+
+def test_members_differ_and_are_ordinary_folders(ensemble, single):
+    members = member_weights(ensemble)
+    assert len(members) == 3 and not (ensemble / "model/config.json").exists()
+    initial = [reward_model.load_member(seed, torch.device("cpu"), reward_model.Args())[0] for seed in (1, 1, 2)]
+    heads = [model.score.weight for model in initial]
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+    assert heads[0].std().item() == pytest.approx(129**-0.5, rel=0.2)
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert not torch.equal(members[a]["score.weight"], members[b]["score.weight"])
+        moved = members[a]["model.embed_tokens.weight"] - members[b]["model.embed_tokens.weight"]
+        assert moved.abs().max() > 1e-4
+    scores = [by_transformers(ensemble / f"model/member-{k}", ["S10:01", "S10:10"]) for k in (1, 2, 3)]
+    assert len({round(s[0].item(), 4) for s in scores}) == 3
+    assert {"eval/ensemble_accuracy", "eval/disagreement"} <= metrics(ensemble)[-1].keys()
+    assert metrics(ensemble)[-1]["eval/disagreement"] > 0
+
+
+def test_members_see_the_data_in_different_orders(tmp_path, monkeypatch):
+    """And each sees every pair once an epoch."""
+    seen, update = [], reward_model.update
+
+    def kept(model, optimizer, batch, args):
+        seen.append([tuple(pair.chosen) for pair in batch])
+        return update(model, optimizer, batch, args)
+
+    monkeypatch.setattr(reward_model, "update", kept)
+    new_run(reward_model, tmp_path, *FLAGS, "--ensemble", 2, "--batch-size", 10, "--max-steps", 2)
+    first, second = seen[0] + seen[2], seen[1] + seen[3]
+    assert sorted(first) == sorted(second) and first != second and len(first) == 20
+
+
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_resume_from_every_checkpoint(step, single, tmp_path):
+    assert checkpoints(single) == [0, 2, 4, 6]
+    folder = stopped_after(step, single, tmp_path)
+    command_line(reward_model, "--resume", folder)
+    assert_same_result(folder, single)
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_an_ensemble_resumes(step, ensemble, tmp_path):
+    folder = stopped_after(step, ensemble, tmp_path)
+    command_line(reward_model, "--resume", folder)
+    assert metrics(folder) == metrics(ensemble)
+    for ours, theirs in zip(member_weights(folder), member_weights(ensemble)):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_longer_budget(single, tmp_path):
+    """Without a schedule: pairs that only the longer run sees are there after a resume, too."""
+    flags = [*FLAGS, "--eval-every", 0, "--lr-schedule", "constant"]
+    longer = new_run(reward_model, tmp_path / "longer", *flags, "--max-steps", 3)
+    shorter = new_run(reward_model, tmp_path / "shorter", *flags, "--max-steps", 1)
+    command_line(reward_model, "--resume", shorter, "--max-steps", 3)
+    ours, theirs = weights(shorter), weights(longer)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_changed_data_and_arguments_are_refused_on_resume(single, tmp_path, monkeypatch, capsys):
+    folder = stopped_after(2, single, tmp_path)
+    with user_error(capsys, "--center-coef", "cannot change"):
+        command_line(reward_model, "--resume", folder, "--center-coef", 0.2)
+    load = reward_model.load_preferences
+    monkeypatch.setattr(reward_model, "load_preferences", lambda spec, n, seed: load(spec, n + 1, seed))
+    with user_error(capsys, "other rows"):
+        command_line(reward_model, "--resume", folder)
+
+
+def test_lora(tmp_path):
+    """Adapters and head are trained; what is saved has them merged, and scores as the run's model did at its end."""
+    pytest.importorskip("peft", reason="not run: peft is not installed")
+    seen, save = [], reward_model.save_members
+    flags = [*FLAGS, "--lora-rank", 2, "--learning-rate", 1e-3, "--precision", "float32", "--gradient-checkpointing"]
+    ids = [[5, 6, 7, 1], [5, 8, 1]]
+
+    def kept(members, tokenizer, folder):
+        with torch.no_grad():
+            seen.append(sequence_scores(members[0].eval(), ids))
+        save(members, tokenizer, folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward_model, "save_members", kept)
+        folder = new_run(reward_model, tmp_path, *flags)
+    model, _, _ = load_reward_model(str(folder / "model"))
+    with torch.no_grad():
+        torch.testing.assert_close(sequence_scores(model, ids), seen[0], rtol=0, atol=1e-5)
+    before = reward_model.load_member(1, torch.device("cpu"), reward_model.Args())[0].state_dict()
+    after = weights(folder)
+    assert before.keys() >= after.keys()
+    moved = {name for name in after if not torch.equal(before[name], after[name])}
+    assert "score.weight" in moved and any("q_proj" in name for name in moved)
+    assert "model.embed_tokens.weight" not in moved
+    (tmp_path / "again").mkdir()
+    stopped = stopped_after(2, folder, tmp_path / "again")
+    command_line(reward_model, "--resume", stopped)
+    assert_same_result(stopped, folder)
+
+
+def test_gradient_checkpointing_changes_nothing(single, tmp_path):
+    folder = new_run(reward_model, tmp_path, *FLAGS, "--gradient-checkpointing")
+    for ours, theirs in zip(metrics(folder), metrics(single)):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def test_bfloat16_does_not_round_scores():
+    """The head is float32 under autocast: scores lie between the numbers that bfloat16 has."""
+    args = reward_model.Args(precision="bfloat16")
+    model, _ = reward_model.load_member(1, torch.device("cpu"), args)
+    scores = reward_model.pair_scores(model, [reward_model.Pair([5, 6, 1], [7, 8, 9, 1])], args)
+    assert scores.dtype == torch.float32 and not torch.equal(scores, scores.bfloat16().float())
+    exact = reward_model.pair_scores(model, [reward_model.Pair([5, 6, 1], [7, 8, 9, 1])], reward_model.Args())
+    torch.testing.assert_close(scores, exact, rtol=0, atol=0.05)
+
+
+def test_a_reward_model_is_trained_further(single, tmp_path):
+    """It keeps its head: the first evaluation is the last one of the run that made it."""
+    folder = new_run(reward_model, tmp_path, *FLAGS, "--model", single / "model", "--seed", 2, "--max-steps", 2)
+    assert metrics(folder)[0]["eval/pair_margin"] == pytest.approx(metrics(single)[-1]["eval/pair_margin"], abs=1e-5)
+
+
+# the data
+
+
+def write_pairs(path, rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_margins(tmp_path, capsys):
+    rows = [dict(prompt=f"S{i}:", chosen=f"{i}", rejected="99", margin=i / 10) for i in range(10, 40)]
+    path, seen = write_pairs(tmp_path / "pairs.jsonl", rows), {}
+    flags = ["--task", path, "--max-steps", 3, "--batch-size", 10, "--device", "cpu", "--output-dir", tmp_path / "runs"]
+    update = reward_model.update
+
+    def kept(model, optimizer, batch, args):
+        seen.update({tuple(pair.chosen): pair.margin for pair in batch})
+        return update(model, optimizer, batch, args)
+
+    for use in ("--use-margin", "--no-use-margin"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reward_model, "update", kept)
+            command_line(reward_model, *flags, use)
+        tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+        by_text = {tokenizer.decode(ids, skip_special_tokens=True): margin for ids, margin in seen.items()}
+        kept_rows = [row for row in rows if f"{row['prompt']}{row['chosen']}" in by_text]
+        assert len(kept_rows) > 20
+        for row in kept_rows:
+            wanted = row["margin"] if use == "--use-margin" else 0.0
+            assert by_text[f"{row['prompt']}{row['chosen']}"] == wanted
+    del rows[3]["margin"]
+    write_pairs(tmp_path / "pairs.jsonl", rows)
+    with user_error(capsys, "--use-margin", "margin None"):
+        command_line(reward_model, *flags, "--use-margin", "--max-steps", 9)
+
+
+def test_long_sequences_keep_their_last_token(tmp_path, capsys):
+    rows = [dict(prompt=f"S{i}:", chosen=f"{i}", rejected="9" * (30 if i == 12 else 3)) for i in range(10, 40)]
+    path, seen = write_pairs(tmp_path / "pairs.jsonl", rows), []
+    flags = ["--task", path, "--max-steps", 3, "--batch-size", 10, "--device", "cpu", "--eval-every", 2]
+    score = reward_model.sequence_scores
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward_model, "sequence_scores", lambda model, ids: seen.extend(ids) or score(model, ids))
+        new_run(reward_model, tmp_path / "runs", *flags, "--max-length", 12)
+    assert "1 pairs have a completion cut off" in capsys.readouterr().out
+    assert max(map(len, seen)) == 12 and all(ids[-1] == 1 and 1 not in ids[:-1] for ids in seen)
+    with user_error(capsys, "equal", "--max-length"):
+        command_line(reward_model, *flags, "--max-length", 4, "--output-dir", tmp_path / "none")
+    assert runs_in(tmp_path / "none") == []
+
+
+def test_chat_messages_are_what_the_template_makes_of_them():
+    """Training and scoring see what anyone gets from apply_chat_template, tokens behind the EOS included."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    tokenizer.chat_template = TEMPLATE
+    user, answer = [{"role": "user", "content": "12"}], [{"role": "assistant", "content": "34"}]
+    expected = tokenizer("=12<eos>:/34<eos>:")["input_ids"]
+    assert encode_answer({"prompt": user}, answer, tokenizer) == expected
+    assert encode_answer({"prompt": user}, "34", tokenizer) == expected
+    assert encode_answer({"prompt": "12"}, "34", tokenizer) == expected
+    assert encode_answer({"prompt": "12"}, "34", AutoTokenizer.from_pretrained(TINY_MODEL)) == [4, 5, 6, 7, 1]
+
+
+# the folder, and padding
+
+
+def test_anyone_gets_our_scores(single):
+    """from_pretrained and the model's own forward pass, padded on either side, one by one or together."""
+    rows = load_preferences("sort", 20, 1).heldout[:7]
+    model, tokenizer, is_new = load_reward_model(str(single / "model"))
+    pairs = [
+        reward_model.Pair(*(encode_answer(row, row[c], tokenizer) for c in ("chosen", "rejected"))) for row in rows
+    ]
+    texts = [row["prompt"] + row[c] for row in rows for c in ("chosen", "rejected")]
+    assert not is_new and len(set(map(len, texts))) > 2
+    expected = by_transformers(single / "model", texts)
+    assert expected.std() > 1e-2
+    for size in (1, 3, 7):
+        ours = reward_model.score_pairs(model, pairs, reward_model.Args(micro_batch_size=size, precision="float32"))
+        torch.testing.assert_close(ours.flatten(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(by_transformers(single / "model", texts, "left"), expected, rtol=0, atol=1e-5)
+    result = RewardModel(str(single / "model"), "", "", "cpu")([r for r in rows for _ in "ab"], [
+        row[c] for row in rows for c in ("chosen", "rejected")])  # fmt: skip
+    torch.testing.assert_close(torch.tensor(result), expected, rtol=0, atol=1e-5)
+    last = metrics(single)[-1]
+    heldout = torch.tensor(result[:8]).view(4, 2)  # the run evaluated the first four
+    assert reward_model.preference_metrics(heldout)["margin"] == pytest.approx(last["eval/pair_margin"], abs=1e-5)
+
+
+def tokenizer_of(*special: str, **roles) -> PreTrainedTokenizerFast:
+    vocabulary = {token: i for i, token in enumerate([*special, *CHARACTERS])}
+    unknown = roles.get("unk_token")
+    inner = Tokenizer(models.WordLevel(vocabulary, **({"unk_token": unknown} if unknown else {})))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **roles)
+
+
+def save_lm(folder, tokenizer, kind) -> str:
+    torch.manual_seed(0)
+    size = dict(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=None, **size))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                                             num_attention_heads=2, bos_token_id=None, **size))  # fmt: skip
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("pads_with_eos", [True, False])
+def test_a_tokenizer_that_pads_with_eos(pads_with_eos, tmp_path):
+    """Where there is another special token, that one pads instead, and the score is read at EOS by everyone."""
+    roles = dict(eos_token="<eos>", unk_token="<unk>", **({"pad_token": "<eos>"} if pads_with_eos else {}))
+    path = save_lm(tmp_path / "lm", tokenizer_of("<eos>", "<unk>", **roles), "llama")
+    flags = [*FLAGS, "--model", path, "--max-steps", 2]
+    folder = new_run(reward_model, tmp_path / "runs", *flags) / "model"
+    model, tokenizer, _ = load_reward_model(str(folder))
+    assert AutoTokenizer.from_pretrained(folder).pad_token == tokenizer.pad_token == "<unk>"
+    assert model.config.pad_token_id == 1
+    texts = ["S10:01", "S3210:0123", "S:"]
+    ids = [tokenizer(text)["input_ids"] + [0] for text in texts]
+    with torch.no_grad():
+        ours = sequence_scores(model, ids)
+        at_eos = [model.score(model.model(torch.tensor([i])).last_hidden_state)[0, -1, 0] for i in ids]
+        without = sequence_scores(model, [i[:-1] for i in ids])
+    torch.testing.assert_close(ours, torch.stack(at_eos), rtol=0, atol=1e-5)
+    torch.testing.assert_close(by_transformers(folder, texts), ours, rtol=0, atol=1e-5)
+    assert (ours - without).abs().min() > 1e-4
+
+
+def test_a_tokenizer_with_no_special_token_but_eos(tmp_path, capsys):
+    """GPT-2's: everyone reads the score at the token before EOS, and the run says so. Dropout is off in training."""
+    path = save_lm(tmp_path / "lm", tokenizer_of("<eos>", eos_token="<eos>", pad_token="<eos>"), "gpt2")
+    folder = new_run(reward_model, tmp_path / "runs", *FLAGS, "--model", path, "--max-steps", 2) / "model"
+    assert "before it" in capsys.readouterr().out
+    model, tokenizer, _ = load_reward_model(str(folder))
+    texts = ["S10:01", "S3210:0123", "S:"]
+    ids = [tokenizer(text)["input_ids"] + [0] for text in texts]
+    with torch.no_grad():
+        ours = sequence_scores(model, ids)
+        alone = torch.cat([sequence_scores(model, [i[:-1]]) for i in ids])
+    torch.testing.assert_close(ours, alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(by_transformers(folder, texts), ours, rtol=0, atol=1e-5)
+    assert json.loads((folder / "config.json").read_text())["resid_pdrop"] == 0.1
+    member, _ = reward_model.load_member(1, torch.device("cpu"), reward_model.Args(model=path))
+    member.train()
+    with torch.no_grad():
+        assert torch.equal(sequence_scores(member, ids), sequence_scores(member, ids))
+
+
+# as a reward
+
+
+def test_aggregations_by_hand():
+    scores = torch.tensor([[1.0, 5.0], [3.0, -1.0], [2.0, 2.0], [2.0, 6.0]])
+    assert aggregate(scores, "mean").tolist() == [2.0, 3.0]
+    assert aggregate(scores, "worst-case").tolist() == [1.0, -1.0]
+    # variances (1 + 1 + 0 + 0) / 4 and (4 + 16 + 1 + 9) / 4
+    assert aggregate(scores, "uncertainty=0.5").tolist() == [2.0 - 0.25, 3.0 - 3.75]
+    assert aggregate(scores, "uncertainty=0").tolist() == [2.0, 3.0]
+
+
+def test_an_ensemble_as_reward(ensemble):
+    members = torch.stack([scored([ensemble / f"model/member-{k}"]).rewards for k in (1, 2, 3)])
+    assert members.std(0).min() > 1e-3
+    expected = {
+        "": members.mean(0),
+        ":mean": members.mean(0),
+        ":worst-case": members.min(0).values,
+        ":uncertainty=2.5": members.mean(0) - 2.5 * ((members - members.mean(0)) ** 2).mean(0),
+    }
+    for suffix, rewards in expected.items():
+        ours = scored([f"{ensemble}/model{suffix}"])
+        torch.testing.assert_close(ours.rewards, rewards, rtol=0, atol=1e-5)
+        assert ours.columns["reward/model"] == pytest.approx(rewards.mean().item(), abs=1e-5)
+
+
+def test_more_than_nine_members(ensemble, tmp_path):
+    for k in range(1, 12):
+        (tmp_path / f"member-{k}").symlink_to(ensemble / f"model/member-{1 + k % 3}")
+    assert len(RewardModel(str(tmp_path), "", "", "cpu").members) == 11
+
+
+def test_beside_functions_and_the_task(single, tmp_path):
+    """Weights, names of columns, and the task's own score of the same answers."""
+    path = tmp_path / "mine.py"
+    path.write_text("def length(completions, **columns):\n    return [len(c) for c in completions]\n")
+    right = ["".join(sorted(SORT.heldout[0]["digits"])), "0"] + ["1"] * 4
+    alone = scored([single / "model"], texts=right)
+    both = scored([f"{path}:length", single / "model"], [0.5, -2.0], texts=right)
+    lengths = torch.tensor([float(len(t)) for t in right])
+    torch.testing.assert_close(both.rewards, 0.5 * lengths - 2 * alone.rewards)
+    assert list(both.columns) == ["reward/task", "reward/length", "reward/model"]
+    assert both.columns["reward/task"] == alone.columns["reward/task"] == pytest.approx(1 / 6)
+    two = scored([single / "model", single / "model"], texts=right)
+    assert list(two.columns) == ["reward/task", "reward/model_0", "reward/model_1"]
+    unscored = scored([single / "model"], task=Task("mine", None, []), texts=right)
+    assert list(unscored.columns) == ["reward/model"]
+
+
+def test_an_encoder_as_reward(tmp_path):
+    """BERT: pooled at its first token, SEP where others have EOS, and prompt and answer as its tokenizer joins two
+    texts; sequences of different lengths side by side."""
+    tokenizer = tokenizer_of("[PAD]", "[CLS]", "[SEP]", "[UNK]", pad_token="[PAD]", cls_token="[CLS]",
+                             sep_token="[SEP]", unk_token="[UNK]")  # fmt: skip
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    config = BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                        intermediate_size=32, num_labels=1, max_position_embeddings=24,
+                        initializer_range=0.5)  # fmt: skip
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    rows, texts = [{"prompt": "S10:"}, {"prompt": "S3:"}], ["01", "3333333"]
+    ours = RewardModel(str(tmp_path / "bert"), "", "", "cpu")(rows, texts)
+    ids = [tokenizer(row["prompt"], text, return_tensors="pt")["input_ids"] for row, text in zip(rows, texts)]
+    assert [i.shape[1] for i in ids] == [9, 13]
+    with torch.no_grad():
+        assert ours == pytest.approx([model(i).logits.item() for i in ids], abs=1e-5)
+    assert abs(ours[0] - ours[1]) > 1e-2
+    with pytest.raises(UserError, match="takes 24"):
+        RewardModel(str(tmp_path / "bert"), "", "", "cpu")(rows, ["0", "1" * 30])
+
+
+def test_many_answers_are_scored_in_batches(single, monkeypatch):
+    model, sizes = RewardModel(str(single / "model"), "", "", "cpu"), []
+    inner = model.members[0].forward
+    monkeypatch.setattr(model.members[0], "forward", lambda **k: sizes.append(len(k["input_ids"])) or inner(**k))
+    rows, texts = [{"prompt": f"S{i}:"} for i in range(150)], [str(i) for i in range(150)]
+    together = model(rows, texts)
+    assert sizes == [64, 64, 22]
+    assert together[::40] == pytest.approx([model(rows[i : i + 1], texts[i : i + 1])[0] for i in range(0, 150, 40)],
+                                           abs=1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["", ":worst-case"])
+def test_an_online_script_is_trained_on_it(suffix, ensemble, tmp_path):
+    """What is trained on is the model's score, the task's own stands beside it, and evaluation is the task's."""
+    flags = [*SMALL["rloo"], "--max-steps", 2, "--reward", f"{ensemble}/model{suffix}"]
+    rows = metrics(new_run(rloo, tmp_path, *flags))
+    for row in rows[1:]:
+        assert row["reward"] == pytest.approx(row["reward/model"], abs=1e-6) and 0 <= row["reward/task"] <= 1
+    assert 0 <= rows[-1]["eval/greedy"] <= 1
+
+
+def test_the_scorer_gets_the_device_of_the_policy(monkeypatch, single):
+    seen = []
+    monkeypatch.setattr("utils.rewards.RewardModel", lambda path, how, spec, device: seen.append(device))
+    make_scorer(SORT, (f"{single}/model",), (), 10, "meta")
+    assert seen == ["meta"]
+
+
+def test_functions_of_a_package_are_no_models(tmp_path, monkeypatch):
+    """A package that lies in a folder of its name, in the current folder."""
+    (tmp_path / "mypackage").mkdir()
+    (tmp_path / "mypackage/__init__.py").write_text("def f(completions, **columns):\n    return [1.0] * 6\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert scored(["mypackage:f"]).rewards.tolist() == [1.0] * 6
+
+
+def test_what_is_no_reward_model(single, ensemble, tmp_path):
+    two = tmp_path / "two"
+    labels = BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=3)
+    BertForSequenceClassification(labels).save_pretrained(two)
+    (two / "tokenizer_config.json").write_text("{}")
+    headless = tmp_path / "headless"
+    model, tokenizer = load_model(TINY_MODEL)
+    model.config.architectures, model.config.num_labels = ["LlamaForSequenceClassification"], 1
+    model.save_pretrained(headless)
+    config = json.loads((headless / "config.json").read_text())
+    (headless / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
+    tokenizer.save_pretrained(headless)
+    (tmp_path / "empty").mkdir()
+    for spec, words in {
+        TINY_MODEL: "LlamaForCausalLM one label",
+        str(two): "3 labels one label",
+        str(headless): "score.weight",
+        str(tmp_path / "empty"): "config.json",
+        str(single): "tokenizer_config.json RUN/model",
+        str(tmp_path / "nowhere"): "no model folder",
+        "nobody/nothing": "nobody/nothing hub",
+        "nothing": "names no function folder",
+        f"{single}/model:mean": "one model :mean",
+        f"{ensemble}/model:median": ":median mean worst-case uncertainty",
+        f"{ensemble}/model:uncertainty": "uncertainty=NUMBER",
+        f"{ensemble}/model:uncertainty=-1": "at least 0",
+        f"{ensemble}/model:uncertainty=nan": "at least 0",
+    }.items():
+        with pytest.raises(UserError) as error:
+            make_scorer(SORT, (spec,), (), 10)
+        assert not [word for word in words.split() if word not in str(error.value)], (spec, str(error.value))
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--task nothing", "nothing countdown .jsonl"),
+        ("--ensemble 0", "--ensemble at least 1"),
+        ("--label-noise 1.5", "--label-noise from 0 to 1"),
+        ("--center-coef -1", "--center-coef at least 0"),
+        ("--use-margin", "--use-margin margin"),
+        ("--model nowhere", "nowhere"),
+    ],
+)
+def test_wrong_arguments(flags, words, tmp_path, capsys):
+    with user_error(capsys, *words.split()):
+        command_line(reward_model, *flags.split(), "--output-dir", tmp_path / "runs")
+    assert runs_in(tmp_path / "runs") == []
