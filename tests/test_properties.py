@@ -307,9 +307,10 @@ def test_token_rewards(token_rewards, mask, data):
 @quick
 @given(masks(), floats(0, 1), floats(0, 1), data)
 def test_gae_of_tokens(gae, mask, gamma, lam, data):
-    """Finite and 0 behind the end, also for one token or none; linear in rewards and values; rows apart; more padding
-    changes nothing. lambda 1: the return less the value; lambda 0: the error of one step."""
+    """Finite; 0 behind the end, also of one token or none, and for skipped completions; linear in rewards and values;
+    rows apart; more padding changes nothing. lambda 1: the return less the value; lambda 0: the error of one step."""
     rewards, values = (data.draw(tensors(*mask.shape)) * mask for _ in range(2))
+    mask = mask & torch.from_numpy(data.draw(hnp.arrays(bool, (len(mask), 1))))
     out = gae(rewards, values, mask, gamma, lam)
     assert out.isfinite().all() and not out[~mask].any()
     assert_close(gae(-2 * rewards, -2 * values, mask, gamma, lam), -2 * out)
