@@ -56,6 +56,7 @@ Metrics
     frac_ties      share of pairs without a rank, which teach nothing; below 0.9. frac_zero_std: share of prompts whose
                    rewards are all equal, the same for two completions a prompt, of all that were sampled
     kl             nats per completion of the policy against the reference, k1; grows
+    reward/task    the task's own score, where --reward is given: falling while reward rises it is over-optimised
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: likeliest answer, a sample, the best of eight. pass@1
                    that rises towards a flat greedy is sharpening; greedy that rises may still be
     grad_norm      before clipping; falls with the share of ranked pairs. ipo's is 1/beta in size, so always clipped

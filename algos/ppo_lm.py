@@ -37,6 +37,7 @@ Differences
 
 Metrics
     reward              mean over the batch, without the penalty; rises. reward_std: over the batch
+    reward/task          the task's own score, where --reward is given: falling while reward rises it is over-optimised
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: likeliest answer, a sample, the best of eight. pass@1
                         that rises towards a flat greedy is sharpening; greedy that rises may still be
     explained_variance  of R_t by V_old,t over tokens; rises towards 1, below 0 is worse than a constant

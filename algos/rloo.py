@@ -33,6 +33,7 @@ Differences
 Metrics
     reward         mean over the batch, without the penalty; rises. reward_std: mean within groups
     frac_zero_std  share of groups with equal rewards, which teach nothing where beta is 0; below 0.9
+    reward/task    the task's own score, where --reward is given: falling while reward rises it is over-optimised
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: likeliest answer, a sample, the best of eight. pass@1
                    that rises towards a flat greedy is sharpening; greedy that rises may still be
     grad_norm      before clipping; steady

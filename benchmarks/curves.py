@@ -40,7 +40,8 @@ FALSE_ALARMS = 0.009  # of all bands of the default tests together; each has an 
 LONG = ("grpo-countdown", "ppo-halfcheetah", "ppo-hopper", "sac-halfcheetah", "dt-hopper-float32")  # slow tests
 SCALES = {  # number -> the scale on which it is compared, and back
     **dict.fromkeys(
-        ("eval/greedy", "eval/pass@1"), (lambda p: math.asin(math.sqrt(p)), lambda x: math.sin(max(x, 0)) ** 2)
+        ("eval/greedy", "eval/pass@1", "eval/pair_accuracy"),
+        (lambda p: math.asin(math.sqrt(p)), lambda x: math.sin(max(x, 0)) ** 2),
     ),  # shares of right answers
     "eval/return_stochastic": (math.log, math.exp),
 }
@@ -85,6 +86,12 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
         dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256),
         "reward",
         ("mean reward", "eval/greedy"),
+    ),
+    "reward_model-sort": (
+        "reward_model",
+        dict(task="sort", max_steps=20, eval_every=0),
+        "accuracy",
+        ("eval/pair_accuracy",),
     ),
     "grpo-countdown": (
         "grpo",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from algos import dt, grpo, iql, online_dpo, ppo, ppo_lm, rloo, sft
+from algos import dt, grpo, iql, online_dpo, ppo, ppo_lm, reward_model, rloo, sft
 from benchmarks.curves import CURVES, FALSE_ALARM, LONG, band, recorded, run_once
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,6 +95,18 @@ def test_flipped_advantages_do_not_learn(module, monkeypatch):
 def test_online_dpo_does_not_learn_from_flipped_rewards(monkeypatch):
     with_rewards(monkeypatch, lambda samples, rewards: -rewards, online_dpo)
     misses_all_bands("online_dpo-sort")
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_a_reward_model_helps_and_one_of_flipped_labels_hurts(noise, tmp_path, capfd):
+    """By the task's own score, on held-out prompts, after a few steps of RLOO on the reward model."""
+    settings = dict(task="sort", seed=fresh_seeds()[0], eval_every=0, save_every=10**6, output_dir=str(tmp_path))
+    reward_model.train(reward_model.Args(max_steps=20, label_noise=noise, **settings))
+    (folder,) = tmp_path.glob("*/model")
+    history = rloo.train(rloo.Args(max_steps=6, reward=(str(folder),), **settings))
+    before, after = (history[i]["eval/greedy"] for i in (0, -1))
+    assert after > 2 * before if noise == 0 else after < before / 2
+    assert history[-1]["reward"] > history[1]["reward"], "the reward model itself is content"
 
 
 def test_sft_learns_nothing_from_shuffled_completions(monkeypatch):
