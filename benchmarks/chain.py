@@ -10,10 +10,11 @@ samples for held-out prompts; seconds of the whole command. Reward is that of th
 the row names it: far above the others' accuracy it has been over-optimised.
 """
 
+import contextlib
+import importlib
 import json
-import subprocess
+import os
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,23 +39,25 @@ STEPS = {  # task -> optimizer steps of sft, of scripts on pairs, of scripts tha
 class Args:
     task: str = "sort"
     """sort or countdown"""
-    output_dir: str = ""
-    """the runs' folder; "": one that is deleted at the end"""
+    output_dir: str = "runs/chain"
+    """the runs' folder"""
     seed: int = 1
     """of all scripts"""
     tiny: bool = False
     """two steps of everything, for tests: writes no result"""
 
 
-def run(script: str, folder: Path, args: Args, *words) -> dict:
-    """Runs a script; the folder of its model, its last row of metrics, seconds."""
-    sizes = "--eval-prompts 4 --eval-samples 2" if args.tiny else "--eval-prompts 256"
-    words = [*words, "--task", args.task, "--seed", args.seed, "--eval-every", 0, *sizes.split()]
+def run(script: str, folder: Path, args: Args, **settings) -> dict:
+    """Trains with a script; the folder of its model, its last row of metrics, seconds."""
+    module = importlib.import_module(f"algos.{script}")
+    settings |= dict(task=(args.task,) if script == "sft" else args.task, seed=args.seed, eval_every=0)
+    settings |= dict(eval_prompts=4 if args.tiny else 256, output_dir=str(folder), save_every=10**6)
     start, known = time.perf_counter(), set(folder.glob("*"))
-    command = [sys.executable, ROOT / f"algos/{script}.py", "--output-dir", folder, *words]
-    subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
+    print(f"{script}: ", end="", flush=True)
+    with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+        last = module.train(module.Args(**settings))[-1]
     (made,) = set(folder.glob("*")) - known
-    last = json.loads((made / "metrics.jsonl").read_text().splitlines()[-1])
+    print(f"{time.perf_counter() - start:.0f} s, {made}", flush=True)
     return {"model": made / "model", "last": last, "seconds": time.perf_counter() - start}
 
 
@@ -72,16 +75,14 @@ def kl(path: Path, start: Path, args: Args) -> float:
 
 def chain(folder: Path, args: Args) -> list[dict]:
     steps = (2, 2, 2) if args.tiny else STEPS[args.task]
-    on_pairs = ["--max-steps", steps[1]]
-    sampling = ["--max-steps", steps[2], *(["--num-prompts", 4] if args.tiny else [])]
-    sft = run("sft", folder, args, "--max-steps", steps[0])
-    start = ["--model", sft["model"]]
-    reward = run("reward_model", folder, args, *start, *on_pairs)
-    proxy = ["--reward", reward["model"]]
-    rows = {"sft": sft, "dpo, pairs": run("dpo", folder, args, *start, *on_pairs)}
+    sft = run("sft", folder, args, max_steps=steps[0], **(dict(batch_size=4) if args.tiny else {}))
+    on_pairs = dict(model=str(sft["model"]), max_steps=steps[1], **(dict(num_pairs=16) if args.tiny else {}))
+    sampling = dict(model=str(sft["model"]), max_steps=steps[2], **(dict(num_prompts=4) if args.tiny else {}))
+    reward = run("reward_model", folder, args, **on_pairs)
+    rows = {"sft": sft, "dpo, pairs": run("dpo", folder, args, **on_pairs)}
     for script in ("ppo_lm", "rloo", "grpo", "online_dpo"):
-        rows[f"{script}, reward model"] = run(script, folder, args, *start, *sampling, *proxy)
-    rows["grpo, task's score"] = run("grpo", folder, args, *start, *sampling)
+        rows[f"{script}, reward model"] = run(script, folder, args, **sampling, reward=(str(reward["model"]),))
+    rows["grpo, task's score"] = run("grpo", folder, args, **sampling)
     table = [{"run": "reward_model", "pairs ranked right": reward["last"]["eval/pair_accuracy"],
               "seconds": round(reward["seconds"])}]  # fmt: skip
     for name, row in rows.items():
@@ -93,11 +94,9 @@ def chain(folder: Path, args: Args) -> list[dict]:
 
 
 def main(args: Args) -> None:
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(args.output_dir or temporary).expanduser().resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        table = chain(folder, args)
+    start, folder = time.perf_counter(), Path(args.output_dir).expanduser().resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    table = chain(folder, args)
     seconds = round(time.perf_counter() - start)
     ks = [key for key in table[1] if key.startswith("pass@")]
     columns = ["greedy", *ks, "reward", "kl", "seconds"]

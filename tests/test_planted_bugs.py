@@ -16,7 +16,7 @@ from test_learning import fresh_seeds
 from benchmarks.planted_bugs import RESULTS, TESTS, Recorder, fast_check, read_rows, score
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = "grpo rloo ppo_lm dpo sft ppo ppo_atari sac bc iql dt".split()
+SCRIPTS = "grpo rloo ppo_lm dpo simpo orpo kto reward_model online_dpo sft ppo ppo_atari sac bc iql dt".split()
 
 
 def changed_lines(before: str, after: str) -> int:

@@ -17,6 +17,8 @@ import tyro
 from helpers import command_line
 from small_data import pendulum, write_minari
 
+from algos import reward_model
+from benchmarks import chain
 from benchmarks.page import code_of
 from utils.lm import TINY_MODEL
 
@@ -94,6 +96,10 @@ def test_commands_run(command, tmp_path, monkeypatch):
             "def accuracy(completions, **kwargs):\n    return [float(len(c) > 3) for c in completions]\n\n\n"
             "def format(completions, **kwargs):\n    return [float(c.isdigit()) for c in completions]\n"
         )
+        if args.reward[0].startswith("RUN/"):
+            small = TINY["reward_model"] | dict(task="sort", ensemble=2, output_dir=str(tmp_path / "reward"))
+            reward_model.train(reward_model.Args(**small))
+            next((tmp_path / "reward").iterdir()).rename(tmp_path / "RUN")
         args.reward = tuple(f"{tmp_path}/{spec}" for spec in args.reward)
     args.output_dir = str(tmp_path / "runs")
     history = module.train(args)
@@ -202,3 +208,18 @@ def test_benchmark_commands_run(words, tmp_path):
     assert f"python benchmarks/{' '.join(words.split()[:2])}" in README
     for path in (ROOT / "benchmarks/curves").glob("*.jsonl"):
         assert (tmp_path / "benchmarks/curves" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_the_chain_runs(tmp_path, capsys):
+    """Every script of it takes the model that another one wrote; no result is written."""
+    before = chain.RESULT.read_bytes()
+    chain.main(chain.Args(tiny=True, output_dir=str(tmp_path)))
+    assert "python benchmarks/chain.py" in README
+    table = capsys.readouterr().out
+    for row in ("sft", "dpo, pairs", "ppo_lm, reward model", "online_dpo, reward model", "grpo, task's score"):
+        assert f"\n{row} " in table
+    assert chain.RESULT.read_bytes() == before
+    configs = [json.loads(path.read_text())["args"] for path in sorted(tmp_path.glob("*/config.json"))]
+    (start,) = [str(path / "model") for path in tmp_path.glob("sft-*")]
+    assert {config["model"] for config in configs} == {"new", start}
+    assert sum("reward_model" in str(config.get("reward")) for config in configs) == 4
