@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from unittest import mock
 
 import torch
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 from utils import run as utils_run
 
@@ -70,6 +72,7 @@ class Forked:
 
     def run(self, module, *args) -> None:
         os.setsid()  # so that os.killpg is the terminal's Ctrl-C
+        tqdm.set_lock(threading.RLock())  # its own is shared between processes: a kill would leave it locked for all
         sys.stdout = sys.stderr = open(self.log, "w", buffering=1)
         for number in (1, 2):
             os.dup2(sys.stdout.fileno(), number)
