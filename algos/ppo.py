@@ -41,6 +41,11 @@ Run
     python algos/ppo.py --env-id Pendulum-v1 --num-envs 8 --num-steps 256 --learning-rate 1e-3 --gamma 0.9 \
         --total-timesteps 61440                                                  continuous actions, truncated episodes
     python algos/ppo.py --env-id HalfCheetah-v5 --threads 1                      the paper's recipe (table 3), annealed
+    python algos/ppo.py --env-id HalfCheetah-v5 --threads 1 --num-steps 512 --num-minibatches 8 --update-epochs 20 \
+        --gamma 0.98 --gae-lambda 0.92 --clip-coef 0.1 --learning-rate 2.0633e-5 --no-anneal-lr --log-std-init -2 \
+        --hidden-size 256 --max-grad-norm 0.8 --vf-coef 0.58 --ent-coef 0.0004
+                                                                                 a tuned one: RL Baselines3 Zoo's, with
+                                                                                 tanh where it has ReLU
     python algos/ppo.py --env-id package.module:Name-v0 --env-kwargs size=5      your own environment
     python algos/ppo.py --env-id Hopper-v5 --num-envs 8 --num-steps 256 --vector async
                                                                                  async: for steps slower than 1 ms
@@ -51,7 +56,9 @@ Expect
     CPU; all of 10 seeds reach 475 within 100,000 steps.
     The Pendulum command: -1,200 to -240 (30 seeds, standard deviation 95), in about 10 seconds.
     HalfCheetah-v5, 1M steps: 1,774 in training at the end, 1,921 with the likeliest actions (one seed; CleanRL
-    publishes 1,443 in training, for v4), at about 3,900 steps a second.
+    publishes 1,443 in training, for v4), at about 3,900 steps a second. The tuned recipe: 4,686 with the likeliest
+    actions, 4,882 with sampled ones (one seed; 4,559 at 500,000 steps), about 25 minutes alone on a thread. RL
+    Baselines3 Zoo and Tianshou publish about 5,800.
 """
 
 import json

@@ -37,7 +37,9 @@ from utils.machine import environment  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "curves"
 FALSE_ALARMS = 0.009  # of all bands of the default tests together; each has an equal share (FALSE_ALARM, below)
-LONG = ("grpo-countdown", "ppo-halfcheetah", "ppo-hopper", "sac-halfcheetah", "dt-hopper-float32")  # slow tests
+LONG = (  # of the slow tests
+    "grpo-countdown", "ppo-halfcheetah", "ppo-halfcheetah-tuned", "ppo-hopper", "sac-halfcheetah", "dt-hopper-float32",
+)  # fmt: skip
 SCALES = {  # number -> the scale on which it is compared, and back
     **dict.fromkeys(
         ("eval/greedy", "eval/pass@1", "eval/pair_accuracy"),
@@ -139,6 +141,14 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
     "ppo-halfcheetah": (
         "ppo",
         dict(env_id="HalfCheetah-v5", total_timesteps=204_800, eval_every=40_960),
+        "eval/return",
+        ("mean eval/return", "last eval/return"),
+    ),
+    "ppo-halfcheetah-tuned": (  # 25 minutes a seed
+        "ppo",
+        dict(env_id="HalfCheetah-v5", total_timesteps=1_000_000, num_envs=1, num_steps=512, num_minibatches=8,
+             update_epochs=20, gamma=0.98, gae_lambda=0.92, clip_coef=0.1, learning_rate=2.0633e-5, anneal_lr=False,
+             log_std_init=-2.0, hidden_size=256, max_grad_norm=0.8, vf_coef=0.58, ent_coef=0.0004, eval_every=100_000),
         "eval/return",
         ("mean eval/return", "last eval/return"),
     ),

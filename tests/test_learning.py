@@ -41,8 +41,8 @@ def test_fresh_seeds_reach_the_band(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 def test_fresh_seeds_of_long_runs_reach_the_band(name):
-    if not recorded(name):
-        pytest.skip(f"not run: no seed of {name} is recorded yet")
+    if len(recorded(name)) < 2:
+        pytest.skip(f"not run: {len(recorded(name))} seeds of {name} are recorded yet, and a band needs two")
     test_fresh_seeds_reach_the_band(name)
 
 

@@ -76,12 +76,20 @@ RECIPES = [
         paper=dict(learning_rate=9.65e-6, batch_size=32, lr_schedule="cosine", warmup_steps=0, max_steps=6500),
     ),
     Recipe(
-        "ppo", "HalfCheetah-v5 --threads 1", "arXiv 1707.06347, table 3", preset="continuous",
+        "ppo", "HalfCheetah-v5 --threads 1  ", "arXiv 1707.06347, table 3", preset="continuous",
         paper=dict(num_steps=2048, learning_rate=3e-4, update_epochs=10, num_minibatches=2048 // 64, gamma=0.99,
                    gae_lambda=0.95, clip_coef=0.2, total_timesteps=1_000_000, num_envs=1, hidden_size=64,
                    anneal_lr=False, normalize=False, normalize_advantages=False, clip_vloss=False, ent_coef=0.0),
         differs=dict(anneal_lr=(True, "falls linearly to 0"), normalize=(True, "Observations are normalised"),
                      normalize_advantages=(True, "Advantages are normalised per minibatch")),
+    ),
+    Recipe(
+        "ppo", "--num-steps 512", "RL Baselines3 Zoo, hyperparams/ppo.yml, HalfCheetah", preset="continuous",
+        paper=dict(total_timesteps=1_000_000, num_envs=1, num_steps=512, num_minibatches=512 // 64, update_epochs=20,
+                   gamma=0.98, gae_lambda=0.92, clip_coef=0.1, learning_rate=2.0633e-5, ent_coef=0.000401762,
+                   vf_coef=0.58096, max_grad_norm=0.8, log_std_init=-2.0, hidden_size=256, anneal_lr=False,
+                   normalize=True),
+        differs=dict(ent_coef=(0.0004, "RL Baselines3 Zoo's"), vf_coef=(0.58, "RL Baselines3 Zoo's")),
     ),
     Recipe(
         "ppo_atari", "algos/ppo_atari.py  ", "arXiv 1707.06347, table 5", preset="discrete",
