@@ -11,6 +11,7 @@ are there are not those that were counted.
 
 import ast
 import difflib
+import functools
 import importlib
 import json
 import re
@@ -112,16 +113,26 @@ def own_lines(script: str) -> int:
 
 
 def scripts_of(nodeid: str) -> list[str]:
-    """The scripts that a test is about: those that its parameters name, else those that its file imports."""
+    """The scripts that a test is about: those that its parameters name, else those of the ones that its file imports
+    that its own name has, else all that the file imports."""
     file, _, rest = nodeid.partition("::")
-    named = [s for s in SCRIPTS if re.search(rf"(?<![a-z_]){s}(?![a-z_])", rest.partition("[")[2])]
-    if named:
+    function, _, parameters = rest.partition("[")
+    if named := [s for s in SCRIPTS if re.search(rf"(?<![a-z_]){s}(?![a-z_])", parameters)]:
         return named
+    imported = imports(file)
+    names = "|".join(sorted(imported, key=len, reverse=True))
+    words = set(re.findall(rf"(?<![a-z])(?:{names})(?![a-z])", function))
+    return [s for s in SCRIPTS if s in (words & imported or imported)]
+
+
+@functools.cache
+def imports(file: str) -> frozenset[str]:
+    """The scripts that a file of tests imports."""
     text = (ROOT / file).read_text()
     imported = set(re.findall(r"algos\.(\w+)", text))
     for names in re.findall(r"^from algos import (.+)$", text, re.MULTILINE):
-        imported |= set(re.findall(r"\w+", names.split(" as ")[0]))
-    return [s for s in SCRIPTS if s in imported]
+        imported |= set(re.findall(r"\w+", names))
+    return frozenset(imported & set(SCRIPTS))
 
 
 def count(outcomes: dict[str, str]) -> dict[str, dict[str, dict[str, int]]]:

@@ -22,6 +22,7 @@ seeds do not match ours one to one: distributions are to be compared.
 """
 
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -62,20 +64,22 @@ def machine() -> dict[str, str | int | float]:
             "load": round(os.getloadavg()[0], 2), "system": platform.system()}  # fmt: skip
 
 
-def trl_trainer(rows: list[dict], reward, prompts: int, group: int, directory: str, eos: bool = True, **settings):
+def trl_trainer(rows: list[dict], reward, prompts: int, group: int, directory: str, **settings):
     """GRPOTrainer on the embedded model: `prompts` x `group` completions and one update per step, all quiet."""
     from benchmarks.make_trl_fixtures import make_trainer
 
-    trainer = make_trainer(
+    return make_trainer(
         reward, prompts * group, directory, prompts=rows, num_generations=group, beta=0.0, num_iterations=1,
         loss_type="grpo", scale_rewards="group", temperature=1.0, top_k=0, top_p=1.0, optim="adamw_torch_fused",
         adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.0, max_grad_norm=1.0, lr_scheduler_type="constant",
         warmup_steps=0, **settings,
     )  # fmt: skip
-    if not eos:  # neither generation nor the mask stops at EOS; no logits processor is added, which would cost time
-        trainer.eos_token_ids = [-1]
-        trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = None
-    return trainer
+
+
+def without_eos(trainer) -> None:
+    """Neither generation nor the mask stops at EOS; no logits processor is added, which would cost time."""
+    trainer.eos_token_ids = [-1]
+    trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = None
 
 
 def speed_task():
@@ -88,40 +92,46 @@ def speed_task():
     return Task("speed", train, [], lambda row, text: {"reward": len(set(text)) / NEW_TOKENS})
 
 
-def time_ours(warmup: int, steps: int) -> dict:
-    """Seconds of each timed step, of its sampling and of its update."""
+def time_ours(warmup: int, steps: int, script: str = "grpo", beta: float = 0.0) -> dict:
+    """Seconds of each timed step, of its sampling and, with beta, of the reference's log-probabilities."""
     import torch
 
-    from algos import grpo
     from utils.lm import TINY_MODEL, load_model
     from utils.rewards import make_scorer
 
-    grpo.eos_ids = lambda model, tokenizer: []
-    task, args = speed_task(), grpo.Args(
+    algo = importlib.import_module(f"algos.{script}")
+    algo.eos_ids = lambda model, tokenizer: []
+    task, args = speed_task(), algo.Args(
         num_prompts=PROMPTS, num_generations=GROUP, sample_batch_size=PROMPTS * GROUP, micro_batch_size=PROMPTS * GROUP,
-        beta=0.0, precision="float32", max_completion_length=NEW_TOKENS, learning_rate=1e-4,
+        beta=beta, precision="float32", max_completion_length=NEW_TOKENS, learning_rate=1e-4,
     )  # fmt: skip
     score = make_scorer(task, (), (), warmup + steps)
     model, tokenizer = load_model(TINY_MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
-    generator, row, sampling, total = torch.Generator().manual_seed(0), 0, [], []
+    ref_model = load_model(TINY_MODEL)[0].eval().requires_grad_(False) if beta else None
+    generator, row = torch.Generator().manual_seed(0), 0
+    spent = {name: [] for name in ("seconds", "sampling", *(("reference",) if beta else ()))}
     model.train()
     end = time.perf_counter()
     for step in range(1, warmup + steps + 1):
         start = end
-        samples, scored, row, _ = grpo.collect(model, tokenizer, task, score, row, step, generator, args)
-        middle = time.perf_counter()
-        grpo.update(model, optimizer, grpo.Batch(samples, scored.rewards, None), args)
+        samples, scored, row, _ = algo.collect(model, tokenizer, task, score, row, step, generator, args)
+        sampled = time.perf_counter()
+        batch = algo.Batch(samples, scored.rewards, None)
+        spent["sampling"].append(sampled - start)
+        if beta:
+            batch = batch._replace(ref_logps=algo.reference_logps(model, ref_model, batch, args))
+            spent["reference"].append(time.perf_counter() - sampled)
+        algo.update(model, optimizer, batch, args)
         end = time.perf_counter()
-        sampling.append(middle - start)
-        total.append(end - start)
+        spent["seconds"].append(end - start)
         assert samples.prompt_ids.shape[1] == PROMPT_TOKENS
         assert samples.completion_mask.sum() == PROMPTS * GROUP * NEW_TOKENS
-    return {"seconds": total[warmup:], "sampling": sampling[warmup:]}
+    return {name: values[warmup:] for name, values in spent.items()}
 
 
-def time_trl(warmup: int, steps: int) -> dict:
-    """Seconds of each timed step."""
+def time_trl(warmup: int, steps: int, make: Callable = trl_trainer) -> dict:
+    """Seconds of each timed step of the trainer that `make` returns."""
     from transformers import TrainerCallback
 
     task, ends, lengths = speed_task(), [], set()
@@ -139,8 +149,9 @@ def time_trl(warmup: int, steps: int) -> dict:
 
     rows = [task.train(i, 0) for i in range(PROMPTS * (warmup + steps))]
     with tempfile.TemporaryDirectory() as directory:
-        trainer = trl_trainer(rows, reward, PROMPTS, GROUP, directory, eos=False, learning_rate=1e-4,
-                              max_completion_length=NEW_TOKENS, max_steps=warmup + steps)  # fmt: skip
+        trainer = make(rows, reward, PROMPTS, GROUP, directory, learning_rate=1e-4, max_completion_length=NEW_TOKENS,
+                       max_steps=warmup + steps)  # fmt: skip
+        without_eos(trainer)
         assert set(map(len, trainer.processing_class([row["prompt"] for row in rows])["input_ids"])) == {PROMPT_TOKENS}
         trainer.add_callback(Clock)
         trainer.train()
@@ -153,37 +164,38 @@ def speed_worker(side: Literal["ours", "trl"], warmup: int, steps: int) -> None:
     print(json.dumps((time_ours if side == "ours" else time_trl)(warmup, steps)))
 
 
-def speed(threads: int = 2, rounds: int = 5, steps: int = 10, warmup: int = 3,
-          output: Path = HERE / "results" / "speed_grpo.json") -> None:  # fmt: skip
-    """Times both sides in turn, `rounds` times each; prints and writes medians and the ratio of each pair."""
+def measure(worker: list[str], work: str, tokens: int, output: Path, threads: int, rounds: int, steps: int,
+            warmup: int) -> None:  # fmt: skip
+    """Runs the command `worker` for both sides in turn, `rounds` times each; prints and writes medians and the ratio of
+    each pair. work: one step in words; tokens: the completion tokens that it trains on."""
     environment = os.environ | {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    before, pairs = machine(), []
+    before, pairs, parts = machine(), [], []
     for i in range(rounds):
-        pair = {}
+        told = {}
         for side in ("ours", "trl")[:: 1 if i % 2 == 0 else -1]:
-            command = [sys.executable, __file__, "speed-worker", "--side", side, "--warmup", str(warmup), "--steps",
-                       str(steps)]  # fmt: skip
+            command = [sys.executable, *worker, "--side", side, "--warmup", str(warmup), "--steps", str(steps)]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-            pair[side] = json.loads(done.stdout.splitlines()[-1])
-        pair = {"ours": statistics.median(pair["ours"]["seconds"]), "trl": statistics.median(pair["trl"]["seconds"]),
-                "sampling_share": sum(pair["ours"]["sampling"]) / sum(pair["ours"]["seconds"])}  # fmt: skip
+            told[side] = json.loads(done.stdout.splitlines()[-1])
+        pair = {side: statistics.median(told[side]["seconds"]) for side in ("ours", "trl")}
+        parts = [name for name in told["ours"] if name != "seconds"]
+        pair |= {f"{name}_share": sum(told["ours"][name]) / sum(told["ours"]["seconds"]) for name in parts}
         pairs.append(pair | {"ratio": pair["trl"] / pair["ours"]})
         print(
             "round {}: ours {ours:.3f} s, trl {trl:.3f} s per step, ratio {ratio:.2f}".format(i + 1, **pairs[-1]),
             flush=True,
         )
     median = {name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]}
-    tokens = PROMPTS * GROUP * NEW_TOKENS
+    shares = {name: median[f"{name}_share"] for name in parts}
+    shares["update"] = 1 - sum(shares.values())
     result = {
-        "work": f"{PROMPTS} prompts x {GROUP} completions, {PROMPT_TOKENS} + {NEW_TOKENS} tokens, one update, float32",
+        "work": work,
         "seconds_per_step": {side: round(median[side], 4) for side in ("ours", "trl")},
         "completion_tokens_per_second": {side: round(tokens / median[side]) for side in ("ours", "trl")},
         "trl_over_ours": {"median": round(median["ratio"], 3), "pairs": [round(p["ratio"], 3) for p in pairs]},
-        "share_in_ours": {"sampling": round(median["sampling_share"], 3),
-                          "update": round(1 - median["sampling_share"], 3)},
+        "share_in_ours": {name: round(share, 3) for name, share in shares.items()},
         "pairs": pairs, "threads": threads, "steps": steps, "warmup": warmup, "versions": versions(),
         "machine": before, "load_after": machine()["load"],
     }  # fmt: skip
@@ -192,13 +204,21 @@ def speed(threads: int = 2, rounds: int = 5, steps: int = 10, warmup: int = 3,
     print(json.dumps({name: value for name, value in result.items() if name != "pairs"}, indent=1))
 
 
-def train_trl(seed: int, steps: int) -> dict:
-    """One run of GRPOTrainer on `sort`: the row of the curve file."""
+def speed(threads: int = 2, rounds: int = 5, steps: int = 10, warmup: int = 3,
+          output: Path = HERE / "results" / "speed_grpo.json") -> None:  # fmt: skip
+    """Times both sides in turn, `rounds` times each; prints and writes medians and the ratio of each pair."""
+    work = f"{PROMPTS} prompts x {GROUP} completions, {PROMPT_TOKENS} + {NEW_TOKENS} tokens, one update, float32"
+    measure([__file__, "speed-worker"], work, PROMPTS * GROUP * NEW_TOKENS, output, threads, rounds, steps, warmup)
+
+
+def train_trl(seed: int, steps: int, make: Callable = trl_trainer, prompts: int = 64, group: int = 8, length: int = 20,
+              learning_rate: float = 1e-4, eval_prompts: int = 128) -> dict:  # fmt: skip
+    """One run on `sort` of the trainer that `make` returns: the row of the curve file."""
     from utils.evaluation import evaluate
     from utils.lm import TINY_MODEL, load_model
     from utils.tasks import load_task
 
-    task, prompts, group, length, rewards, seen = load_task("sort"), 64, 8, 20, [], []
+    task, rewards, seen = load_task("sort"), [], []
     rows = [task.train(i, seed) for i in range(prompts * steps)]
 
     def reward(prompts, completions, digits, **_):
@@ -210,29 +230,37 @@ def train_trl(seed: int, steps: int) -> dict:
 
     start, about = time.perf_counter(), versions()
     with tempfile.TemporaryDirectory() as directory:
-        trainer = trl_trainer(rows, reward, prompts, group, directory, learning_rate=1e-4, max_steps=steps,
-                              max_completion_length=length, seed=seed)  # fmt: skip
+        trainer = make(rows, reward, prompts, group, directory, learning_rate=learning_rate, max_steps=steps,
+                       max_completion_length=length, seed=seed)  # fmt: skip
         trainer.train()
     seconds = time.perf_counter() - start
     assert seen == [row["prompt"] for row in rows] and len(rewards) == steps
     model, tokenizer = load_model(TINY_MODEL)  # a fresh one: TRL patches the forward pass of its own
     model.load_state_dict(trainer.model.state_dict())
-    final = evaluate(model, tokenizer, task, None, 128, 8, length, 1.0, seed)
+    final = evaluate(model, tokenizer, task, None, eval_prompts, 8, length, 1.0, seed)
     return {"seed": seed, "reward": rewards, "final": {k: round(v, 5) for k, v in final.items()},
             "seconds": round(seconds, 1), "versions": about}  # fmt: skip
 
 
-def curve(seeds: int = 5, steps: int = 16, output: Path = HERE / "curves" / "trl-grpo-sort.jsonl") -> None:
-    """Trains seeds 0, 1, ... that `output` does not hold yet and appends a row for each."""
+def record(output: Path, seeds: Iterable[int], train: Callable[[int], dict]) -> Iterator[dict]:
+    """Appends the row `train(seed)` of each seed that `output` does not hold yet, and yields it."""
     rows = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
     if any(row["versions"] != versions() for row in rows):
         sys.exit(f"{output} was recorded with other versions or another embedded model: move it away first")
     output.parent.mkdir(parents=True, exist_ok=True)
-    for seed in sorted(set(range(seeds)) - {row["seed"] for row in rows}):
-        row = train_trl(seed, steps)
+    for seed in sorted(set(seeds) - {row["seed"] for row in rows}):
+        row = train(seed)
         with output.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(f"seed {seed}: reward {row['reward'][0]:.3f} -> {row['reward'][-1]:.3f}, {row['final']}", flush=True)
+        yield row
+
+
+def curve(seeds: int = 5, steps: int = 16, output: Path = HERE / "curves" / "trl-grpo-sort.jsonl") -> None:
+    """Trains seeds 0, 1, ... that `output` does not hold yet and appends a row for each."""
+    for row in record(output, range(seeds), lambda seed: train_trl(seed, steps)):
+        print(
+            f"seed {row['seed']}: reward {row['reward'][0]:.3f} -> {row['reward'][-1]:.3f}, {row['final']}", flush=True
+        )
 
 
 if __name__ == "__main__":

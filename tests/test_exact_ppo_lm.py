@@ -284,3 +284,13 @@ def test_the_critic_of_a_real_model():
         values.sum().backward()
         moves = any(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
         assert moves == shared and (len(list(critic.parameters())) == 2) == shared
+
+
+def test_policy_and_critic_have_learning_rates_of_their_own(tmp_path):
+    """A policy whose rate is next to nothing stays where it is, and its critic learns."""
+    torch.set_default_dtype(torch.float32)
+    args = ppo_lm.Args(task="sort", max_steps=2, num_prompts=8, max_completion_length=8, eval_prompts=2, eval_every=0,
+                       learning_rate=1e-12, critic_learning_rate=0.1, output_dir=str(tmp_path))  # fmt: skip
+    history = ppo_lm.train(args)
+    assert [row["learning_rate"] for row in history[1:]] == [1e-12, 1e-12]
+    assert abs(history[2]["approx_kl"]) < 1e-6 and history[2]["explained_variance"] != 0

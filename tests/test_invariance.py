@@ -4,6 +4,8 @@ Two models: a random Llama in float64, whose gradients must agree to 1e-10, and 
 """
 
 import copy
+import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import utils.lm
 from algos import grpo
-from utils.lm import TINY_MODEL, Samples, completion_logps, load_model, pad_left, sample, without_dropout
+from utils.lm import TINY_MODEL, Samples, completion_logps, eos_ids, load_model, pad_left, sample, without_dropout
+from utils.rewards import make_scorer
+from utils.tasks import load_task
 
 G, T = 4, 6
 PROMPTS = [[5, 6, 7], [4, 8, 9, 10, 11, 12], [3], [13, 5]]
@@ -266,6 +270,29 @@ def test_sampler_and_scorer_agree(case, temperature):
     mask = samples.completion_mask
     torch.testing.assert_close(samples.logps[mask], logps[mask], rtol=0, atol=10 * tolerance)
     assert samples.logps[mask].min() < -1.0 and not samples.logps[~mask].any()
+
+
+@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo_lm", "online_dpo"])
+def test_completions_are_sampled_at_the_temperature_that_scores_them(script):
+    module = importlib.import_module(f"algos.{script}")
+    model, tokenizer = load_model(TINY_MODEL)
+    args = module.Args(task="sort", num_prompts=3, num_generations=2, sample_batch_size=6, temperature=2.0,
+                       max_completion_length=8, precision="float32")  # fmt: skip
+    task, more = load_task("sort"), (None,) if script == "online_dpo" else ()
+    score = make_scorer(task, (), (), 1)
+    samples, *_ = module.collect(model, *more, tokenizer, task, score, 0, 1, torch.Generator().manual_seed(0), args)
+    logps, _ = completion_logps(model, *samples[:4], 2.0)
+    assert (logps - samples.logps).abs().max() < 1e-4
+
+
+def test_the_model_s_own_eos_ends_a_completion_too():
+    """Chat models end their turns with another token than their tokenizer's EOS."""
+
+    def model(ids):
+        return SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ids))
+
+    tokenizer = SimpleNamespace(eos_token_id=7)
+    assert [eos_ids(model(ids), tokenizer) for ids in ([5, 9], 9, None)] == [[5, 7, 9], [7, 9], [7]]
 
 
 def test_greedy_is_the_argmax_of_plain_forward_passes(case):

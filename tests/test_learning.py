@@ -19,6 +19,10 @@ from benchmarks.curves import CURVES, FALSE_ALARM, LONG, band, recorded, run_onc
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def script_of(module) -> str:
+    return module.__name__.removeprefix("algos.")
+
+
 def fresh_seeds() -> list[int]:
     """Two seeds that no recording used and nobody chose: functions of the commit, or of the sources outside of git."""
     git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
@@ -63,10 +67,10 @@ def with_rewards(monkeypatch, change, module=grpo) -> None:
     monkeypatch.setattr(module, "collect", changed)
 
 
-@pytest.mark.parametrize("module", [grpo, rloo, ppo_lm, online_dpo])
+@pytest.mark.parametrize("module", [grpo, rloo, ppo_lm, online_dpo], ids=script_of)
 def test_shuffled_rewards_teach_nothing(module, monkeypatch):
     with_rewards(monkeypatch, lambda samples, rewards: rewards[torch.randperm(len(rewards))], module)
-    misses_all_bands(f"{module.__name__.removeprefix('algos.')}-sort")
+    misses_all_bands(f"{script_of(module)}-sort")
 
 
 @pytest.mark.parametrize("name", ["grpo-sort", pytest.param("grpo-countdown", marks=pytest.mark.slow)])
@@ -85,11 +89,11 @@ def test_minimising_entropy_does_not_pass_for_learning(name, monkeypatch):
     assert row["eval/greedy"] < band(name, "eval/greedy")["lower"] / 2
 
 
-@pytest.mark.parametrize("module", [grpo, rloo])
+@pytest.mark.parametrize("module", [grpo, rloo], ids=script_of)
 def test_flipped_advantages_do_not_learn(module, monkeypatch):
     advantages = module.advantages
     monkeypatch.setattr(module, "advantages", lambda *args: -advantages(*args))
-    misses_all_bands(f"{module.__name__.removeprefix('algos.')}-sort")
+    misses_all_bands(f"{script_of(module)}-sort")
 
 
 def test_online_dpo_does_not_learn_from_flipped_rewards(monkeypatch):

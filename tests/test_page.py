@@ -39,6 +39,7 @@ def test_the_counted_tests_are_those_that_are_there(request):
         ("tests/test_learning.py::test_x[ppo-cartpole]", ["ppo"]),
         ("tests/test_learning.py::test_x[bc10-hopper]", ["bc"]),
         ("tests/test_exact_rloo.py::test_x", ["rloo"]),
+        ("tests/test_learning.py::test_online_dpo_does_not", ["online_dpo"]),
     ],
 )
 def test_tests_count_for_the_scripts_that_they_name_or_import(nodeid, scripts):

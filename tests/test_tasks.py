@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from utils.errors import UserError
 from utils.lm import TINY_MODEL
-from utils.tasks import encode_prompt, load_task, present
+from utils.tasks import encode_completion, encode_prompt, load_task, present
 
 KEYS = {
     "countdown": lambda row: (*sorted(row["numbers"]), "=", row["target"]),
@@ -128,6 +128,13 @@ def test_countdown_score(answer, reward, why):
     """Each number once, right arithmetic, the target at the end, and nothing else."""
     row = {"numbers": [3, 5, 7], "target": 32}
     assert load_task("countdown").score(row, answer) == {"reward": float(reward)}, why
+
+
+def test_countdown_score_wants_every_number_used():
+    """Also where the target is reached before."""
+    score, row = load_task("countdown").score, {"numbers": [4, 8, 2], "target": 32}
+    assert score(row, "4*8=32") == {"reward": 0.0}
+    assert score(row, "4*8=32,32*2=64") == {"reward": 0.0}
 
 
 def test_countdown_score_counts_equal_numbers():
@@ -336,6 +343,9 @@ def test_one_bos(tmp_path):
     for prompt in ("S21:", [{"role": "user", "content": "S21:"}]):
         ids = encode_prompt(prompt, tok)
         assert ids[0] == tok.bos_token_id and Counter(ids)[tok.bos_token_id] == 1
+    tok.chat_template = None
+    prompt, completion = encode_completion({"prompt": "S21:"}, "12", tok, [tok.eos_token_id])
+    assert prompt[0] == tok.bos_token_id and tok.bos_token_id not in completion
 
 
 def test_encoded_prompt_ends_where_the_answer_begins():
