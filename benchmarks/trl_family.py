@@ -18,7 +18,8 @@ curve. Both learn `sort` from the same model with the settings of the curves rlo
 same prompts or pairs in the same order, schedule, clipping and final evaluation (utils.evaluation.evaluate, 256
 held-out prompts). Seeds count from 1, as ours do. RLOO's samples are drawn by TRL, so distributions are to be compared;
 DPO draws nothing while it trains, so equal seeds must have equal margins but for rounding. `seconds` spans what it
-spans in ours: loading, an evaluation before training, training, and the last evaluation.
+spans in ours: loading, an evaluation before training, training, and the last evaluation. Ours were recorded on one
+thread (OMP_NUM_THREADS=1).
 
 compare. Means over all recorded seeds, and their difference with a 95 % percentile bootstrap interval over seeds, the
 two sides resampled independently. Few seeds make such an interval too narrow.
@@ -295,9 +296,9 @@ def compare(cases: Sequence[Case] = CASES, folder: Path = HERE / "curves",
                 )  # fmt: skip
                 entry["bootstrap_95_percent"] = [round(x.item(), 5) for x in found.confidence_interval]
             result["numbers"][number] = entry
-            interval = "({:.4f} to {:.4f})".format(*entry.get("bootstrap_95_percent", (float("nan"),) * 2))
+            interval = " to ".join(f"{x:.4f}" for x in entry.get("bootstrap_95_percent", ()))
             print(f"{case:5} {number:12} ours {entry['ours']:8.4f}  trl {entry['trl']:8.4f}  difference "
-                  f"{entry['ours_minus_trl']:8.4f} {interval}")  # fmt: skip
+                  f"{entry['ours_minus_trl']:8.4f}  {interval}")  # fmt: skip
         if case == "dpo":  # nothing is drawn while it trains
             theirs = {row["seed"]: row[column] for row in sides["trl"]}
             gaps = [abs(a - b) for row in sides["ours"] if row["seed"] in theirs

@@ -1,6 +1,7 @@
 """Whole runs of dpo.py and its children: they learn, resume bit for bit from any checkpoint and after a kill, and say
 what is wrong."""
 
+import importlib
 import json
 import random
 import signal
@@ -61,6 +62,22 @@ def test_a_run(uninterrupted):
     assert rows[1]["margin"] == 0.0 < rows[6]["margin"] and rows[6]["eval/pair_margin"] > 0.02
     assert (uninterrupted / "curve.png").stat().st_size > 10_000
     load_model(str(uninterrupted / "model"))
+
+
+@pytest.mark.parametrize("script", ["dpo", "simpo", "orpo"])
+def test_the_prompt_is_no_part_of_a_completion(script, tmp_path, monkeypatch):
+    """What update gets of a pair: the whole prompt, and completions that end with EOS."""
+    module, seen = importlib.import_module(f"algos.{script}"), []
+    update = module.update
+    monkeypatch.setattr(module, "update", lambda model, optimizer, batch, args: (
+        seen.extend(batch), update(model, optimizer, batch, args))[1])  # fmt: skip
+    module.train(module.Args(task="sort", num_pairs=8, batch_size=8, max_steps=1, eval_prompts=2, eval_samples=1,
+                             eval_every=0, output_dir=str(tmp_path)))  # fmt: skip
+    tokenizer = load_model(TINY_MODEL)[1]
+    for pair in seen:
+        prompt, chosen, rejected = map(tokenizer.decode, pair[:3])
+        assert prompt[0] == "S" and prompt[-1] == ":" and chosen.endswith("<eos>") and rejected.endswith("<eos>")
+        assert sorted(prompt[1:-1]) == sorted(chosen.removesuffix("<eos>")) == sorted(rejected.removesuffix("<eos>"))
 
 
 def test_it_learns(tmp_path):

@@ -273,3 +273,10 @@ def test_simpo_margins_grow_for_ever_on_hard_labels():
     margins = [simpo.update(model, optimizer, batch, args)["margin"] for _ in range(150)]
     assert all(later > earlier for earlier, later in zip(margins[60:], margins[61:]))
     assert margins[-1] > 10 * SIMPO["gamma"]
+
+
+@pytest.mark.parametrize("distance", [1e-2, 1e-4, 1e-6])
+def test_odds_of_likely_completions_keep_their_digits(distance):
+    """1 - p from p has one digit left in float32 where p is 1e-6 from 1."""
+    ours = orpo.log_odds(torch.tensor([-distance], dtype=torch.float32)).item()
+    assert ours == pytest.approx(-distance - math.log(-math.expm1(-distance)), abs=1e-5)

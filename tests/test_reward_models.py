@@ -118,6 +118,22 @@ def test_members_differ_and_are_ordinary_folders(ensemble, single):
     assert metrics(ensemble)[-1]["eval/disagreement"] > 0
 
 
+def test_members_begin_with_heads_of_their_own(tmp_path, monkeypatch):
+    """Before any order of the data could have made them differ."""
+    load, heads = reward_model.load_member, []
+
+    def spy(*args):
+        model, tokenizer = load(*args)
+        heads.append(model.score.weight.detach().clone())
+        return model, tokenizer
+
+    monkeypatch.setattr(reward_model, "load_member", spy)
+    reward_model.train(reward_model.Args(task="sort", ensemble=3, num_pairs=8, batch_size=4, max_steps=1, eval_every=0,
+                                         eval_prompts=2, output_dir=str(tmp_path)))  # fmt: skip
+    assert len(heads) == 3
+    assert not any(torch.equal(a, b) for a, b in ((heads[0], heads[1]), (heads[1], heads[2]), (heads[0], heads[2])))
+
+
 def test_members_see_the_data_in_different_orders(tmp_path, monkeypatch):
     """And each sees every pair once an epoch."""
     seen, update = [], reward_model.update
