@@ -35,16 +35,21 @@ from planted import BUGS, SAME, Edit  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "planted_bugs.jsonl"
 LIMIT = 120  # seconds of one edit
+DROPOUT = "invariance::test_the_model_that_is_updated_has_no_dropout"
+SAMPLING = (
+    "invariance::test_reference_logps_are_the_scorers "
+    "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
+) + DROPOUT
 TESTS = {  # the test files that exercise a file, exact ones first; FILE::TEST where the rest would take too long
     "algos/grpo.py": "exact_grpo parity_trl invariance rewards runs resume::test_killed_at_any_moment",
-    "algos/rloo.py": "exact_rloo resume::test_killed_at_any_moment",
-    "algos/ppo_lm.py": "exact_ppo_lm resume::test_killed_at_any_moment",
-    "algos/dpo.py": "exact_dpo parity_trl_dpo dpo_runs",
-    "algos/simpo.py": "exact_simpo_orpo parity_trl_preferences dpo_runs",
-    "algos/orpo.py": "exact_simpo_orpo parity_trl_preferences dpo_runs",
-    "algos/kto.py": "exact_kto parity_trl_preferences dpo_runs",
-    "algos/online_dpo.py": "exact_online_dpo parity_trl_online_dpo resume::test_killed_at_any_moment",
-    "algos/reward_model.py": "exact_reward_model reward_models",
+    "algos/rloo.py": f"exact_rloo {SAMPLING} resume::test_killed_at_any_moment",
+    "algos/ppo_lm.py": f"exact_ppo_lm {SAMPLING} resume::test_killed_at_any_moment",
+    "algos/dpo.py": f"exact_dpo parity_trl_dpo {DROPOUT} dpo_runs",
+    "algos/simpo.py": f"exact_simpo_orpo parity_trl_preferences {DROPOUT} dpo_runs",
+    "algos/orpo.py": f"exact_simpo_orpo parity_trl_preferences {DROPOUT} dpo_runs",
+    "algos/kto.py": f"exact_kto parity_trl_preferences {DROPOUT} dpo_runs",
+    "algos/online_dpo.py": f"exact_online_dpo parity_trl_online_dpo {SAMPLING} resume::test_killed_at_any_moment",
+    "algos/reward_model.py": f"exact_reward_model {DROPOUT} reward_models",
     "algos/sft.py": "sft runs resume::test_killed_at_any_moment",
     "algos/ppo.py": "exact_ppo parity_sb3 command_line_control envs resume_control",
     "algos/ppo_atari.py": "atari resume_control",

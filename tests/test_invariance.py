@@ -22,6 +22,7 @@ G, T = 4, 6
 PROMPTS = [[5, 6, 7], [4, 8, 9, 10, 11, 12], [3], [13, 5]]
 P, B = len(PROMPTS), len(PROMPTS) * G
 SIZES = [1, 2, 4, 8, 12, B]
+ONLINE = ["grpo", "rloo", "ppo_lm", "online_dpo"]  # scripts that sample
 AGGREGATIONS = ["sequence", "token", "constant"]
 
 
@@ -169,17 +170,18 @@ def test_merged_groups_keep_their_gradient(case):
     assert relative(gradient(model, grpo.Batch(samples, merged.rewards, None)), gradient(model, batch)) < tolerance
 
 
-def test_reference_logps_are_the_scorers(case):
+@pytest.mark.parametrize("script", ONLINE)
+def test_reference_logps_are_the_scorers(script, case):
     """The reference's log-probabilities, gathered over micro-batches, are those of one pass of the reference model."""
-    model, tolerance = case
+    module, (model, tolerance) = importlib.import_module(f"algos.{script}"), case
     batch, reference = make_batch(model), copy.deepcopy(model)
     with torch.no_grad():
         reference.lm_head.weight.mul_(0.5)
         expected, _ = completion_logps(reference, *batch.samples[:4], 1.3)
     mask = batch.samples.completion_mask
     for size in SIZES:
-        args = grpo.Args(num_generations=G, micro_batch_size=size, precision="float32", temperature=1.3)
-        assert relative(grpo.reference_logps(model, reference, batch, args)[mask], expected[mask]) < tolerance
+        args = module.Args(num_generations=G, micro_batch_size=size, precision="float32", temperature=1.3)
+        assert relative(module.reference_logps(model, reference, batch, args)[mask], expected[mask]) < tolerance
 
 
 def scores_and_gradient(model, *inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -272,7 +274,7 @@ def test_sampler_and_scorer_agree(case, temperature):
     assert samples.logps[mask].min() < -1.0 and not samples.logps[~mask].any()
 
 
-@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo_lm", "online_dpo"])
+@pytest.mark.parametrize("script", ONLINE)
 def test_completions_are_sampled_at_the_temperature_that_scores_them(script):
     module = importlib.import_module(f"algos.{script}")
     model, tokenizer = load_model(TINY_MODEL)
@@ -394,3 +396,34 @@ def test_small_steps_move_float32_weights():
     """At learning rate 1e-6 float32 weights move; bfloat16 ones mostly round back, which is why we keep float32."""
     assert share_of_weights_moved(torch.float32) > 0.99
     assert share_of_weights_moved(torch.bfloat16) < 0.3
+
+
+@pytest.fixture(scope="module")
+def with_dropout(tmp_path_factory):
+    """The folder of a small GPT-2 with dropout 0.1 everywhere and the shipped tokenizer."""
+    folder, tokenizer = tmp_path_factory.mktemp("gpt2"), load_model(TINY_MODEL)[1]
+    config = transformers.GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=1, n_head=2,
+                                     bos_token_id=1, eos_token_id=tokenizer.eos_token_id, pad_token_id=0)  # fmt: skip
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("script", [*ONLINE, "dpo", "simpo", "orpo", "kto", "reward_model"])
+def test_the_model_that_is_updated_has_no_dropout(script, with_dropout, tmp_path, monkeypatch):
+    """In training mode two passes give the same numbers: the policy that is updated is the one that sampled."""
+    module, seen = importlib.import_module(f"algos.{script}"), []
+    update = module.update
+
+    def spy(model, *rest):
+        ids = torch.arange(12).view(2, 6)
+        assert model.training
+        seen.append(torch.equal(*(model(input_ids=ids).logits for _ in range(2))))
+        return update(model, *rest)
+
+    monkeypatch.setattr(module, "update", spy)
+    sizes = dict(num_prompts=4, num_generations=2, micro_batch_size=4, max_completion_length=4) if script in ONLINE else (
+        dict(num_pairs=8, batch_size=4))  # fmt: skip
+    module.train(module.Args(model=str(with_dropout), task="sort", max_steps=1, eval_prompts=2, eval_every=0,
+                             output_dir=str(tmp_path), **sizes))  # fmt: skip
+    assert seen == [True]
