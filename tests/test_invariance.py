@@ -422,8 +422,9 @@ def test_the_model_that_is_updated_has_no_dropout(script, with_dropout, tmp_path
         return update(model, *rest)
 
     monkeypatch.setattr(module, "update", spy)
-    sizes = dict(num_prompts=4, num_generations=2, micro_batch_size=4, max_completion_length=4) if script in ONLINE else (
-        dict(num_pairs=8, batch_size=4))  # fmt: skip
+    sizes = dict(num_pairs=8, batch_size=4)
+    if script in ONLINE:
+        sizes = dict(num_prompts=4, num_generations=2, micro_batch_size=4, max_completion_length=4)
     module.train(module.Args(model=str(with_dropout), task="sort", max_steps=1, eval_prompts=2, eval_every=0,
                              output_dir=str(tmp_path), **sizes))  # fmt: skip
     assert seen == [True]

@@ -194,6 +194,10 @@ def test_every_option_has_a_docstring_and_the_trl_table_names_real_flags():
         "curves.py show",
         "trl_grpo.py curve --seeds 0",
         "trl_grpo.py speed --help",
+        "trl_family.py curve --seeds 0",
+        "trl_family.py speed --help",
+        "peer_bugs.py run --help",
+        "page.py measure --help",
     ],
 )
 def test_benchmark_commands_run(words, tmp_path):
