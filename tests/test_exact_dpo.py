@@ -195,6 +195,12 @@ def test_update_descends_the_formula(name, average):
         assert not ours[:, OUTSIDE].any(), "something after an EOS was trained"
 
 
+def test_the_step_is_clipped_before_it_is_made():
+    whole, clipped = movement(some_pairs()), movement(some_pairs(), max_grad_norm=0.01)
+    assert np.linalg.norm(whole) > 0.02
+    np.testing.assert_allclose(clipped, whole * 0.01 / np.linalg.norm(whole), rtol=1e-4)
+
+
 def test_eos_is_trained():
     """A pair that differs in nothing but where it ends moves the logit of EOS."""
     moved = movement([pair(0, (0, 1), (0, 2))])
