@@ -1,6 +1,7 @@
 """What ppo_atari.py adds to ppo.py: frames, lives, the shared network. tests/test_families.py: the rest is ppo.py's."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -121,6 +122,42 @@ def test_rewards_are_signs_and_scores_are_not():
     off = ppo_atari.Statistics(4, 1, 0.99, False)
     assert off.reward(np.array([-3.0, 7.0]), np.zeros(2, bool)).tolist() == [-3, 7]
     assert max(row[1] for row in play(partial(ppo_atari.make_atari, "ALE/Qbert-v5")(), 1, 200)) > 1
+
+
+def test_the_first_policy_is_nearly_uniform_and_the_first_values_are_not_all_equal():
+    torch.manual_seed(0)
+    agent = ppo_atari.Agent(4, gym.spaces.Discrete(6), 64)
+    obs = torch.randint(0, 256, (8, 4, 84, 84), dtype=torch.uint8)
+    _, entropy, values = agent(obs, torch.zeros(8, 1, dtype=torch.long))
+    assert entropy.min() > np.log(6) - 1e-4
+    for head, gain in ((agent.actor_head, 0.01), (agent.critic_head, 1.0)):
+        assert torch.linalg.svdvals(head.weight).tolist() == pytest.approx([gain] * len(head.weight), rel=1e-4)
+
+
+class Game(gym.Env):
+    """Pays 1, 2, 3, ... for its steps and takes a life at the second."""
+
+    observation_space, action_space = gym.spaces.Box(0, 1, (1,)), gym.spaces.Discrete(2)
+
+    def get_action_meanings(self):
+        return ["NOOP", "FIRE"]
+
+    def reset(self, *, seed=None, options=None):
+        self.steps, self.ale = 0, SimpleNamespace(lives=lambda: 3 - (self.steps >= 3))
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.full(1, self.steps, np.float32), float(self.steps), False, False, {}
+
+
+def test_rewards_of_the_pressed_button_count():
+    """After a reset and after a lost life FIRE is one more step; only the second one is within an episode."""
+    env = ppo_atari.Lives(Game())
+    assert env.reset()[0] == 1
+    assert env.step(0)[:2] == (np.full(1, 2.0), 2.0)
+    obs, reward, *_, info = env.step(0)
+    assert obs == 4 and reward == 3 + 4 and info["life_lost"]
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "ALE/Nope-v5"])

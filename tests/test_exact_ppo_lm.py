@@ -294,3 +294,19 @@ def test_policy_and_critic_have_learning_rates_of_their_own(tmp_path):
     history = ppo_lm.train(args)
     assert [row["learning_rate"] for row in history[1:]] == [1e-12, 1e-12]
     assert abs(history[2]["approx_kl"]) < 1e-6 and history[2]["explained_variance"] != 0
+
+
+def test_minibatches_are_drawn_afresh_in_every_epoch(monkeypatch):
+    """Two prompts, one in each minibatch: every epoch has both, and over seeds both orders come in each epoch."""
+    batch = make([[COMPLETIONS[0]], [COMPLETIONS[1]]], [1.0, -1.0])
+    select, orders = ppo_lm.select, []
+
+    def spy(batch, prompts, group_size):
+        orders[-1].extend(prompts.tolist())
+        return select(batch, prompts, group_size)
+
+    monkeypatch.setattr(ppo_lm, "select", spy)
+    for seed in range(12):
+        orders.append([])
+        run_update(batch, seed=seed, num_minibatches=2, num_iterations=2)
+    assert {tuple(order) for order in orders} == {(0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 0, 1), (1, 0, 1, 0)}

@@ -4,9 +4,11 @@ import builtins
 import dataclasses
 import json
 import os
+import random
 import re
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 from helpers import SMALL, checkpoints, command_line, metrics, new_run, runs_in, start, weights
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 import utils.evaluation
 import utils.run
 from algos import grpo, sft
+from utils.checkpoint import rng_state, set_rng_state
 from utils.evaluation import advice, evaluate, show
 from utils.lm import TINY_MODEL, completion_logps, load_model, sample
 from utils.rewards import Scored
@@ -371,3 +374,17 @@ def test_plot_draws_what_is_there(tmp_path):
     """A column that no row has, and rows without a column, are no reason to fail at the end of a run."""
     plot([{"step": 0, "a": 1.0}, {"step": 1}], {"one": ("a", "absent"), "two": ()}, "title", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+def test_evaluation_leaves_the_generators_as_they_were():
+    """Also where the score of an answer draws from the global ones."""
+    model, tokenizer = load_model(TINY_MODEL)
+    task = load_task("sort")
+    noisy = dataclasses.replace(
+        task, score=lambda row, text: {"reward": random.random() + np.random.random() + torch.rand(()).item()}
+    )
+    before = rng_state()
+    expected = random.random(), np.random.random(), torch.rand(()).item()
+    set_rng_state(before)
+    evaluate(model, tokenizer, noisy, None, 3, 2, 6, 1.0, seed=5)
+    assert (random.random(), np.random.random(), torch.rand(()).item()) == expected
