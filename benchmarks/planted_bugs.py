@@ -35,22 +35,23 @@ from planted import BUGS, SAME, Edit  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "planted_bugs.jsonl"
 LIMIT = 120  # seconds of one edit
+RESUME = "resume::test_from_a_checkpoint_in_the_middle"
 DROPOUT = "invariance::test_the_model_that_is_updated_has_no_dropout"
 SAMPLING = (
     "invariance::test_reference_logps_are_the_scorers "
     "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
 ) + DROPOUT
 TESTS = {  # the test files that exercise a file, exact ones first; FILE::TEST where the rest would take too long
-    "algos/grpo.py": "exact_grpo parity_trl invariance rewards runs resume::test_killed_at_any_moment",
-    "algos/rloo.py": f"exact_rloo {SAMPLING} resume::test_killed_at_any_moment",
-    "algos/ppo_lm.py": f"exact_ppo_lm {SAMPLING} resume::test_killed_at_any_moment",
+    "algos/grpo.py": f"exact_grpo parity_trl invariance {RESUME} rewards runs resume::test_killed_at_any_moment",
+    "algos/rloo.py": f"exact_rloo {SAMPLING} {RESUME} resume::test_killed_at_any_moment",
+    "algos/ppo_lm.py": f"exact_ppo_lm {SAMPLING} {RESUME} resume::test_killed_at_any_moment",
     "algos/dpo.py": f"exact_dpo parity_trl_dpo {DROPOUT} dpo_runs",
     "algos/simpo.py": f"exact_simpo_orpo parity_trl_preferences {DROPOUT} dpo_runs",
     "algos/orpo.py": f"exact_simpo_orpo parity_trl_preferences {DROPOUT} dpo_runs",
     "algos/kto.py": f"exact_kto parity_trl_preferences {DROPOUT} dpo_runs",
-    "algos/online_dpo.py": f"exact_online_dpo parity_trl_online_dpo {SAMPLING} resume::test_killed_at_any_moment",
+    "algos/online_dpo.py": f"exact_online_dpo parity_trl_online_dpo {SAMPLING} {RESUME}",
     "algos/reward_model.py": f"exact_reward_model {DROPOUT} reward_models",
-    "algos/sft.py": "sft runs resume::test_killed_at_any_moment",
+    "algos/sft.py": f"sft runs {RESUME} resume::test_killed_at_any_moment",
     "algos/ppo.py": "exact_ppo parity_sb3 command_line_control envs resume_control",
     "algos/ppo_atari.py": "atari resume_control",
     "algos/sac.py": "exact_sac parity_sb3_sac collection command_line_control envs resume_control",

@@ -56,6 +56,14 @@ def uninterrupted(tmp_path_factory):
 
 
 @every_script
+def test_from_a_checkpoint_in_the_middle(algo, uninterrupted, tmp_path):
+    """Every state that trains on is far from where it began: optimizer, generators, critic, place in the data."""
+    folder = stopped_after(6, uninterrupted(algo), tmp_path)
+    command_line(MODULES[algo], "--resume", folder)
+    assert_same_result(folder, uninterrupted(algo))
+
+
+@every_script
 @pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(algo, kills, uninterrupted, tmp_path):
     """SIGKILL at random moments loses no row, repeats none, and changes no weight."""
