@@ -196,7 +196,6 @@ def test_every_option_has_a_docstring_and_the_trl_table_names_real_flags():
         "trl_grpo.py speed --help",
         "trl_family.py curve --seeds 0",
         "trl_family.py speed --help",
-        "peer_bugs.py run --help",
         "page.py measure --help",
     ],
 )
@@ -216,13 +215,13 @@ def test_benchmark_commands_run(words, tmp_path):
 
 def test_the_chain_runs(tmp_path, capsys):
     """Every script of it takes the model that another one wrote; no result is written."""
-    before = chain.RESULT.read_bytes()
+    before = chain.RESULT.read_text() if chain.RESULT.exists() else None
     chain.main(chain.Args(tiny=True, output_dir=str(tmp_path)))
     assert "python benchmarks/chain.py" in README
     table = capsys.readouterr().out
     for row in ("sft", "dpo, pairs", "ppo_lm, reward model", "online_dpo, reward model", "grpo, task's score"):
         assert f"\n{row} " in table
-    assert chain.RESULT.read_bytes() == before
+    assert (chain.RESULT.read_text() if chain.RESULT.exists() else None) == before
     configs = [json.loads(path.read_text())["args"] for path in sorted(tmp_path.glob("*/config.json"))]
     (start,) = [str(path / "model") for path in tmp_path.glob("sft-*")]
     assert {config["model"] for config in configs} == {"new", start}
