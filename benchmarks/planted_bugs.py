@@ -2,6 +2,7 @@
 
     python benchmarks/planted_bugs.py run --jobs 2     what has not run yet on these sources, on two cores
     python benchmarks/planted_bugs.py run --only NAME ...
+    python benchmarks/planted_bugs.py same             the edits that change nothing, all at once
     python benchmarks/planted_bugs.py control          the unedited copy alone, with the seconds of each test file
     python benchmarks/planted_bugs.py show             the score, and benchmarks/results/planted_bugs.json
 
@@ -262,6 +263,32 @@ def run(only: tuple[str, ...] = (), jobs: int = 1, unedited: bool = True, output
                 free.append(copy)
 
 
+class Together:
+    """Several edits as one: what `Copy` needs of an edit."""
+
+    def __init__(self, edits: list[Edit]):
+        self.edits, self.files = edits, tuple(dict.fromkeys(file for edit in edits for file in edit.files))
+
+    def apply(self, text: str, path: str) -> str:
+        for edit in self.edits:
+            text = edit.apply(text, path) if path in edit.files else text
+        return text
+
+
+def same(output: Path = RESULTS) -> None:
+    """Tests all edits that change nothing at once, in one copy, which is many times faster than one after the other.
+    Where that fails, `run --only` tells which of them it is."""
+    warm_up()
+    together = Together(SAME)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(Path(folder))
+        copy.start(together, fast_check(together.files), 3600)
+        copy.process.join()
+        result = copy.finish() | {"together": len(SAME)}
+    for edit in SAME:
+        append({"name": edit.name, "key": key_of(edit), "sources": source_hash()} | result, output)
+
+
 def control(output: Path = RESULTS) -> None:
     """Tests the unedited copy, and prints the seconds of each test file."""
     warm_up()
@@ -345,4 +372,4 @@ def show(path: Path = RESULTS) -> None:
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"run": run, "control": control, "show": show})
+    tyro.extras.subcommand_cli_from_dict({"run": run, "same": same, "control": control, "show": show})
