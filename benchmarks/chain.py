@@ -1,7 +1,7 @@
 """The whole chain on an embedded task: every script starts from the model that another one wrote.
 
-    python benchmarks/chain.py                      sft, then a reward model and DPO on pairs, then PPO, RLOO, GRPO and
-                                                    online DPO on that reward model; one table, results/chain.json
+    python benchmarks/chain.py                      sft, pairs of its answers, a reward model and DPO on them, then PPO,
+                                                    RLOO, GRPO and online DPO on that reward model; results/chain.json
     python benchmarks/chain.py --task countdown     the larger task
 
 Columns: held-out greedy, pass@1 and pass@8 by the task's own score, which only the last row was trained on; KL of the
@@ -24,15 +24,18 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from utils.lm import completion_logps, eos_ids, load_model, pad_left, sample  # noqa: E402
+from utils.evaluation import decode, evaluate  # noqa: E402
+from utils.lm import Samples, completion_logps, eos_ids, load_model, pad_left, sample  # noqa: E402
 from utils.machine import environment  # noqa: E402
 from utils.tasks import encode_prompt, load_task, present  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/chain.json"
 STEPS = {  # task -> optimizer steps of sft, of scripts on pairs, of scripts that sample
-    "sort": (250, 40, 16),
+    "sort": (250, 40, 12),
     "countdown": (600, 200, 40),
 }
+PROMPTS, ANSWERS = 1024, 8  # from which pairs are made
+BETA = 0.2  # of the scripts that sample: reward models are right where the SFT model's answers are
 
 
 @dataclass
@@ -50,8 +53,9 @@ class Args:
 def run(script: str, folder: Path, args: Args, **settings) -> dict:
     """Trains with a script; the folder of its model, its last row of metrics, seconds."""
     module = importlib.import_module(f"algos.{script}")
-    settings |= dict(task=(args.task,) if script == "sft" else args.task, seed=args.seed, eval_every=0)
-    settings |= dict(eval_prompts=4 if args.tiny else 256, output_dir=str(folder), save_every=10**6)
+    settings |= dict(
+        seed=args.seed, eval_every=0, eval_prompts=4 if args.tiny else 64, output_dir=str(folder), save_every=10**6
+    )
     start, known = time.perf_counter(), set(folder.glob("*"))
     print(f"{script}: ", end="", flush=True)
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
@@ -62,22 +66,50 @@ def run(script: str, folder: Path, args: Args, **settings) -> dict:
 
 
 @torch.no_grad()
-def kl(path: Path, start: Path, args: Args) -> float:
-    """Nats per completion, on answers sampled for held-out prompts."""
-    (model, tokenizer), (reference, _) = (load_model(str(folder)) for folder in (path, start))
-    rows = load_task(args.task).heldout[: 4 if args.tiny else 256]
+def make_pairs(start: Path, folder: Path, args: Args) -> Path:
+    """Preference data as people make it: answers of the SFT model to training prompts, of each prompt a right one and a
+    wrong one, by the task's score, which stands for the people."""
+    model, tokenizer = load_model(str(start))
+    task, generator = load_task(args.task), torch.Generator().manual_seed(args.seed)
+    rows = [task.train(10**6 + i, args.seed) for i in range(32 if args.tiny else PROMPTS)]
+    samples = answers(model, tokenizer, rows, ANSWERS, generator)
+    texts, pairs = decode(samples, tokenizer)[0], []
+    for i, row in enumerate(rows):
+        scored = [(task.score(row, text)["reward"], text) for text in texts[i * ANSWERS : (i + 1) * ANSWERS] if text]
+        if scored and (best := max(scored))[0] > (worst := min(scored))[0]:
+            pairs.append({"prompt": row["prompt"], "chosen": best[1], "rejected": worst[1]})
+    if args.tiny:  # a model of two steps is never right
+        pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "0"} for row in rows]
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return path
+
+
+def answers(model, tokenizer, rows: list[dict], count: int, generator: torch.Generator) -> Samples:
     prompts = pad_left([encode_prompt(present(row, tokenizer), tokenizer) for row in rows], "cpu")
-    generator = torch.Generator().manual_seed(args.seed)
-    samples = sample(model, *prompts, 2 if args.tiny else 8, 20, eos_ids(model, tokenizer), generator=generator)
+    return sample(model, *prompts, count, 20, eos_ids(model, tokenizer), generator=generator)
+
+
+@torch.no_grad()
+def held_out(path: Path, start: Path, args: Args) -> dict[str, float]:
+    """The task's own score of greedy and sampled answers, and the KL from the SFT model in nats per completion."""
+    (model, tokenizer), (reference, _) = (load_model(str(folder)) for folder in (path, start))
+    task, size, count = load_task(args.task), 4 if args.tiny else 256, 8
+    scores = evaluate(model, tokenizer, task, None, size, count, 20, 1.0, args.seed)
+    samples = answers(model, tokenizer, task.heldout[:size], count, torch.Generator().manual_seed(args.seed))
     reference_logps, _ = completion_logps(reference.eval(), *samples[:4])
-    return ((samples.logps - reference_logps) * samples.completion_mask).sum(1).mean().item()
+    kl = ((samples.logps - reference_logps) * samples.completion_mask).sum(1).mean().item()
+    return {name.removeprefix("eval/"): value for name, value in scores.items()} | {"kl": kl}
 
 
 def chain(folder: Path, args: Args) -> list[dict]:
     steps = (2, 2, 2) if args.tiny else STEPS[args.task]
-    sft = run("sft", folder, args, max_steps=steps[0], **(dict(batch_size=4) if args.tiny else {}))
-    on_pairs = dict(model=str(sft["model"]), max_steps=steps[1], **(dict(num_pairs=16) if args.tiny else {}))
-    sampling = dict(model=str(sft["model"]), max_steps=steps[2], **(dict(num_prompts=4) if args.tiny else {}))
+    small = dict(batch_size=4) if args.tiny else {}
+    sft = run("sft", folder, args, max_steps=steps[0], task=(args.task,), **small)
+    on_pairs = dict(model=str(sft["model"]), max_steps=steps[1], **small)
+    on_pairs["task"] = str(make_pairs(sft["model"], folder, args))
+    sampling = dict(model=str(sft["model"]), max_steps=steps[2], task=args.task, beta=BETA)
+    sampling |= dict(num_prompts=4) if args.tiny else {}
     reward = run("reward_model", folder, args, **on_pairs)
     rows = {"sft": sft, "dpo, pairs": run("dpo", folder, args, **on_pairs)}
     for script in ("ppo_lm", "rloo", "grpo", "online_dpo"):
@@ -86,10 +118,8 @@ def chain(folder: Path, args: Args) -> list[dict]:
     table = [{"run": "reward_model", "pairs ranked right": reward["last"]["eval/pair_accuracy"],
               "seconds": round(reward["seconds"])}]  # fmt: skip
     for name, row in rows.items():
-        last = row["last"]
-        table.append({"run": name, **{k.removeprefix("eval/"): v for k, v in last.items() if k.startswith("eval/")
-                                      and "pair" not in k}, "reward": last.get("reward"),
-                      "kl": kl(row["model"], sft["model"], args), "seconds": round(row["seconds"])})  # fmt: skip
+        table.append({"run": name, **held_out(row["model"], sft["model"], args), "reward": row["last"].get("reward"),
+                      "seconds": round(row["seconds"])})  # fmt: skip
     return table
 
 
