@@ -1,5 +1,6 @@
 """What all tests share: one thread per worker and subprocess, no network, the ledger of times, and the counts of what
-passed, written to the file that the environment variable RESULTS names (benchmarks/page.py)."""
+passed, written to the file that the environment variable RESULTS names (benchmarks/page.py); of a part of the tests,
+the counts of its files are renewed there."""
 
 import json
 import os
@@ -56,4 +57,5 @@ def pytest_terminal_summary(terminalreporter):
             for report in terminalreporter.stats.get(kind, [])
             if "::" in report.nodeid
         }
-        Path(path).write_text(json.dumps(count(outcomes), indent=1) + "\n")
+        known = json.loads(Path(path).read_text()) if Path(path).exists() else {}
+        Path(path).write_text(json.dumps(known | count(outcomes), indent=1, sort_keys=True) + "\n")
