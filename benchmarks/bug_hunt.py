@@ -98,12 +98,12 @@ def reveal(folder: tyro.conf.Positional[Path]) -> None:
     """Prints what is wrong in a folder that `new` wrote."""
     hunt = json.loads((folder / "hunt.json").read_text())
     edit, _ = choose(hunt["number"], hunt["script"])
-    lines = (folder / next(f for f in edit.files if (folder / f).exists())).read_text()
-    line = lines[: lines.index(edit.new)].count("\n") + 1
+    right = (ROOT / next(f for f in edit.files if (folder / f).exists())).read_text()
+    line = right[: right.index(edit.old)].count("\n") + 1
     results = ROOT / "benchmarks/results/planted_bugs.json"
     found = json.loads(results.read_text())["bugs"].get(edit.name, {}) if results.exists() else {}
     print(f"{edit.name}, in {', '.join(edit.files)}, line {line}")
-    print(f"  right   {edit.old.strip()}\n  here    {edit.new.strip()}\n  why     {edit.why}")
+    print(f"  right   {edit.old.strip()}\n  here    {edit.new.strip() or '(nothing)'}\n  why     {edit.why}")
     print(f"  public  {edit.public or 'not known to us'}")
     print(f"  caught  {found.get('test', 'by no fast test that has run')}")
     if found.get("line"):
