@@ -189,7 +189,10 @@ def default_run(script: str) -> str:
 
 
 def algorithms() -> str:
-    rows = ["| script | algorithm | lines of code | default run, seed 1, one CPU thread |", "|---|---|---|---|"]
+    rows = [
+        "| script | algorithm | lines of code | default run, seed 1, one CPU thread: first evaluation to last |",
+        "|---|---|---|---|",
+    ]
     for script, name in SCRIPTS.items():
         parent = parent_of(script)
         name += f": `{parent}.py` with {own_lines(script)} lines of its own" if parent else ""

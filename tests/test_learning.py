@@ -103,13 +103,17 @@ def test_online_dpo_does_not_learn_from_flipped_rewards(monkeypatch):
 
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 def test_a_reward_model_helps_and_one_of_flipped_labels_hurts(noise, tmp_path, capfd):
-    """By the task's own score, on held-out prompts, after a few steps of RLOO on the reward model."""
+    """By the task's own score of what RLOO samples. On right labels it rises before the reward model is optimised too
+    far, which can begin within these steps; on flipped ones it falls from the first step on."""
     settings = dict(task="sort", seed=fresh_seeds()[0], eval_every=0, save_every=10**6, output_dir=str(tmp_path))
     reward_model.train(reward_model.Args(max_steps=20, label_noise=noise, **settings))
     (folder,) = tmp_path.glob("*/model")
-    history = rloo.train(rloo.Args(max_steps=8, reward=(str(folder),), **settings))
-    before, after = (history[i]["eval/pass@1"] for i in (0, -1))
-    assert after > 1.5 * before if noise == 0 else after < 0.75 * before
+    history = rloo.train(rloo.Args(max_steps=8, reward=(str(folder),), eval_prompts=16, **settings))
+    first, *later = [row["reward/task"] for row in history[1:]]
+    if noise == 0:
+        assert max(later) > 1.4 * first
+    else:
+        assert max(later) < first and later[-1] < 0.75 * first
     assert history[-1]["reward"] > history[1]["reward"], "the reward model itself is content"
 
 
