@@ -57,8 +57,8 @@ Expect
     The Pendulum command: -1,200 to -240 (30 seeds, standard deviation 95), in about 10 seconds.
     HalfCheetah-v5, 1M steps: 1,774 in training at the end, 1,921 with the likeliest actions (one seed; CleanRL
     publishes 1,443 in training, for v4), at about 3,900 steps a second. The tuned recipe: 4,686 with the likeliest
-    actions, 4,882 with sampled ones (one seed; 4,559 at 500,000 steps), about 25 minutes alone on a thread. RL
-    Baselines3 Zoo and Tianshou publish about 5,800.
+    actions, 4,882 with sampled ones (one seed; 4,559 at 500,000 steps), in an hour beside other work; alone it was not
+    timed. RL Baselines3 Zoo and Tianshou publish about 5,800.
 """
 
 import json

@@ -144,7 +144,7 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
         "eval/return",
         ("mean eval/return", "last eval/return"),
     ),
-    "ppo-halfcheetah-tuned": (  # 25 minutes a seed
+    "ppo-halfcheetah-tuned": (  # an hour a seed, beside other work
         "ppo",
         dict(env_id="HalfCheetah-v5", total_timesteps=1_000_000, num_envs=1, num_steps=512, num_minibatches=8,
              update_epochs=20, gamma=0.98, gae_lambda=0.92, clip_coef=0.1, learning_rate=2.0633e-5, anneal_lr=False,

@@ -64,8 +64,7 @@ def assert_same(stream: dict, case: dict, theirs: dict[str, torch.Tensor]) -> No
         close(f"{i}/returns", advantages + values)
         # training
         metrics = ppo.update(agent, optimizer, batch, generator, args)
-        # five epochs at large steps multiply float32's rounding: another order of the sum in delta moves it by 1.1e-5
-        close(f"{i}/approx_kl", metrics["approx_kl"], 1e-5 if args.update_epochs == 1 else 3e-5)
+        close(f"{i}/approx_kl", metrics["approx_kl"])
         close(f"{i}/explained_variance", metrics["explained_variance"])
         if args.update_epochs == 1:  # SB3 averages these over all epochs, we report the last
             close(f"{i}/entropy_loss", -metrics["entropy"])
