@@ -190,7 +190,7 @@ def default_run(script: str) -> str:
 
 def algorithms() -> str:
     rows = [
-        "| script | algorithm | lines of code | default run, seed 1, one thread, machine not idle: first to last evaluation |",
+        "| script | algorithm | lines of code | default run, seed 1, one thread, not idle: first to last evaluation |",
         "|---|---|---|---|",
     ]
     for script, name in SCRIPTS.items():
