@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -87,15 +88,17 @@ def fast_check(files: tuple[str, ...]) -> list[str]:
 
 class Recorder:
     """A pytest plugin: keeps the first failure, and the seconds of each file. Cases of a parametrised test that name
-    other scripts than the edited ones are left out."""
+    other scripts than the edited ones are left out; the test `first` runs first."""
 
-    def __init__(self, files: tuple[str, ...]):
+    def __init__(self, files: tuple[str, ...], first: str = ""):
+        self.first = first
         scripts = {Path(file).stem for file in files if file.startswith("algos/")}
         self.others = SCRIPTS - scripts if scripts and len(scripts) == len(files) else set()
         self.result, self.seconds, self.passed = {}, defaultdict(float), 0
 
     def pytest_collection_modifyitems(self, items):
-        items[:] = [item for item in items if item.name not in STORED and not self.is_of_another(item.nodeid)]
+        kept = [item for item in items if item.name not in STORED and not self.is_of_another(item.nodeid)]
+        items[:] = sorted(kept, key=lambda item: item.nodeid.partition("[")[0] != self.first)
 
     def is_of_another(self, nodeid: str) -> bool:
         named = SCRIPTS & set(re.split(r"[-\[\]]", nodeid.partition("[")[2]))
@@ -123,7 +126,7 @@ def where(failure) -> dict[str, str]:
     return {"line": f"{Path(place.path).name}:{place.lineno}: {line}", "raised": crash.message.splitlines()[0][:200]}
 
 
-def run_tests(copy: Path, files: tuple[str, ...], tests: list[str]) -> None:
+def run_tests(copy: Path, files: tuple[str, ...], tests: list[str], first: str) -> None:
     """In a process of its own, forked from one that has imported what is slow to import: pytest in `copy`. Writes what
     happened to result.json beside it, at its end."""
     import pytest
@@ -139,7 +142,7 @@ def run_tests(copy: Path, files: tuple[str, ...], tests: list[str]) -> None:
             os.dup2(log.fileno(), number)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("planted", "benchmarks", "algos", "utils")]:
         del sys.modules[name]
-    recorder = Recorder(files)
+    recorder = Recorder(files, first)
     flags = ["-o", "addopts=", "-m", "not slow", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
     code = pytest.main([*flags, f"--basetemp={copy.parent / 'tmp'}", *tests], plugins=[recorder])
     result = recorder.result | {"exit": int(code), "passed": recorder.passed, "files": dict(recorder.seconds)}
@@ -153,7 +156,7 @@ class Copy:
         self.folder, self.root = folder, folder / "plainrl"
         shutil.copytree(ROOT, self.root, ignore=IGNORED)
 
-    def start(self, edit: Edit | None, tests: list[str], limit: float) -> None:
+    def start(self, edit: Edit | None, tests: list[str], limit: float, first: str = "") -> None:
         self.edit, self.begun, self.limit = edit, time.time(), limit
         self.files = edit.files if edit else ()
         self.originals = {file: (self.root / file).read_text() for file in self.files}
@@ -161,7 +164,7 @@ class Copy:
             (self.root / file).write_text(edit.apply(text, file))
         (self.folder / "result.json").unlink(missing_ok=True)
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=run_tests, args=(self.root, self.files, tests))
+        self.process = context.Process(target=run_tests, args=(self.root, self.files, tests, first))
         self.process.start()
 
     def is_over(self) -> bool:
@@ -227,7 +230,7 @@ def warm_up() -> None:
 
 
 def run(only: tuple[str, ...] = (), jobs: int = 1, unedited: bool = True, output: Path = RESULTS) -> None:
-    """Tests every entry that has no row in `output` for these sources.
+    """Tests every entry that has no row in `output` for these sources. The test that caught it last time runs first.
 
     Args:
         only: names of entries; none: all.
@@ -243,24 +246,35 @@ def run(only: tuple[str, ...] = (), jobs: int = 1, unedited: bool = True, output
     done = {(row["name"], row["key"]) for row in read_rows(output) if row["sources"] == sources}
     todo = [edit for edit in edits if (not only or edit.name in only) and (edit.name, key_of(edit)) not in done]
     todo.sort(key=lambda edit: edit in SAME)
+    caught_by = {row["name"]: row.get("test", "").partition("[")[0] for row in read_rows(RESULTS)}
     warm_up()
     output.parent.mkdir(parents=True, exist_ok=True)
+    before = output if unedited and ("control", "") not in done else None
+    for edit, row in tested(todo, jobs, LIMIT, before, caught_by):
+        append({"name": edit.name, "key": key_of(edit), "sources": sources} | row, output)
+
+
+def tested(
+    edits: list[Edit], jobs: int, limit: float, unedited: Path | None, first: dict[str, str]
+) -> Iterator[tuple[Edit, dict]]:
+    """Yields each edit with its row of results as it ends, tested in `jobs` copies of the repository. The unedited copy
+    is tested before, where `unedited` is a file for its row, and in each the test that `first` names for the edit."""
+    todo, busy = list(edits), []
     with tempfile.TemporaryDirectory() as folder:
-        copies = [Copy(Path(folder) / str(i)) for i in range(jobs)]
-        if unedited and ("control", "") not in done:
-            try_unedited(copies[0], sources, output)
-        free, busy = list(copies), []
+        free = [Copy(Path(folder) / str(i)) for i in range(jobs)]
+        if unedited:
+            try_unedited(free[0], source_hash(), unedited)
         while todo or busy:
             while todo and free:
                 copy, edit = free.pop(), todo.pop(0)
-                copy.start(edit, fast_check(edit.files), LIMIT)
+                copy.start(edit, fast_check(edit.files), limit, first.get(edit.name, ""))
                 busy.append(copy)
             wait([copy.process.sentinel for copy in busy], timeout=1)
             for copy in [copy for copy in busy if copy.is_over()]:
-                row = {"name": copy.edit.name, "key": key_of(copy.edit), "sources": sources} | copy.finish()
-                append(row, output)
                 busy.remove(copy)
+                row = copy.finish()
                 free.append(copy)
+                yield copy.edit, row
 
 
 class Together:

@@ -18,6 +18,15 @@ os.environ.setdefault("HF_DATASETS_CACHE", os.path.join("/tmp", f"plainrl-datase
 START = time.time()
 
 
+def pytest_collection_modifyitems(items):
+    """The long tests first for each of two workers, which get a half each and, when done, the end of the other's rest:
+    at the end there are short ones left, and neither waits for the other."""
+    long = [item for item in items if item.path.name == "test_learning.py"]
+    short = [item for item in items if item.path.name != "test_learning.py"]
+    middle = len(short) // 2
+    items[:] = long[::2] + short[:middle] + long[1::2] + short[middle:]
+
+
 @pytest.fixture
 def imports_as_they_were(monkeypatch):
     """A user's project may take the name `utils`: give it back afterwards, and forget control.write_project's own."""

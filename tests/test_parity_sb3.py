@@ -92,12 +92,13 @@ def test_recorded():
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_live(case):
-    """All cases against the installed SB3, on another stream and with its own network sizes."""
+    """All cases against the installed SB3, on another stream and with wider networks. Of 16 units: of 64, five epochs
+    of Adam at these learning rates make a rounding of 1e-7 a difference of 1e-5, and other machines round otherwise."""
     why = "stable-baselines3 cannot be imported: pip install stable-baselines3==2.9.0"
     sb3 = pytest.importorskip("stable_baselines3", reason=why, exc_type=ImportError)
     if not sb3.__version__.startswith("2.9."):
         pytest.skip(f"stable-baselines3 is {sb3.__version__}: the comparison is with 2.9")
     stream = make_stream(seed=1)
     with torch.random.fork_rng():
-        theirs = run_sb3(stream, case, hidden_size=64)
+        theirs = run_sb3(stream, case, hidden_size=16)
     assert_same(stream, case, theirs)
