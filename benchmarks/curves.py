@@ -33,6 +33,7 @@ from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from algos import reward_model  # noqa: E402
 from utils.machine import environment  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "curves"
@@ -95,6 +96,13 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
         "accuracy",
         ("eval/pair_accuracy",),
     ),
+    **{  # RLOO on a reward model, told by the task's own score of what it samples
+        name: ("rloo", dict(task="sort", max_steps=8, eval_every=0, eval_prompts=16), "reward/task", (number,))
+        for name, number in (
+            ("rloo-sort-learned", "mean reward/task"),
+            ("rloo-sort-flipped", "negative mean reward/task"),  # it must hurt, and never less
+        )
+    },
     "grpo-countdown": (
         "grpo",
         dict(task="countdown", eval_every=0, eval_prompts=256),
@@ -166,6 +174,7 @@ CURVES = {  # name -> script, arguments, column over steps, compared numbers (al
         ("mean eval/return", "last eval/return"),
     ),
 }  # fmt: skip
+LEARNED = {"rloo-sort-learned": 0.0, "rloo-sort-flipped": 1.0}  # on a reward model -> its share of flipped labels
 FALSE_ALARM = FALSE_ALARMS / sum(len(numbers) for name, (*_, numbers) in CURVES.items() if name not in LONG)
 
 
@@ -175,14 +184,19 @@ def run_once(name: str, seed: int, **changes) -> dict:
     module = importlib.import_module(f"algos.{script}")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
-        args = module.Args(**settings | {"seed": seed, "output_dir": folder, "save_every": 10**6} | changes)
-        history = module.train(args)
+        common = {"seed": seed, "output_dir": folder, "save_every": 10**6}
+        if name in LEARNED:
+            pairs = dict(task="sort", max_steps=20, eval_every=0, label_noise=LEARNED[name])
+            reward_model.train(reward_model.Args(**pairs | common))
+            changes = {"reward": tuple(map(str, Path(folder).glob("*/model")))} | changes
+        history = module.train(module.Args(**settings | common | changes))
     steps = [row[column] for row in history if column in row]
     row = {"seed": seed, column: [round(x, 5) for x in steps]}
     row |= {key: value for key, value in history[-1].items() if key.startswith("eval/") and key != column}
     tenth = steps[-max(1, len(steps) // 10) :]
     row |= {f"mean {column}": statistics.mean(steps), f"last {column}": steps[-1]}
     row |= {"negative final loss": -statistics.mean(tenth)} if column == "loss" else {}
+    row |= {"negative mean reward/task": -statistics.mean(steps)} if column == "reward/task" else {}
     return row | {"seconds": round(time.perf_counter() - start, 1)}
 
 

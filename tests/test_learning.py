@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from algos import dt, grpo, iql, online_dpo, ppo, ppo_lm, reward_model, rloo, sft
-from benchmarks.curves import CURVES, FALSE_ALARM, LONG, band, recorded, run_once
+from algos import dt, grpo, iql, online_dpo, ppo, ppo_lm, rloo, sft
+from benchmarks.curves import CURVES, FALSE_ALARM, LEARNED, LONG, band, recorded, run_once
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -101,20 +101,12 @@ def test_online_dpo_does_not_learn_from_flipped_rewards(monkeypatch):
     misses_all_bands("online_dpo-sort")
 
 
-@pytest.mark.parametrize("noise", [0.0, 1.0])
-def test_a_reward_model_helps_and_one_of_flipped_labels_hurts(noise, tmp_path, capfd):
-    """By the task's own score of what RLOO samples. On right labels it rises before the reward model is optimised too
-    far, which can begin within these steps; on flipped ones it falls from the first step on."""
-    settings = dict(task="sort", seed=fresh_seeds()[0], eval_every=0, save_every=10**6, output_dir=str(tmp_path))
-    reward_model.train(reward_model.Args(max_steps=20, label_noise=noise, **settings))
-    (folder,) = tmp_path.glob("*/model")
-    history = rloo.train(rloo.Args(max_steps=8, reward=(str(folder),), eval_prompts=16, **settings))
-    first, *later = [row["reward/task"] for row in history[1:]]
-    if noise == 0:
-        assert max(later) > 1.4 * first
-    else:
-        assert max(later) < first and later[-1] < 0.75 * first
-    assert history[-1]["reward"] > history[1]["reward"], "the reward model itself is content"
+def test_a_reward_model_of_flipped_labels_hurts():
+    """And one of right labels helps: where RLOO starts lies between the bands of both, which fresh seeds reach."""
+    starts = [row["reward/task"][0] for name in LEARNED for row in recorded(name)]
+    helped = band("rloo-sort-learned", "mean reward/task")["lower"]
+    hurt = -band("rloo-sort-flipped", "negative mean reward/task")["lower"]
+    assert hurt < statistics.mean(starts) < helped
 
 
 def test_sft_learns_nothing_from_shuffled_completions(monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 from planted import BUGS, SAME
 from test_learning import fresh_seeds
 
+from benchmarks import mutations
 from benchmarks.planted_bugs import RESULTS, TESTS, Recorder, fast_check, read_rows, score
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,6 +100,23 @@ def test_a_mistake_is_caught_where_each_of_its_entries_is():
     for outcome in ("passed", "late", "broken"):
         less = score(rows | {one.name: {"outcome": outcome}})
         assert less["caught"] == whole["caught"] - 1 and less["entries_caught"] == whole["entries"] - 1
+
+
+def test_the_scores_of_random_mutations():
+    """Ten mutants: two survive, one of them equivalent; of eight killed, one is late, one broken, two raise."""
+    outcomes = [("passed", "")] * 2 + [("late", ""), ("broken", "")] + [("failed", "TypeError: <<")] * 2
+    outcomes += [("failed", "AssertionError: 1 != 2"), ("failed", "assert 1 == 2")] * 2
+    rows = [{"name": str(i), "outcome": outcome, "raised": why} for i, (outcome, why) in enumerate(outcomes)]
+    found = mutations.score(rows, {"0": "equivalent: nobody can tell", "1": "caught by a test, written for it"})
+    assert [found[name] for name in ("killed", "late", "broken", "raised", "equivalent")] == [8, 1, 1, 2, 1]
+    assert found["score"] == 0.8 and found["score_without_equivalent"] == 0.8889
+    assert found["score_of_assertions"] == 0.8
+
+
+def test_annotations_and_docstrings_are_no_mutations():
+    before = mutations.program('def f(x: int | None = None) -> int:\n    "A sum."\n    return x + 1')
+    assert mutations.program('def f(x: int - None = None) -> str:\n    "None."\n    return x + 1') == before
+    assert mutations.program('def f(x: int | None = None) -> int:\n    "A sum."\n    return x + 2') != before
 
 
 def test_a_sample_is_caught(tmp_path):
