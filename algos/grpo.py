@@ -235,15 +235,16 @@ def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) ->
 
 
 def policy_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Clipped surrogate per token, to be minimised, and where the clip cuts the gradient (equation 3, first term).
-    logps, old_logps (B, T), advantages (B, 1) -> (B, T), (B, T) bool."""
+    """Clipped surrogate per token, to be minimised, and where the clip cuts the gradient. arXiv 2402.03300,
+    equation 3, first term. logps, old_logps (B, T), advantages (B, 1) or (B, T) -> (B, T), (B, T) bool."""
     ratio = (logps - old_logps).exp()
     unclipped, clipped = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
     return -torch.min(unclipped, clipped), clipped < unclipped
 
 
 def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Estimate of KL(pi_theta || pi_ref) at tokens of pi_theta: non-negative, unbiased in value (equation 4)."""
+    """Estimate of KL(pi_theta || pi_ref) at tokens of pi_theta: non-negative, unbiased in value. arXiv 2402.03300,
+    equation 4."""
     difference = ref_logps - logps
     return difference.exp() - difference - 1
 
@@ -403,7 +404,7 @@ def train(args: Args) -> list[dict]:
     run = Run(args, "grpo", task.name, args.max_steps, ("reward", "eval/greedy", "eval/pass@1", "grad_norm"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
-    if args.precision == "pure-bfloat16":
+    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         run.print(
             "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
         )

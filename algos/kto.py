@@ -32,8 +32,8 @@ Differences
       therefore does not shuffle it.
     - z is no unbiased estimate of that KL: y_i-1 is no sample of the policy, and z is cut at 0. Two rows of one prompt
       that stand side by side are no mismatch; the paper and others let them, too.
-    - The paper advises weights with n_D w_D / (n_U w_U) from 1 to 4/3, where n_D and n_U count the rows. That number is
-      printed; nothing is balanced unasked. Both weights are 1 unless set.
+    - The paper advises weights with n_D w_D / (n_U w_U) from 1 to 3/2 (equation 9), where n_D and n_U count the rows.
+      That number is printed; nothing is balanced unasked. Both weights are 1 unless set.
     - A dataset of pairs is taken as two rows each, as TRL does. countdown and sort give a right and a wrong answer to
       each of --num-pairs problems.
     - AdamW; dropout is off, as in TRL, so that the first z and margin are 0.
@@ -277,25 +277,29 @@ def train(args: Args) -> list[dict]:
         left -= len(first_epoch[-1])
         if left == 0:
             break
-    examples, cut = {}, 0
+    examples, cut, too_long = {}, 0, []
     for row in [row for some in (heldout, *first_epoch) for row in some]:
         prompt, completion = encode_completion(rows[row], rows[row]["completion"], tokenizer, eos)
         if (room := args.max_length - len(prompt)) < 1:
-            raise UserError(
-                f"a prompt has {len(prompt)} tokens: raise --max-length above it, or drop it from the dataset"
-            )
+            too_long.append(len(prompt))
+            continue
         cut += len(completion) > room
         examples[row] = Example(prompt, completion[:room], rows[row]["label"])
+    if too_long:
+        raise UserError(
+            f"{len(too_long)} prompts have {args.max_length} tokens or more, up to {max(too_long)}: raise --max-length "
+            "above that, or drop them from the dataset"
+        )
     run = Run(args, "kto", data.name, args.max_steps, ("accuracy", "margin", "z", "eval/margin", "eval/greedy"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
     desirable = sum(row["label"] for row in data.train)
     balance = desirable * args.desirable_weight / ((len(data.train) - desirable) * args.undesirable_weight)
     run.print(f"{len(data.train)} rows, {desirable} of them desirable, {len(heldout)} held-out ones; {cut} are cut off")
-    run.print(f"desirable rows weigh {balance:.2f} times as much as undesirable ones in all; 1 to 1.33 is advised")
+    run.print(f"desirable rows weigh {balance:.2f} times as much as undesirable ones in all; 1 to 1.5 is advised")
     shown = examples[first_epoch[0][0]]
     run.print(show(tokenizer, shown.prompt, [shown.completion], [shown.label], {}))
-    if args.precision == "pure-bfloat16":
+    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         run.print(
             "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
         )
@@ -307,6 +311,7 @@ def train(args: Args) -> list[dict]:
     if len(reference) != len(rows):
         raise UserError(f"{args.task} has other rows than when the run began: resume with the dataset as it was")
     for some in (heldout, *first_epoch):
+        run.leave_if_asked()
         if reference[some].isnan().any():
             reference[some] = score_examples(model, [examples[row] for row in some], args)[0].cpu()
     for row in examples:
@@ -315,6 +320,7 @@ def train(args: Args) -> list[dict]:
     if run.state is not None:
         by_step[: len(run.state["by_step"])] = run.state["by_step"][: args.max_steps]
     for step in range(1, args.max_steps + 1):
+        run.leave_if_asked()
         if by_step[step - 1].isnan().any():
             batch = mismatched([examples[row] for row in batch_rows(step)], args)
             by_step[step - 1] = score_examples(model, batch, args)[0].cpu()

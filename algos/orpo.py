@@ -22,7 +22,8 @@ Differences
       TRL average over all tokens of the micro-batch, the prompt's among them (the authors' with an option against it).
     - log(1 - p) is log(-expm1(l)), with l at most minus the smallest step of its number format: a completion that has
       become certain in float32 would have infinite odds, and NaN for its gradient. TRL's has that NaN.
-    - The authors' learning rate falls with the inverse square root of the step.
+    - The learning rate of the authors' Mistral script falls with the inverse square root of the step; appendix C has a
+      cosine for their other models.
     - AdamW. Dropout is off, as in TRL.
     - Completions longer than --max-length permits are cut at the end and lose their EOS; their number is printed.
       Longer prompts are refused. TRL cuts, too.
@@ -39,10 +40,11 @@ Metrics
 Run
     python algos/orpo.py                                                  the embedded model learns countdown
     python algos/orpo.py --task sort --max-steps 40                       a smaller task
-    python algos/orpo.py --model mistralai/Mistral-7B-v0.1 --task argilla/ultrafeedback-binarized-preferences-cleaned \
+    python algos/orpo.py --model ORG/NAME --task argilla/ultrafeedback-binarized-preferences-cleaned \
         --beta 0.1 --batch-size 32 --max-length 2048 --learning-rate 5e-6 --warmup-steps 200 --max-steps 9500
-                                                                          the authors' Mistral-ORPO-beta: a base model,
-                                                                          five epochs; here with a linear decay
+                                                                          the authors' Mistral-ORPO-beta: a base model
+                                                                          (Mistral-7B-v0.1, a chat template added), five
+                                                                          epochs; here with a linear decay
     python algos/orpo.py --model ORG/NAME --task pairs.jsonl --lora-rank 32 --gradient-checkpointing
 
 Expect
@@ -245,22 +247,26 @@ def train(args: Args) -> list[dict]:
         left -= len(first_epoch[-1])
         if left == 0:
             break
-    pairs, cut = {}, 0
+    pairs, cut, too_long = {}, 0, []
     for row in [row for some in (heldout, *first_epoch) for row in some]:
         prompt, *completions = encode_pair(rows[row], tokenizer, eos)
         if (room := args.max_length - len(prompt)) < 1:
-            raise UserError(
-                f"a prompt has {len(prompt)} tokens: raise --max-length above it, or drop it from the dataset"
-            )
+            too_long.append(len(prompt))
+            continue
         cut += any(len(completion) > room for completion in completions)
         pairs[row] = Pair(prompt, *(completion[:room] for completion in completions))
+    if too_long:
+        raise UserError(
+            f"{len(too_long)} prompts have {args.max_length} tokens or more, up to {max(too_long)}: raise --max-length "
+            "above that, or drop them from the dataset"
+        )
     run = Run(args, "orpo", data.name, args.max_steps, ("accuracy", "margin", "eval/pair_accuracy", "eval/greedy"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
     run.print(f"{len(data.train)} pairs, {len(heldout)} held-out ones; {cut} pairs have a completion cut off")
     shown = pairs[first_epoch[0][0]]
     run.print(show(tokenizer, shown.prompt, [shown.chosen, shown.rejected], [1, 0], {}))
-    if args.precision == "pure-bfloat16":
+    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         run.print(
             "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
         )

@@ -27,7 +27,7 @@ Differences
     - --critic separate: a copy of the model with a scalar head that starts at zero. Stiennon et al. start it from the
       reward model. --critic shared: the head alone, on the policy's own last hidden states (Ziegler et al.).
     - Whitening subtracts the mean and divides by the unbiased standard deviation over the tokens of the whole batch of
-      completions, before it is cut into minibatches, as in TRL.
+      completions, before it is cut into minibatches, as in TRL's PPOTrainer, which TRL 1.16 has no more.
     - Denominators are those of a minibatch, which is one optimizer step, so micro-batches do not change the result.
       TRL's masked means depend on the split.
     - A completion without an EOS gets no penalty of its own, and V after it is 0 as after any other.
@@ -54,11 +54,15 @@ Run
     python algos/ppo_lm.py --critic shared --task sort
     python algos/ppo_lm.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k          a real model, on a GPU
     python algos/ppo_lm.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy --num-prompts 512 \
-        --num-iterations 4 --learning-rate 1.5e-5 --lr-schedule linear --max-steps 1953
+        --num-iterations 4 --num-minibatches 1 --learning-rate 1.5e-5 --critic-learning-rate 1.5e-5 \
+        --lr-schedule linear --max-steps 1953
                                                                                     Stiennon et al.'s settings (appendix
                                                                                     B.1, 1.3B model, a million episodes)
 
 Expect
+    The default run: held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8 0.42 to greedy 0.55, pass@1 0.50,
+    pass@8 0.70 (seed 1, 128 prompts), nearly all of the greedy gain in the first 20 steps; 12 minutes on one thread of
+    a busy CPU.
     --task sort --max-steps 16: greedy 0.23 to 0.98, pass@1 0.41 to 0.96 (seed 1), in about a minute on a CPU.
 """
 
@@ -184,7 +188,8 @@ class Args(RunArgs):
     precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
     """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
     lora_rank: int = 0
-    """train LoRA adapters of this rank instead of all weights (needs peft)"""
+    """train LoRA adapters of this rank instead of all the policy's weights (needs peft); a separate critic is trained
+    in full"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     trust_remote_code: bool = False
@@ -281,15 +286,16 @@ def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) ->
 
 
 def policy_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Clipped surrogate per token, to be minimised, and where the clip cuts the gradient (equation 3, first term).
-    logps, old_logps (B, T), advantages (B, 1) -> (B, T), (B, T) bool."""
+    """Clipped surrogate per token, to be minimised, and where the clip cuts the gradient. arXiv 2402.03300,
+    equation 3, first term. logps, old_logps (B, T), advantages (B, 1) or (B, T) -> (B, T), (B, T) bool."""
     ratio = (logps - old_logps).exp()
     unclipped, clipped = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
     return -torch.min(unclipped, clipped), clipped < unclipped
 
 
 def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Estimate of KL(pi_theta || pi_ref) at tokens of pi_theta: non-negative, unbiased in value (equation 4)."""
+    """Estimate of KL(pi_theta || pi_ref) at tokens of pi_theta: non-negative, unbiased in value. arXiv 2402.03300,
+    equation 4."""
     difference = ref_logps - logps
     return difference.exp() - difference - 1
 
@@ -437,7 +443,7 @@ def train(args: Args) -> list[dict]:
     run = Run(args, "ppo_lm", task.name, args.max_steps, ("reward", "eval/greedy", "eval/pass@1", "grad_norm"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
-    if args.precision == "pure-bfloat16":
+    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         run.print(
             "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
         )
@@ -464,6 +470,7 @@ def train(args: Args) -> list[dict]:
         run.save(0, state())
     run.restore_rng()
     model.train()
+    critic.train()  # a copy of a model in evaluation mode, in which gradient checkpointing does nothing
     while step < args.max_steps:
         start, before = time.perf_counter(), (step, state(), rng_state())
         step += 1

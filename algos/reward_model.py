@@ -337,28 +337,28 @@ def train(args: Args) -> list[dict]:
     # tokens of every pair that the run will see: those of the first epochs, as far as they come, and the held-out ones
     steps = range(1, 1 + min(args.max_steps, -(-len(data.train) // args.batch_size)))
     seen = dict.fromkeys(row for member in range(args.ensemble) for step in steps for row in batch_rows(step, member))
-    pairs, cut = {}, 0
+    pairs, cut, equal = {}, 0, 0
     for row in [*seen, *heldout]:
         chosen, rejected = whole = [encode_answer(rows[row], rows[row][c], tokenizer) for c in ("chosen", "rejected")]
         if max(map(len, whole)) > args.max_length:
             cut += 1
             chosen, rejected = (s[: args.max_length - 1] + s[-1:] if len(s) > args.max_length else s for s in whole)
-            if chosen == rejected != whole[1]:
-                raise UserError(
-                    f"a pair is equal in its first {args.max_length} tokens: raise --max-length, or drop it from the "
-                    "dataset"
-                )
+            equal += chosen == rejected != whole[1]
         pairs[row] = Pair(chosen, rejected, margin_of(rows[row], args))
+    if equal == len(pairs):
+        raise UserError(f"all pairs are equal in their first {args.max_length} tokens: raise --max-length")
     run = Run(args, "reward_model", data.name, args.max_steps,
               ("accuracy", "margin", "eval/pair_accuracy", "eval/ece"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
     run.print(f"{len(data.train)} pairs, {len(heldout)} held-out ones; {cut} pairs have a completion cut off")
+    if equal:
+        run.print(f"{equal} pairs are equal in what is left of them, and teach nothing: raise --max-length")
     for name, ids in zip(("chosen", "rejected"), pairs[next(iter(seen))]):
         run.print(f"{name:8} {tokenizer.decode(ids)!r}")
     if tokenizer.pad_token == tokenizer.eos_token:
         run.print("the tokenizer pads with EOS: scores are read at the last token before it")
-    if args.precision == "pure-bfloat16":
+    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         run.print(
             "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
         )

@@ -5,8 +5,9 @@ advantages, update, train (the names of the run and its curves). Gone: token_wei
 penalised.
 
 Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs"
-(arXiv 2402.14740, section 3.3, equations 5 and 8), after Kool, van Hoof and Welling 2019, "Buy 4 REINFORCE Samples, Get
-a Baseline for Free!". The whole completion is one action. For each prompt x the policy samples y_1..y_G. Maximises
+(arXiv 2402.14740, sections 2.2 and 2.3, equations 3 and 6), after Kool, van Hoof and Welling 2019, "Buy 4 REINFORCE
+Samples, Get a Baseline for Free!". The whole completion is one action. For each prompt x the policy samples y_1..y_G.
+Maximises
 
     J(theta) = E  1/G sum_i min[ rho_i A_i, clip(rho_i, 1 - eps, 1 + eps_high) A_i ]
 
@@ -19,11 +20,13 @@ completions (tests/test_exact_rloo.py): the baseline does not depend on y_i, no 
 lengths or deviations.
 
 Differences
-    - The paper takes one on-policy step (rho = 1); the clip matters with --num-iterations above 1 only. TRL's ratio and
-      clip are the same; verl and others clip token by token.
+    - The paper has neither ratio nor clip, and takes two gradient steps on each batch of samples, half of it each; here
+      it is one on all of it, and the clip matters with --num-iterations above 1 only. TRL's ratio and clip are the
+      same; verl and others clip token by token.
     - TRL also normalises advantages on request; here nothing does, for it would bias the gradient.
     - A completion that was cut off is a completion: it keeps its reward and its place in the baseline.
-    - pi_old is the sampler's own log-probability, so a difference between sampler and scorer (bfloat16) is corrected.
+    - pi_old is the scorer's in the ratio, as in TRL, and the sampler's in the penalty. In bfloat16 the two differ by
+      about 0.01 nats in a token, which over a long completion would reach the clip before anything is learnt.
     - Dropout is off, so that the policy that is updated is the one that sampled. TRL keeps the model's own.
     - Sampling and scoring both divide logits by --temperature; there is no top-k or top-p.
     - A sample for which every reward function returns None has advantage 0 and is left out of the others' baseline.
@@ -50,10 +53,10 @@ Run
     python algos/rloo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --num-generations 4
                                                                                     a real model, on a GPU
     python algos/rloo.py --model ORG/NAME --task prompts.jsonl --num-prompts 128 --num-generations 4 --beta 0.03 \
-        --learning-rate 1e-6 --reward rewards.py:accuracy
+        --learning-rate 1e-6 --warmup-steps 18 --max-steps 600 --reward rewards.py:accuracy
                                                                                     the paper's hyper-parameters
-                                                                                    (appendix C, TL;DR: 512 completions
-                                                                                    in an optimizer step)
+                                                                                    (appendix C, TL;DR: 600 batches of
+                                                                                    512, read as completions)
 
 Expect
     The default run: held-out countdown goes from greedy 0.01, pass@1 0.07 to greedy 0.55, pass@1 0.45 in its first 80
@@ -188,14 +191,14 @@ class Batch(NamedTuple):
 
 
 def penalised(batch: Batch, beta: float) -> Tensor:
-    """Rewards minus beta times log pi_old - log pi_ref of the whole completion (section 3.1, equation 2). (B,)"""
+    """Rewards minus beta times log pi_old - log pi_ref of the whole completion (equation 3). (B,)"""
     if batch.ref_logps is None:
         return batch.rewards
     return batch.rewards - beta * ((batch.samples.logps - batch.ref_logps) * batch.samples.completion_mask).sum(1)
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Each reward minus the mean of the other rewards of its group (equation 8). (P, G) -> (P, G).
+    """Each reward minus the mean of the other rewards of its group (section 2.3). (P, G) -> (P, G).
 
     NaN rewards are left out of the others' means and get 0; so does a reward that is alone.
     """
@@ -235,7 +238,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     mask = samples.completion_mask
     tokens = mask.sum().clamp(min=1)
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    metrics = {}
+    metrics, scored = {}, torch.zeros_like(samples.logps)
     for epoch in range(args.num_iterations):
         sums = dict.fromkeys(("clip_fraction", "approx_kl", "entropy", "gap"), torch.zeros((), device=mask.device))
         optimizer.zero_grad(set_to_none=True)
@@ -244,7 +247,9 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
                 logps, entropy = completion_logps(model, *inputs, args.temperature)
             width = logps.shape[1]
             old_logps, valid = samples.logps[rows, :width], mask[rows, :width]
-            whole, old_whole = ((x * valid).sum(1, keepdim=True) for x in (logps, old_logps))
+            if epoch == 0:
+                scored[rows, :width] = logps.detach()
+            whole, old_whole = ((x * valid).sum(1, keepdim=True) for x in (logps, scored[rows, :width]))
             loss, clipped = policy_loss(whole, old_whole, advantage[rows], args.epsilon, high)
             (loss.sum() / len(mask)).backward()
             with torch.no_grad():
@@ -365,7 +370,7 @@ def train(args: Args) -> list[dict]:
     run = Run(args, "rloo", task.name, args.max_steps, ("reward", "eval/greedy", "eval/pass@1", "grad_norm"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
-    if args.precision == "pure-bfloat16":
+    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         run.print(
             "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
         )

@@ -189,7 +189,7 @@ def train(args: Args) -> list[dict]:
     run = Run(args, "sft", "+".join(names), args.max_steps, ("loss", "eval/pass@1", "eval/sort/pass@1"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
-    if args.precision == "pure-bfloat16":
+    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         run.print(
             "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
         )

@@ -251,22 +251,26 @@ def train(args: Args) -> list[dict]:
         left -= len(first_epoch[-1])
         if left == 0:
             break
-    pairs, cut = {}, 0
+    pairs, cut, too_long = {}, 0, []
     for row in [row for some in (heldout, *first_epoch) for row in some]:
         prompt, *completions = encode_pair(rows[row], tokenizer, eos)
         if (room := args.max_length - len(prompt)) < 1:
-            raise UserError(
-                f"a prompt has {len(prompt)} tokens: raise --max-length above it, or drop it from the dataset"
-            )
+            too_long.append(len(prompt))
+            continue
         cut += any(len(completion) > room for completion in completions)
         pairs[row] = Pair(prompt, *(completion[:room] for completion in completions))
+    if too_long:
+        raise UserError(
+            f"{len(too_long)} prompts have {args.max_length} tokens or more, up to {max(too_long)}: raise --max-length "
+            "above that, or drop them from the dataset"
+        )
     run = Run(args, "simpo", data.name, args.max_steps, ("accuracy", "margin", "eval/pair_accuracy", "eval/greedy"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
     run.print(f"{len(data.train)} pairs, {len(heldout)} held-out ones; {cut} pairs have a completion cut off")
     shown = pairs[first_epoch[0][0]]
     run.print(show(tokenizer, shown.prompt, [shown.chosen, shown.rejected], [1, 0], {}))
-    if args.precision == "pure-bfloat16":
+    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         run.print(
             "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
         )

@@ -25,7 +25,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.curves import CURVES, band, recorded  # noqa: E402
+from benchmarks.curves import CURVES, ENOUGH, band, recorded  # noqa: E402
 from utils.machine import environment  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
@@ -205,8 +205,8 @@ def bands(script: str) -> str:
     """What two fresh seeds must reach, and on how many seeds that rests."""
     cells = []
     for name, (of, _, _, numbers) in CURVES.items():
-        if of == script and len(recorded(name)) > 3:
-            task = name.partition("-")[2]
+        if of == script and len(recorded(name)) >= ENOUGH:
+            task = name.removeprefix(f"{script}-")
             limits = [f"{key.removeprefix('eval/')} from {number(band(name, key)['lower'])}" for key in numbers]
             cells.append(f"{task}: {', '.join(limits)} ({len(recorded(name))} seeds)")
     return "<br>".join(cells) or "not run"

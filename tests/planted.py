@@ -107,8 +107,8 @@ BUGS = [
     Edit(
         "ratio-of-mean-tokens",
         ("algos/rloo.py",),
-        "((x * valid).sum(1, keepdim=True) for x in (logps, old_logps))",
-        "((x * valid).mean(1, keepdim=True) for x in (logps, old_logps))",
+        "((x * valid).sum(1, keepdim=True) for x in (logps, scored[rows, :width]))",
+        "((x * valid).mean(1, keepdim=True) for x in (logps, scored[rows, :width]))",
         "a mean keeps the ratio of long completions near 1, but it is another policy's",
         "OpenRLHF#515 and #553 are about RLOO that differs from TRL's",
     ),
@@ -2306,8 +2306,8 @@ BUGS = [
     Edit(
         "evaluation-moves-the-training-noise:envs",
         ("utils/envs.py",),
-        "    set_rng_state(before)\n",
-        "",
+        "        set_rng_state(before)\n",
+        "        pass\n",
         "one generator for everything: how often one evaluates changes what is learnt",
     ),
     Edit(
@@ -2483,8 +2483,8 @@ BUGS = [
     Edit(
         "checkpoints-sorted-as-text",
         ("utils/checkpoint.py",),
-        'f"step-{step:08d}.pt"',
-        'f"step-{step}.pt"',
+        "(len(path.name), path.name)",
+        'path.name.lstrip("step-0")',
         "step-9 comes after step-10: the newest is not the newest",
     ),
 ]

@@ -3,6 +3,7 @@ what is wrong."""
 
 import importlib
 import json
+import os
 import random
 import signal
 import time
@@ -186,9 +187,25 @@ def test_a_dataset_and_long_rows(tmp_path, capsys):
     assert "1 pairs have a completion cut off" in capsys.readouterr().out
     evaluated = [row for row in metrics(folder) if "eval/pair_accuracy" in row]
     assert [row["step"] for row in evaluated] == [0, 2, 4] and not any("eval/greedy" in row for row in evaluated)
-    with user_error(capsys, "prompt", "--max-length"):
+    with user_error(capsys, "30 prompts have 4 tokens or more, up to 4", "--max-length"):
         command_line(dpo, *flags, "--max-length", 4, "--output-dir", tmp_path / "none")
     assert runs_in(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("module", [dpo, kto], ids=lambda module: module.__name__)
+def test_a_signal_ends_the_reference_pass(module, tmp_path, monkeypatch):
+    """Which can take long, and of which nothing is saved: at its next batch."""
+    name, calls = "score_examples" if module is kto else "score_pairs", []
+    score = getattr(module, name)
+
+    def interrupted(*args):
+        calls.append(os.kill(os.getpid(), signal.SIGTERM))
+        return score(*args)
+
+    monkeypatch.setattr(module, name, interrupted)
+    with pytest.raises(SystemExit) as exit:
+        command_line(module, *SMALL, "--output-dir", tmp_path)
+    assert exit.value.code == 128 + signal.SIGTERM and len(calls) == 1
 
 
 @pytest.mark.parametrize("loss", dpo.LOSSES)

@@ -32,12 +32,14 @@ RECIPES = [
     ),
     Recipe(
         "rloo", "--beta 0.03", "arXiv 2402.14740, appendix C (TL;DR)", preset="full",
-        paper=dict(learning_rate=1e-6, beta=0.03, num_generations=4, num_prompts=128, num_iterations=1),
+        paper=dict(learning_rate=1e-6, lr_schedule="constant", warmup_steps=18, max_steps=600, beta=0.03,
+                   num_generations=4, num_prompts=128, num_iterations=1),
     ),
     Recipe(
         "ppo_lm", "1.5e-5", "arXiv 2009.01325, appendix B.1 (1.3B)", preset="full",
         paper=dict(learning_rate=1.5e-5, lr_schedule="linear", beta=0.05, gamma=1.0, gae_lambda=0.95, num_prompts=512,
-                   num_generations=1, num_iterations=4, max_steps=1953, critic="separate"),
+                   num_generations=1, num_iterations=4, num_minibatches=1, critic_learning_rate=1.5e-5,
+                   max_steps=1953, critic="separate"),
     ),
     Recipe(
         "dpo", "Anthropic/hh-rlhf", "arXiv 2305.18290, appendix B", preset="full",
@@ -51,7 +53,8 @@ RECIPES = [
                    sft_coef=0.0),
     ),
     Recipe(
-        "orpo", "Mistral-7B-v0.1", "arXiv 2403.07691 and the authors' run_mistral_orpo_beta.sh", preset="full",
+        "orpo", "ultrafeedback-binarized-preferences-cleaned",
+        "the authors' run_mistral_orpo_beta.sh (lambda: arXiv 2403.07691, section 6.1)", preset="full",
         paper=dict(beta=0.1, batch_size=32, learning_rate=5e-6, warmup_steps=200, max_length=2048,
                    lr_schedule="inverse_sqrt"),
         differs=dict(lr_schedule=("linear", "here with a linear decay")),

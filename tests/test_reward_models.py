@@ -287,6 +287,22 @@ def test_long_sequences_keep_their_last_token(tmp_path, capsys):
     assert runs_in(tmp_path / "none") == []
 
 
+def test_pairs_that_are_equal_when_cut(tmp_path, capsys):
+    """They are counted, and what they teach is nothing."""
+    rows = [dict(prompt=f"S{i}:", chosen="12345" + "6" * (i == 12), rejected="12345" + "7" * (i == 12))
+            for i in range(10, 20)]  # fmt: skip
+    for row in rows:
+        row["rejected"] = row["rejected"] if row["prompt"] == "S12:" else "54321"
+    flags = ["--task", write_pairs(tmp_path / "pairs.jsonl", rows), "--max-steps", 2, "--batch-size", 4]
+    new_run(reward_model, tmp_path / "runs", *flags, "--device", "cpu", "--max-length", 10)
+    assert "1 pairs are equal in what is left of them" in capsys.readouterr().out
+
+
+def test_no_keys_and_values_are_kept_for_a_score(single):
+    model = RewardModel(str(single / "model"), "", "", "cpu").members[0]
+    assert model(input_ids=torch.tensor([[3, 4, 5]])).past_key_values is None
+
+
 def test_chat_messages_are_what_the_template_makes_of_them():
     """Training and scoring see what anyone gets from apply_chat_template, tokens behind the EOS included."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)

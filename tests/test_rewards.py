@@ -155,6 +155,21 @@ def test_same_name_twice(tmp_path):
     assert result.rewards.tolist() == [3.0] * 4 and sorted(result.columns.values()) == [1.0, 2.0]
 
 
+def test_autocast_is_the_policy_s_alone(tmp_path):
+    """In training and in evaluation: a reward model or a function of the user's would be rounded by it."""
+    path = write(
+        tmp_path,
+        "import torch\n"
+        "def zero(completions, **rest):\n"
+        "    assert not torch.is_autocast_enabled('cpu')\n"
+        "    return [0.0 for _ in completions]\n",
+    )
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"S{i}:"}) + "\n" for i in range(10, 40)))
+    flags = ["--task", tmp_path / "rows.jsonl", "--reward", f"{path}:zero", "--precision", "bfloat16", "--max-steps", 1]
+    folder = new_run(grpo, tmp_path / "runs", *SMALL["grpo"], *flags)
+    assert [row["eval/greedy"] for row in metrics(folder)] == [0.0, 0.0]
+
+
 def test_a_file_is_run_once(tmp_path, monkeypatch):
     """Two functions of one file share what it holds (a loaded model, a cache), however its path is written."""
     path = write(

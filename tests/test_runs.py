@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import utils.evaluation
 import utils.run
-from algos import grpo, sft
+from algos import grpo, ppo_lm, sft
 from utils.checkpoint import rng_state, set_rng_state
 from utils.evaluation import advice, evaluate, show
 from utils.lm import TINY_MODEL, completion_logps, load_model, sample
@@ -260,6 +260,20 @@ def test_gradient_checkpointing_changes_nothing(finished, tmp_path):
         assert {**ours, **{k: v for k, v in plain.items() if k.startswith("eval/")}} == pytest.approx(
             plain, rel=1e-3, abs=1e-5
         )
+
+
+def test_gradient_checkpointing_reaches_the_critic(tmp_path, monkeypatch):
+    """transformers does it in layers that are in training mode, and loads models in evaluation mode."""
+    update, modes = ppo_lm.update, []
+
+    def watched(model, critic, *rest):
+        modes.append([m.training and m.gradient_checkpointing for part in (model, critic) for m in part.modules()
+                      if hasattr(m, "gradient_checkpointing")])  # fmt: skip
+        return update(model, critic, *rest)
+
+    monkeypatch.setattr(ppo_lm, "update", watched)
+    new_run(ppo_lm, tmp_path, *SMALL["ppo_lm"], "--gradient-checkpointing", "--max-steps", 1)
+    assert len(modes[0]) >= 4 and all(modes[0])
 
 
 def test_dropout_is_off_but_stays_in_the_configuration(tmp_path):

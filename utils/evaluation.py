@@ -39,7 +39,9 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: 
             repeated = [row for row in some for _ in range(count)]
             if task.score is None:
                 shown = [prompt for prompt in prompts for _ in range(count)]
-                scores = [{"reward": r} for r in score(repeated, shown, texts, token_lists, step).rewards.tolist()]
+                with torch.autocast(model.device.type, enabled=False):  # the caller's is the policy's; as in training
+                    scored = score(repeated, shown, texts, token_lists, step)
+                scores = [{"reward": r} for r in scored.rewards.tolist()]
             else:
                 scores = [task.score(row, text) for row, text in zip(repeated, texts)]
             into += [s["reward"] for s in scores]

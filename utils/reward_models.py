@@ -150,6 +150,8 @@ class RewardModel:
         check_aggregation(self.how, spec)
         loaded = [load_reward_model(str(member), device) for member in members or [path]]
         self.members, self.tokenizer = [model for model, _, _ in loaded], loaded[0][1]
+        for member in self.members:
+            member.config.get_text_config().use_cache = False  # of keys and values, which would outweigh the model
 
     @torch.no_grad()
     def __call__(self, rows: list[dict], texts: list[str]) -> list[float]:

@@ -235,6 +235,12 @@ class Run:
             print(f"stopped after step {step}; continue with --resume {self.dir}", flush=True)
             sys.exit(128 + self.signal)
 
+    def leave_if_asked(self) -> None:
+        """For long work before the first step, of which nothing is saved yet: leaves when a signal asked for it."""
+        if self.signal is not None:
+            self.bar.close()
+            sys.exit(128 + self.signal)
+
     def restore_rng(self) -> None:
         """Call last, when everything that consumes random numbers on the way into the loop has been built."""
         if self.state is not None:
