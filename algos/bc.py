@@ -36,8 +36,8 @@ Run
     python algos/bc.py --evaluate RUN --eval-episodes 100 --capture-video        scores a saved agent
 
 Expect
-    The default run, Hopper-v5's collection, in less than a minute on a CPU: 210 (seed 1, mean actions; its best
-    trajectory has 2,485); with --top-fraction 0.1 it is 937.
+    The default run, Hopper-v5's collection, in less than a minute on a CPU: 210 (seed 1, mean actions, 10 episodes; the
+    best trajectory has 2,485); with --top-fraction 0.1 it is 937, and 1,147 at best.
 """
 
 import json
@@ -56,6 +56,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.checkpoint import saving
 from utils.envs import evaluate, make_env, saved_agent
 from utils.errors import UserError, check_numbers
 from utils.offline import Dataset, OfflineArgs, check_spaces, load_dataset
@@ -231,7 +232,8 @@ def train(args: Args) -> list[dict]:
             now = time.perf_counter()
             numbers = {name: value.item() for name, value in columns.items()}
             if due:
-                numbers |= scored()
+                with saving(run, step, state, numbers):
+                    numbers |= scored()
                 numbers |= data.score(numbers["eval/return"])
                 best = max(best, numbers["eval/return"])
                 if step == run.total:

@@ -16,8 +16,8 @@ Differences
     - A truncated episode is bootstrapped from its last observation. CleanRL treats truncation as termination.
     - The paper shares no parameters between policy and value for MuJoCo and neither do we; CleanRL's and SB3's agree.
     - Values, and log-probabilities under pi_old, are computed for the whole rollout at once, before the first epoch.
-    - Advantages are normalised per minibatch (mean 0, unbiased standard deviation 1, plus 1e-8), as in baselines; the
-      paper does not. That scales gradients by a number that depends on the data; --no-normalize-advantages is without.
+    - Advantages are normalised per minibatch (mean 0, unbiased standard deviation 1, plus 1e-8), as in CleanRL and SB3;
+      the paper does not. That scales gradients by a number that depends on the data (--no-normalize-advantages: not).
     - The value loss is not clipped unless --clip-vloss (baselines clip it; arXiv 2006.05990 found that it hurts).
     - Observations are normalised by running statistics and clipped to +-10, rewards are divided by the running standard
       deviation of the discounted return and clipped to +-10. Baselines do so for MuJoCo only; without it CartPole had
@@ -45,7 +45,10 @@ Run
         --gamma 0.98 --gae-lambda 0.92 --clip-coef 0.1 --learning-rate 2.0633e-5 --no-anneal-lr --log-std-init -2 \
         --hidden-size 256 --max-grad-norm 0.8 --vf-coef 0.58 --ent-coef 0.0004
                                                                                  a tuned one: RL Baselines3 Zoo's, with
-                                                                                 tanh where it has ReLU
+                                                                                 tanh where it has ReLU, orthogonal
+                                                                                 weights where it has ortho_init=False,
+                                                                                 and, as SB3's value loss is not halved,
+                                                                                 half of its weight of the value loss
     python algos/ppo.py --env-id package.module:Name-v0 --env-kwargs size=5      your own environment
     python algos/ppo.py --env-id Hopper-v5 --num-envs 8 --num-steps 256 --vector async
                                                                                  async: for steps slower than 1 ms
@@ -55,10 +58,10 @@ Expect
     The default run: CartPole-v1 pays 500 (the most there is) from about 20,000 steps on, in less than 15 seconds on a
     CPU; all of 10 seeds reach 475 within 100,000 steps.
     The Pendulum command: -1,200 to -240 (30 seeds, standard deviation 95), in about 10 seconds.
-    HalfCheetah-v5, 1M steps: 1,774 in training at the end, 1,921 with the likeliest actions (one seed; CleanRL
-    publishes 1,443 in training, for v4), at about 3,900 steps a second. The tuned recipe: 4,686 with the likeliest
-    actions, 4,882 with sampled ones (one seed; 4,559 at 500,000 steps), in an hour beside other work; alone it was not
-    timed. RL Baselines3 Zoo and Tianshou publish about 5,800.
+    HalfCheetah-v5, 1M steps: 1,774 in training at the end, 1,921 with the likeliest actions (one seed, not recorded;
+    CleanRL publishes 1,443 in training, for v4), at about 3,800 steps a second. The tuned recipe: 4,686 with the
+    likeliest actions, 4,882 with sampled ones (one seed; 4,559 at 500,000 steps), in an hour beside other work; alone
+    it was not timed. RL Baselines3 Zoo and Tianshou publish about 5,800.
 """
 
 import json
@@ -77,7 +80,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state
+from utils.checkpoint import rng_state, saving
 from utils.envs import EnvArgs, evaluate, make_env, make_vector, reset_vector, restore_vector, saved_agent, step_vector
 from utils.errors import UserError, check_numbers
 from utils.normalize import RunningMeanStd
@@ -359,10 +362,10 @@ def collect(
 
 def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for settings that no run can have."""
-    if not isinstance(space, (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
-        raise UserError(
-            f"--env-id {args.env_id} has the action space {space}: PPO needs Box, Discrete or MultiDiscrete"
-        )
+    kinds = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)
+    if not isinstance(space, kinds) or isinstance(space, gym.spaces.Box) and space.dtype.kind != "f":
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs a Box of floats, Discrete or "
+                        "MultiDiscrete")  # fmt: skip
     check_numbers(args, RANGES)
     if args.capture_video and not args.evaluate:
         raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
@@ -458,7 +461,8 @@ def train(args: Args) -> list[dict]:
 
         # evaluate
         if step == run.total or (args.eval_every and crosses(step, step - rollout, args.eval_every)):
-            columns |= scored()
+            with saving(run, step, state, columns):
+                columns |= scored()
         run.log(step, **columns)
         run.end_step(step, state)
 

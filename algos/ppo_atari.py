@@ -17,9 +17,9 @@ Differences
       all its lives. Gymnasium's terminal_on_life_loss would start a new game at every lost life.
     - Games that begin with FIRE get it pressed at their start and after each lost life.
     - The network is shared by policy and value, as in the paper: orthogonal weights, zero biases.
-    - Settings are those of CleanRL and baselines (4 epochs of 4 minibatches; entropy 0.01; value loss 0.5, not
-      clipped), the learning rate and the clip are the paper's; the paper anneals both, makes 3 epochs and weighs the
-      value loss by 1.
+    - Settings are those of CleanRL and baselines (4 epochs of 4 minibatches; entropy 0.01; value loss 0.5 of half
+      squares, not clipped), the learning rate and the clip are the paper's; the paper anneals both, makes 3 epochs and
+      weighs the value loss by 1.
     - A game is restored on resume by its actions, as in ppo.py: exact, since nothing in it is left to chance but the
       no-ops.
 
@@ -52,7 +52,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state
+from utils.checkpoint import rng_state, saving
 from utils.envs import EnvArgs, evaluate, make_env, make_vector, reset_vector, restore_vector, saved_agent, step_vector
 from utils.errors import UserError, check_numbers
 from utils.run import Run, crosses, main, prepare
@@ -350,10 +350,10 @@ def collect(
 
 def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for settings that no run can have."""
-    if not isinstance(space, (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
-        raise UserError(
-            f"--env-id {args.env_id} has the action space {space}: PPO needs Box, Discrete or MultiDiscrete"
-        )
+    kinds = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)
+    if not isinstance(space, kinds) or isinstance(space, gym.spaces.Box) and space.dtype.kind != "f":
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs a Box of floats, Discrete or "
+                        "MultiDiscrete")  # fmt: skip
     check_numbers(args, RANGES)
     if args.capture_video and not args.evaluate:
         raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
@@ -450,7 +450,8 @@ def train(args: Args) -> list[dict]:
 
         # evaluate
         if step == run.total or (args.eval_every and crosses(step, step - rollout, args.eval_every)):
-            columns |= scored()
+            with saving(run, step, state, columns):
+                columns |= scored()
         run.log(step, **columns)
         run.end_step(step, state)
 

@@ -23,6 +23,8 @@ Differences
       H).
     - One actor update for every critic update, as in the paper; CleanRL makes two every second step.
     - The paper's 1M-step settings are HalfCheetah's below; the default is for Pendulum and starts learning earlier.
+    - Where the environment raises, the checkpoint is from before that step, but for the global generators (Python's,
+      NumPy's, torch's): what the failed step drew from them is not drawn again. A copy at each step would cost time.
 
 Metrics
     return, length      of the training episodes that ended since the row before; absent where none did
@@ -46,7 +48,7 @@ Run
 
 Expect
     The default run: Pendulum-v1 goes from about -1,300 to -170 with the likeliest actions in about 2 minutes on a CPU
-    (80 to 100 steps a second).
+    (80 to 100 steps a second; measured once, not recorded).
 """
 
 import copy
@@ -68,6 +70,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.checkpoint import saving
 from utils.collection import save_collection
 from utils.envs import EnvArgs, evaluate, make_env, make_vector, reset_vector, restore_vector, saved_agent, step_vector
 from utils.errors import UserError, check_numbers
@@ -117,11 +120,12 @@ class Args(EnvArgs):
     hidden_size: int = 256
     """units of the two hidden layers of actor and critics"""
     record_dataset: str = ""
-    """write collections to this folder at the end, as D4RL does: random, medium, expert, medium- and full-replay"""
+    """write collections to this folder at the end, as D4RL does: random, medium, expert, medium- and full-replay.
+    Time-outs are guessed: where the next row does not begin in the observation that a row led to"""
     record_steps: int = 100_000
     """transitions in each of random, medium and expert"""
     compile: bool = False
-    """compile the losses: for a GPU; on the CPU that was measured it is slower"""
+    """compile the losses: meant for a GPU"""
     log_every: int = 500
     """environment steps between rows of metrics"""
     eval_every: int = 2_000
@@ -240,8 +244,9 @@ def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: 
 
 def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for settings that no run can have."""
-    if not isinstance(space, gym.spaces.Box) or not space.is_bounded():
-        raise UserError(f"--env-id {args.env_id} has the action space {space}: SAC needs a Box with finite bounds")
+    if not isinstance(space, gym.spaces.Box) or not space.is_bounded() or space.dtype.kind != "f":
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: SAC needs a Box of floats with finite "
+                        "bounds")  # fmt: skip
     check_numbers(args, RANGES)
     if args.capture_video and not args.evaluate:
         raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
@@ -274,7 +279,8 @@ def record(actor: Actor, snapshots: list, replay: ReplayBuffer, make: Callable, 
     """Collections by D4RL's protocol (arXiv 2004.07219, appendix C). `snapshots` are (step, eval/return, weights of the
     actor) from before the first update on. random, expert: sampled actions of the first and of the last actor; medium:
     of the first that had come a third of the way between their returns; medium-replay: all that had been in the replay
-    buffer by then; full-replay: all that is in it at the end."""
+    buffer by then; full-replay: all that is in it at the end. The buffer does not say where time ran out: a row that
+    does not begin where the one before led to does, so that a cut between two equal observations is missed."""
     (_, low, _), (_, high, _) = snapshots[0], snapshots[-1]
     medium = next((one for one in snapshots[1:] if one[1] >= low + (high - low) / 3), snapshots[-1])
     for name, (step, score, weights) in {"random": snapshots[0], "medium-replay": medium, "medium": medium,
@@ -322,7 +328,12 @@ def train(args: Args) -> list[dict]:
     optimizers = Optimizers(adam(agent.actor.parameters()), adam(agent.critics.parameters()),
                             adam([agent.log_alpha]) if args.alpha is None else None)  # fmt: skip
     generator = torch.Generator(device).manual_seed(args.seed)
-    replay = ReplayBuffer(args.buffer_size, (obs_size, action_size, 1, 1, obs_size), device)
+    sizes = (obs_size, action_size, 1, 1, obs_size)
+    try:
+        replay = ReplayBuffer(args.buffer_size, sizes, device)
+    except RuntimeError as error:
+        raise UserError(f"--buffer-size {args.buffer_size} needs {args.buffer_size * sum(sizes) * 4e-9:,.1f} GB of "
+                        f"memory on {device}, which cannot be had: give less") from error  # fmt: skip
     run = Run(args, "sac", args.env_id, args.total_timesteps, ("return", "eval/return", "alpha"), "total_timesteps")
     losses = (critic_loss, actor_loss)
     if args.compile:
@@ -389,7 +400,8 @@ def train(args: Args) -> list[dict]:
                 numbers |= dict(zip(("return", "length"), np.mean(episodes, 0).tolist()))
                 episodes = []
             if due:
-                numbers |= scored()
+                with saving(run, step, state, numbers):
+                    numbers |= scored()
                 if args.record_dataset:
                     snapshots = snapshots + snapshot(numbers["eval/return"])
             run.log(step, **numbers, **{"time/steps_per_second": (step - logged) / (now - begun)})

@@ -103,10 +103,12 @@ ACTIONS = {
     "grid": spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[1, 0], [0, -2]]),
     "box": spaces.Box(np.array([[0, -1]], np.float32), np.array([[5, np.inf]], np.float32)),
     "unit": BOX,
+    "integers": spaces.Box(0, 3, (2,), np.int64),
     "multibinary": spaces.MultiBinary(2),
     "dict": spaces.Dict(a=BOX),
     "tuple": spaces.Tuple([BOX]),
 }
 
 gym.register("Walk-v0", "environments:Walk", max_episode_steps=40)
+gym.register("Endless-v0", "environments:Walk", kwargs={"size": 1_000})
 gym.register("Bandit-v0", "environments:Bandit")

@@ -133,7 +133,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def checkpoints(folder: Path) -> list[int]:
     """The steps of the checkpoints that are there."""
-    return [int(path.stem.removeprefix("step-")) for path in sorted((folder / "checkpoints").glob("step-*.pt"))]
+    return sorted(int(path.stem.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*.pt"))
 
 
 def stopped_after(step: int, reference: Path, tmp_path: Path) -> Path:

@@ -115,8 +115,8 @@ def test_a_run_on_observations_that_are_no_vector(observation, tmp_path):
 def test_actions(action, tmp_path, capsys):
     """The environment gets members of its own action space (it asserts so), or one sentence says what is needed."""
     args = ["--env-id", "environments:Bandit-v0", "--env-kwargs", f"action={action}", "--output-dir", tmp_path / "runs"]
-    if action in ("multibinary", "dict", "tuple"):
-        with user_error(capsys, "action space", "Box, Discrete or MultiDiscrete"):
+    if action in ("multibinary", "dict", "tuple", "integers"):
+        with user_error(capsys, "action space", "Discrete or MultiDiscrete"):
             command_line(ppo, *SMALL["ppo"], *args)
         assert not (tmp_path / "runs").exists()
     else:
@@ -255,7 +255,7 @@ def test_an_environment_that_does_not_repeat_itself(capsys):
     args = ["environments:Bandit-v0", "draws=start"]
     envs = vector(*args)
     reset_vector(envs)
-    while max(len(actions) for actions in envs.log.actions) < 4:
+    while envs.log.length.max() < 4:
         obs = played(envs, 1)[-1][0]
     states = envs.log.state(np.array(obs, np.float32))
     for seed in range(1, 6):
@@ -280,7 +280,8 @@ def test_a_long_episode_keeps_its_length(monkeypatch):
     envs = vector("environments:Walk-v0", "size=100")
     reset_vector(envs)
     played(envs, 39)
-    assert {len(kept) for kept in envs.log.actions} == {4}  # one more than can be replayed tells that it cannot
+    saved = envs.log.state(np.zeros((3, 2)))
+    assert {len(state["actions"]) for state in saved} == {4}  # one more than can be replayed tells that it cannot
     assert [length for _, length in played(envs, 1)[0][-1]] == [40] * 3
 
 
@@ -310,6 +311,26 @@ def test_async_equals_sync(tmp_path):
     """A training run, bit for bit."""
     runs = [new_run(ppo, tmp_path / kind, *SMALL["ppo"], *WALK, "--vector", kind) for kind in ("sync", "async")]
     assert_same_result(*runs)
+
+
+def test_the_log_has_every_action_in_order():
+    """Over lengths at which it makes room, and after a restore; each state is a copy that the log does not change."""
+    envs = vector("environments:Walk-v0", "size=1000")
+    reset_vector(envs)
+    taken, states = [], []
+    for step in range(38):
+        if step == 11:
+            for i, state in enumerate(states[-1]):
+                envs.log.begin(i, state["episode"], state["total"], state["actions"].numpy())
+        taken.append(np.random.default_rng(step).uniform(-0.1, 0.1, (3, 1)).astype(np.float32))
+        step_vector(envs, taken[-1].copy(), step)
+        states.append(envs.log.state(np.zeros((3, 2))))
+    for step, state in enumerate(states):
+        for i in range(3):
+            assert np.array_equal(state[i]["actions"].numpy(), np.array(taken)[: step + 1, i])
+            assert state[i]["actions"].dtype == torch.float32
+    envs.log.begin(1, 5)
+    assert envs.log.state(np.zeros((3, 2)))[1]["actions"].shape == (0,)
 
 
 # --- evaluation ---
@@ -393,6 +414,28 @@ def test_video_that_cannot_be_made(lacks, tmp_path, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "moviepy", None)
     with user_error(capsys, "--capture-video", {"moviepy": "not installed"}.get(lacks, lacks)):
         command_line(ppo, "--evaluate", run, "--capture-video")
+
+
+def test_an_evaluation_without_end_says_so(monkeypatch, capsys):
+    """What it names sets a limit, and then nothing is said."""
+    monkeypatch.setattr(envs_module, "LONGEST_EVALUATION", 30)
+    act = lambda obs, *_: np.zeros((len(obs), 1), np.float32)  # noqa: E731
+    make = lambda *more: make_env("environments:Endless-v0", more)  # noqa: E731
+    assert evaluate(make, act, 2, 1, CPU)["eval/length"] == 30
+    said = capsys.readouterr().out
+    assert "4 of 4 evaluation episodes were cut off after 30 steps" in said and said.count("\n") == 1
+    named = said.split("--env-kwargs ")[1].split()[0].replace("1000", "7")
+    assert named == "max_episode_steps=7"
+    assert evaluate(lambda: make(named), act, 2, 1, CPU)["eval/length"] == 7
+    assert capsys.readouterr().out == ""
+
+
+def test_an_exception_in_evaluation_leaves_the_generators_as_they_were():
+    before = json.dumps(rng_state(), default=lambda x: x.tolist())
+    make = lambda: make_env("environments:Bandit-v0", ("draws=start",))  # noqa: E731
+    with pytest.raises(ZeroDivisionError):
+        evaluate(make, lambda obs, scale, _: np.random.rand() / 0, 2, 1, CPU)
+    assert json.dumps(rng_state(), default=lambda x: x.tolist()) == before
 
 
 def test_rollouts_start_alike_where_asked():

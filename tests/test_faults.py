@@ -41,7 +41,7 @@ from safetensors.torch import load_file, save_file
 
 from algos import dpo, sft
 from utils import run as run_module
-from utils.checkpoint import load_newest
+from utils.checkpoint import load_newest, save_checkpoint
 from utils.errors import UserError
 from utils.lm import TINY_MODEL, load_model
 from utils.preferences import load_preferences
@@ -319,6 +319,15 @@ def test_no_bit_of_a_checkpoint_can_change_unnoticed(tmp_path):
         fallen_back += state["step"] == 1
         path.with_suffix(".damaged").unlink(missing_ok=True)
     assert fallen_back > 20
+
+
+def test_the_newest_of_many_digits(tmp_path):
+    """By number, not as text: it is the one that stays, and the one that is read."""
+    steps = [9, 10, 99_999_999, 100_000_000, 100_000_001, 1_000_000_000]
+    for done, step in enumerate(steps, 1):
+        save_checkpoint(tmp_path / "checkpoints", step, {"step": step}, keep=2)
+        assert checkpoints(tmp_path) == steps[:done][-2:]
+        assert load_newest(tmp_path / "checkpoints")["step"] == step
 
 
 def test_all_checkpoints_damaged(reference, tmp_path, capsys):

@@ -18,6 +18,7 @@ from minari.data_collector import EpisodeBuffer
 from algos import bc
 from utils import run as run_module
 from utils.collection import save_collection
+from utils.envs import make_env
 from utils.errors import UserError
 from utils.offline import Dataset, OfflineArgs, check_spaces, load_dataset
 from utils.spaces import to_env, to_unit
@@ -318,6 +319,24 @@ def test_minari_tells_environment_and_returns(minari_home):
     assert (args.env_id, args.env_kwargs, data.returns) == ("Pendulum-v1", ("g=9.0",), (-1500.0, -100.0))
     assert data.score(-800) == {"eval/score": pytest.approx(50)}
     assert_holds(data, expected)
+
+
+@pytest.mark.parametrize("limit, evaluated, env_kwargs", [
+    (200, None, ("g=9.0",)),  # the registered limit is what gym.make sets
+    (50, None, ("g=9.0", "max_episode_steps=50")),
+    (50, 200, ("g=8.0",)),
+    (200, 70, ("g=8.0", "max_episode_steps=70")),
+])  # fmt: skip
+def test_minari_s_environment_for_evaluation(limit, evaluated, env_kwargs, minari_home):
+    """It is scored in the one that the dataset names for evaluation, where it does, and with its time limit."""
+    env = gym.make("Pendulum-v1", g=9.0, max_episode_steps=limit)
+    for_evaluation = evaluated and gym.make("Pendulum-v1", g=8.0, max_episode_steps=evaluated)
+    folder, _ = minari_dataset(space=env.observation_space, action=env.action_space, env=env, eval_env=for_evaluation,
+                               ref_min_score=-1500.0, ref_max_score=-100.0)  # fmt: skip
+    args = OfflineArgs(dataset=str(folder))
+    assert load_dataset(args).returns == (-1500.0, -100.0)
+    assert (args.env_id, args.env_kwargs) == ("Pendulum-v1", env_kwargs)
+    assert make_env(args.env_id, args.env_kwargs).spec.max_episode_steps == (evaluated or limit)
 
 
 def test_minari_without_jax(minari_home):
@@ -678,9 +697,10 @@ def test_actions_reach_the_bounds_and_no_farther():
         check_spaces(with_actions([2, 2]), OBS.shape[0], square)
 
 
-@pytest.mark.parametrize("space", [Discrete(2), Box(-np.inf, np.inf, (2,)), Box(-1, np.inf, (2,)), Dict(a=ACTION)])
+@pytest.mark.parametrize("space", [Discrete(2), Box(-np.inf, np.inf, (2,)), Box(-1, np.inf, (2,)), Dict(a=ACTION),
+                                   Box(0, 3, (2,), np.int64)])  # fmt: skip
 def test_action_spaces_without_bounds(space):
-    with pytest.raises(UserError, match="must be a Box with finite bounds"):
+    with pytest.raises(UserError, match="must be a Box of floats with finite bounds"):
         check_spaces(with_actions([0, 0]), OBS.shape[0], space)
 
 

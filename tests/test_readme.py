@@ -53,7 +53,7 @@ TINY_CONTROL = {
 }  # fmt: skip
 OFFLINE_SCRIPTS = "algos/(bc|iql|dt).py"
 NEEDED = {"ale_py": "ppo_atari", "mujoco": f"(HalfCheetah|Hopper)-v|{OFFLINE_SCRIPTS}", "moviepy": "--capture-video",
-          "h5py": f"--record|{OFFLINE_SCRIPTS}", "minari": "mujoco/"}  # fmt: skip
+          "h5py": f"--record|{OFFLINE_SCRIPTS}", "minari": "mujoco/|D4RL/"}  # fmt: skip
 
 
 def commands() -> list[str]:

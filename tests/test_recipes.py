@@ -92,7 +92,9 @@ RECIPES = [
                    gamma=0.98, gae_lambda=0.92, clip_coef=0.1, learning_rate=2.0633e-5, ent_coef=0.000401762,
                    vf_coef=0.58096, max_grad_norm=0.8, log_std_init=-2.0, hidden_size=256, anneal_lr=False,
                    normalize=True),
-        differs=dict(ent_coef=(0.0004, "RL Baselines3 Zoo's"), vf_coef=(0.58, "RL Baselines3 Zoo's")),
+        differs=dict(ent_coef=(0.0004, "RL Baselines3 Zoo's"),  # rounded; the others are not arguments
+                     vf_coef=(0.58, "as SB3's value loss is not halved, half of its weight of the value loss"),
+                     hidden_size=(256, "tanh where it has ReLU, orthogonal weights where it has ortho_init=False")),
     ),
     Recipe(
         "ppo_atari", "algos/ppo_atari.py  ", "arXiv 1707.06347, table 5", preset="discrete",

@@ -226,6 +226,24 @@ def test_an_exception_of_the_environment(algo, vector, tmp_path):
     assert_same_result(folder, reference)
 
 
+@pytest.mark.parametrize("algo", ["ppo", "sac"])
+def test_an_exception_in_evaluation(algo, tmp_path, monkeypatch):
+    """The training up to it is saved. The resumed run goes on after it, and all else is as if nothing had failed."""
+    module, args, whole = SCRIPTS[algo], [*FLAGS[algo], *WALK, "--save-every", 10**6], SCRIPTS[algo].evaluate
+    reference = new_run(module, tmp_path / "reference", *args)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "evaluate", lambda make, act, *rest: whole(make, lambda *_: 1 // 0, *rest))
+        out, code = Forked(module, *args, "--output-dir", tmp_path / "runs", log=tmp_path / "log").communicate()
+    assert code == 1 and "ZeroDivisionError" in out, out
+    (folder,) = runs_in(tmp_path / "runs")
+    assert checkpoints(folder) == [64]
+    command_line(module, "--resume", folder)
+    rows = metrics(reference)
+    rows = [{k: v for k, v in row.items() if row["step"] != 64 or not k.startswith("eval/")} for row in rows]
+    (reference / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert_same_result(folder, reference)
+
+
 def test_an_exception_in_a_real_process(tmp_path):
     """As above, in the first iteration, and without a checkpoint so far."""
     args = walk_that_breaks(tmp_path, "ppo", "sync", "raise")

@@ -1,5 +1,6 @@
 """An offline run that was stopped and resumed equals the one that was not, bit for bit, also in its online phase."""
 
+import json
 import os
 import random
 import shutil
@@ -109,6 +110,26 @@ def test_online_after_an_offline_run_that_had_ended(uninterrupted, dataset, tmp_
     assert drop(metrics(folder)) == drop(metrics(reference)) and metrics(folder)[-1]["step"] == 224
     old_last = next(row for row in metrics(folder) if row["step"] == 160)
     assert "eval/best_return" in old_last, "it was the last row then"
+
+
+@pytest.mark.parametrize("case", ["bc", "iql-online", "dt"])
+def test_an_exception_in_evaluation(case, uninterrupted, dataset, tmp_path, monkeypatch):
+    """The training up to it is saved. The resumed run goes on after it, and all else is as if nothing had failed."""
+    module, args = flags(case, dataset)
+    name = "rollouts" if case == "dt" else "evaluate"
+    whole = getattr(module, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, lambda make, act, *rest: whole(make, lambda *_: 1 // 0, *rest))
+        out, code = Forked(module, *args, "--output-dir", tmp_path / "runs", log=tmp_path / "log").communicate()
+    assert code == 1 and "ZeroDivisionError" in out, out
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert checkpoints(folder) == [32, 64]
+    command_line(module, "--resume", folder)
+    reference = shutil.copytree(uninterrupted(case), tmp_path / "reference")
+    for run in (folder, reference):
+        rows = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in metrics(run)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert_same_result(folder, reference)
 
 
 @pytest.mark.parametrize("case, words", [("bc", "--max-steps 224"), ("dt", "--max-steps 224")])

@@ -1,9 +1,11 @@
 """Checkpoints: written whole or not at all, read back without pickles, with every generator of random numbers."""
 
+import contextlib
 import errno
 import os
 import random
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +42,26 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
             f"cannot write the checkpoint {path} ({reason.strerror}): make room, then continue with --resume "
             f"{folder.parent}"
         ) from error
-    for old in sorted(folder.glob("step-*.pt"))[:-keep]:
+    for old in by_step(folder)[:-keep]:
         old.unlink()
     return path
+
+
+def by_step(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first: as plain text step-100000000 would come before step-99999999."""
+    return sorted(folder.glob("step-*.pt"), key=lambda path: (len(path.name), path.name))
+
+
+@contextlib.contextmanager
+def saving(run, step: int, state: Callable[[], dict], columns: dict):
+    """Around an evaluation: where an environment raises in it, the row of metrics so far and a checkpoint of `state()`
+    are written. A resumed run goes on after the evaluation, which it does not repeat."""
+    try:
+        yield
+    except Exception:
+        run.log(step, **columns)
+        run.save(step, state())
+        raise
 
 
 def load_newest(folder: Path) -> dict:
@@ -52,7 +71,7 @@ def load_newest(folder: Path) -> dict:
     Raises UserError where there is none. Errors of disk and memory are raised as they are: the file may be whole.
     """
     damaged = []
-    for path in sorted(folder.glob("step-*.pt"), reverse=True):
+    for path in reversed(by_step(folder)):
         try:
             with zipfile.ZipFile(path) as archive:  # torch.load does not compare checksums
                 if archive.testzip() is not None:

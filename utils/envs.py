@@ -88,19 +88,21 @@ class Log:
 
     def __init__(self, num_envs: int):
         self.episode, self.length = np.zeros((2, num_envs), int)
-        self.total, self.actions = np.zeros(num_envs), [[] for _ in range(num_envs)]
+        self.total, self.actions = np.zeros(num_envs), [np.array([]) for _ in range(num_envs)]
 
     def begin(self, index: int, episode: int, total: float = 0.0, actions=()) -> None:
         self.episode[index], self.total[index] = episode, total
-        self.length[index], self.actions[index] = len(actions), list(actions)
+        self.length[index], self.actions[index] = len(actions), np.array(actions)
 
     def step(self, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> list[tuple[float, int]]:
         """Adds a step that all have taken. Returns (return, length) of the episodes that it ended."""
+        for i, kept in enumerate(self.length.tolist()):
+            if kept == len(self.actions[i]) <= LONGEST_LOG:  # doubles: a list would be converted by every `state`
+                self.actions[i] = np.resize(self.actions[i] if kept else actions, (2 * kept + 8, *actions.shape[1:]))
+            if kept <= LONGEST_LOG:
+                self.actions[i][kept] = actions[i]
         self.total += rewards
         self.length += 1
-        for kept, action in zip(self.actions, actions):
-            if len(kept) <= LONGEST_LOG:
-                kept.append(action)
         ended = np.flatnonzero(done)
         episodes = [(self.total[i].item(), self.length[i].item()) for i in ended]
         for i in ended:
@@ -108,10 +110,10 @@ class Log:
         return episodes
 
     def state(self, obs: np.ndarray) -> list[dict]:
-        """What `restore_vector` needs of each environment, in types that weights_only loading accepts. obs (N, D): the
-        ones to act on next."""
+        """What `restore_vector` needs of each environment, as weights_only loading accepts it. obs (N, D): the next."""
         return [{"episode": self.episode[i].item(), "total": self.total[i].item(), "obs": torch.tensor(obs[i]),
-                 "actions": torch.tensor(np.array(self.actions[i]))} for i in range(len(obs))]  # fmt: skip
+                 "actions": torch.tensor(kept[: min(self.length[i], LONGEST_LOG + 1)])}
+                for i, kept in enumerate(self.actions)]  # fmt: skip
 
 
 def make_env(
@@ -131,9 +133,8 @@ def make_env(
                 importlib.import_module(module)
             env = gym.make(name, disable_env_checker=True, **kwargs)
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"cannot make --env-id {env_id} ({error}): install it, or start in the folder that it lies in"
-        ) from error
+        raise UserError(f"cannot make --env-id {env_id} ({error}): install it, or start in the folder that it lies "
+                        "in") from error  # fmt: skip
     except (gym.error.Error, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cannot make --env-id {env_id} ({reason}): give a registered Gymnasium name, or MODULE:NAME "
@@ -141,9 +142,8 @@ def make_env(
     space = env.observation_space
     if flatten and (not isinstance(space, gym.spaces.Box) or len(space.shape) != 1):
         if not space.is_np_flattenable:
-            raise UserError(
-                f"--env-id {env_id} has the observation space {space}: it must have a fixed number of values"
-            )
+            raise UserError(f"--env-id {env_id} has the observation space {space}: it must have a fixed number of "
+                            "values")  # fmt: skip
         env = gym.wrappers.FlattenObservation(env)
     return env
 
@@ -154,10 +154,9 @@ def parse_kwargs(pairs: tuple[str, ...]) -> dict:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
             raise UserError(f"--env-kwargs {pair} is not NAME=VALUE")
-        try:
+        kwargs[name] = value
+        with contextlib.suppress(ValueError):
             kwargs[name] = json.loads(value)
-        except ValueError:
-            kwargs[name] = value
     return kwargs
 
 
@@ -205,10 +204,8 @@ def check_finite(obs: np.ndarray, rewards: np.ndarray, step: int) -> None:
     finite = np.isfinite(rewards) & np.isfinite(obs).reshape(len(obs), -1).all(1)
     if not finite.all():
         bad = int(np.flatnonzero(~finite)[0])
-        raise UserError(
-            f"environment {bad} returned reward {rewards[bad]} and observation {obs[bad].tolist()} at step {step}: "
-            "both must be finite; the last checkpoint is kept"
-        )
+        raise UserError(f"environment {bad} returned reward {rewards[bad]} and observation {obs[bad].tolist()} at step "
+                        f"{step}: both must be finite; the last checkpoint is kept")  # fmt: skip
 
 
 def reset_vector(envs) -> np.ndarray:
@@ -229,9 +226,7 @@ def restore_vector(envs, states: list[dict]) -> np.ndarray:
         else:
             envs.log.begin(i, state["episode"] + 1)
     if lost := restored.count(False):
-        print(
-            f"{lost} of {len(states)} environments could not be brought back inside their episode: they begin a new one"
-        )
+        print(f"{lost} of {len(states)} environments could not be brought back inside their episode and begin new ones")
     return np.stack(envs.get_attr("obs")).astype(envs.single_observation_space.dtype)
 
 
@@ -263,18 +258,23 @@ def rollouts(
     if video is not None:
         thunks[0] = lambda: Episode(recorded(make, video), seed + 2**31, 0)
     before = rng_state()  # an environment may draw from the global generators, which are the training's
-    envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP, copy=False)
     returns, lengths, first = np.zeros(episodes), np.zeros(episodes), np.ones(episodes, bool)
-    obs, rewards = envs.reset()[0], np.zeros(episodes)
-    for _ in range(LONGEST_EVALUATION):
-        obs, rewards, terminated, truncated, _ = envs.step(act(obs, rewards, first))
-        returns += rewards * first
-        lengths += first
-        first &= ~(terminated | truncated)
-        if not first.any():
-            break
-    envs.close()
-    set_rng_state(before)
+    try:
+        envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP, copy=False)
+        obs, rewards = envs.reset()[0], np.zeros(episodes)
+        for _ in range(LONGEST_EVALUATION):
+            obs, rewards, terminated, truncated, _ = envs.step(act(obs, rewards, first))
+            returns += rewards * first
+            lengths += first
+            first &= ~(terminated | truncated)
+            if not first.any():
+                break
+        else:
+            print(f"{first.sum()} of {episodes} evaluation episodes were cut off after {LONGEST_EVALUATION} steps: "
+                  "--env-kwargs max_episode_steps=1000 sets a limit")  # fmt: skip
+        envs.close()
+    finally:
+        set_rng_state(before)
     return returns, lengths
 
 

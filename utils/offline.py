@@ -151,7 +151,8 @@ def read_hdf5(path: Path) -> Dataset:
 
 
 def read_minari(name: str) -> Dataset:
-    """A local folder (that of the dataset, or its data/), or the id of a dataset that is here or can be downloaded."""
+    """A local folder (that of the dataset, or its data/), or the id of a dataset that is here or can be downloaded. The
+    environment is the dataset's for evaluation where it names one, with its time limit."""
     try:
         import minari
     except ImportError as error:
@@ -162,7 +163,11 @@ def read_minari(name: str) -> Dataset:
             dataset = minari.MinariDataset(folder)
         else:
             dataset = minari.load_dataset(name, download=True)
-        spec, about = dataset.env_spec, dataset.storage.read_raw_metadata(dataset.storage.data_path)
+        about = dataset.storage.read_raw_metadata(dataset.storage.data_path)
+        spec = json.loads(about.get("eval_env_spec") or about.get("env_spec") or "{}")
+        registered = gym.registry.get(spec.get("id"))
+        if (limit := spec.get("max_episode_steps")) and not (registered and registered.max_episode_steps == limit):
+            spec["kwargs"]["max_episode_steps"] = limit
         spaces = [json.loads(about[f"{which}_space"]) for which in ("observation", "action")]
         parts = []
         for episode in dataset:
@@ -184,8 +189,8 @@ def read_minari(name: str) -> Dataset:
         raise UserError(f"--dataset {name} cannot be read by Minari ({type(error).__name__}: {error})") from error
     obs, actions, rewards, terminated, next_obs = columns
     return Dataset(obs, actions, rewards, terminated > 0, next_obs, np.ones(len(obs), bool),
-                   np.cumsum([0, *(len(part[2]) for part in parts[:-1])]), spec and spec.id,
-                   tuple(f"{key}={json.dumps(value)}" for key, value in (spec.kwargs if spec else {}).items()),
+                   np.cumsum([0, *(len(part[2]) for part in parts[:-1])]), spec.get("id"),
+                   tuple(f"{key}={json.dumps(value)}" for key, value in spec.get("kwargs", {}).items()),
                    returns=returns if len(returns) == 2 else None)  # fmt: skip
 
 
@@ -216,10 +221,10 @@ def check_dataset(data: Dataset) -> None:
 def check_spaces(data: Dataset, obs_size: int, action_space: gym.Space) -> None:
     """Raises UserError where the dataset cannot be of an environment with `obs_size` numbers in a flattened observation
     and this action space."""
-    bounded = isinstance(action_space, gym.spaces.Box) and action_space.is_bounded()
+    bounded = isinstance(action_space, gym.spaces.Box) and action_space.is_bounded() and action_space.dtype.kind == "f"
     if not bounded or (action_space.low >= action_space.high).any():
-        raise UserError(f"the environment has the action space {action_space}: it must be a Box with finite bounds, "
-                        "the upper above the lower")  # fmt: skip
+        raise UserError(f"the environment has the action space {action_space}: it must be a Box of floats with finite "
+                        "bounds, the upper above the lower")  # fmt: skip
     sizes, wanted = (data.obs.shape[1], data.actions.shape[1]), (obs_size, int(np.prod(action_space.shape)))
     if sizes != wanted:
         raise UserError(f"--dataset {data.name} has {sizes[0]} observation and {sizes[1]} action numbers a step, but "
