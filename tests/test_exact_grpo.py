@@ -359,6 +359,7 @@ def test_token_weights_by_hand():
     close(grpo.token_weights(mask, "token", 4), [[1 / 5, 1 / 5, 0], [1 / 5] * 3, [0] * 3])
     close(grpo.token_weights(mask, "constant", 4), [[1 / 12, 1 / 12, 0], [1 / 12] * 3, [0] * 3])
     assert not grpo.token_weights(torch.zeros(2, 2, dtype=torch.bool), "token", 4).any()
+    close(grpo.token_weights(mask[:1, 1:], "token", 4), [[1, 0]])
 
 
 def test_groups_without_variance_by_hand():

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import utils.evaluation
 import utils.run
-from algos import grpo, ppo_lm, sft
+from algos import grpo, online_dpo, ppo_lm, rloo, sft
 from utils.checkpoint import rng_state, set_rng_state
 from utils.evaluation import advice, evaluate, show
 from utils.lm import TINY_MODEL, completion_logps, load_model, sample
@@ -260,6 +260,15 @@ def test_gradient_checkpointing_changes_nothing(finished, tmp_path):
         assert {**ours, **{k: v for k, v in plain.items() if k.startswith("eval/")}} == pytest.approx(
             plain, rel=1e-3, abs=1e-5
         )
+
+
+@pytest.mark.parametrize("module", [grpo, rloo, ppo_lm, online_dpo], ids=lambda module: module.__name__)
+def test_every_step_has_the_next_prompts(module, tmp_path, monkeypatch):
+    task, rows = load_task("sort"), []
+    train = lambda index, seed: rows.append(index) or task.train(index, seed)  # noqa: E731
+    monkeypatch.setattr(module, "load_task", lambda *_: dataclasses.replace(task, train=train))
+    new_run(module, tmp_path, *SMALL["grpo"], "--max-steps", 3)
+    assert rows == [0, *range(12)]  # the first one is looked at before there is a run
 
 
 def test_gradient_checkpointing_reaches_the_critic(tmp_path, monkeypatch):
