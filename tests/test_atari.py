@@ -130,8 +130,10 @@ def test_the_first_policy_is_nearly_uniform_and_the_first_values_are_not_all_equ
     obs = torch.randint(0, 256, (8, 4, 84, 84), dtype=torch.uint8)
     _, entropy, values = agent(obs, torch.zeros(8, 1, dtype=torch.long))
     assert entropy.min() > np.log(6) - 1e-4
-    for head, gain in ((agent.actor_head, 0.01), (agent.critic_head, 1.0)):
-        assert torch.linalg.svdvals(head.weight).tolist() == pytest.approx([gain] * len(head.weight), rel=1e-4)
+    hidden = [(layer, 2**0.5) for layer in agent.body if hasattr(layer, "weight")]
+    for layer, gain in [*hidden, (agent.actor_head, 0.01), (agent.critic_head, 1.0)]:
+        weight = layer.weight.detach().flatten(1)
+        assert torch.linalg.svdvals(weight).tolist() == pytest.approx([gain] * min(weight.shape), rel=1e-4)
 
 
 class Game(gym.Env):

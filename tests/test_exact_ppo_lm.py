@@ -224,6 +224,21 @@ def test_epochs_and_minibatches_equal_steps_in_numpy():
     close(metrics["clip_fraction"], np.mean(cuts))
 
 
+def test_explained_variance_by_hand():
+    """Of the returns by the values, over the tokens of all completions that have a reward; returns that vary little."""
+    groups = [COMPLETIONS] * P
+    rewards = [[0.01 * reward for reward in row] for row in rewards_of(groups, REWARDS)]
+    *_, metrics = run_update(make(groups, rewards), beta=0.01)
+    values, returns = [], []
+    for p in range(P):
+        for c, reward in zip(COMPLETIONS, rewards[p]):
+            values.append(values_of(VALUES, p, c))
+            returns.append(own_advantages(own_rewards(p, c, reward, 0.01), values[-1], LAMBDA) + values[-1])
+    values, returns = np.concatenate(values), np.concatenate(returns)
+    assert returns.var(ddof=1) < 0.9
+    close(metrics["explained_variance"], 1 - (returns - values).var(ddof=1) / returns.var(ddof=1))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_micro_batches_change_nothing(size):
     groups = [((1,), (0, 2), (2, 1)), ((0, 1), (2, 0), (1,))]

@@ -382,6 +382,16 @@ def test_sampling_in_parts(monkeypatch):
         assert samples.ended.tolist() == sum((part.ended.tolist() for part in parts), [])
 
 
+@pytest.mark.parametrize("module", [rloo, ppo_lm, online_dpo], ids=lambda module: module.__name__)
+def test_its_siblings_sample_in_parts_too(module, tmp_path, monkeypatch):
+    sizes = []
+    spy = lambda *inputs: sizes.append(len(inputs[1]) * inputs[3]) or sample(*inputs)  # noqa: E731
+    monkeypatch.setattr(module, "sample", spy)
+    algo = module.__name__.rpartition(".")[2]
+    new_run(module, tmp_path, *SMALL[algo], "--max-steps", 1, "--num-generations", 2, "--sample-batch-size", 4)
+    assert max(sizes) <= 4 and len(sizes) > 1
+
+
 @pytest.mark.parametrize("module", [grpo, sft])
 def test_evaluation_samples_in_parts_too(module, tmp_path, monkeypatch):
     """Memory that suffices for training's samples suffices for evaluation's."""
