@@ -388,7 +388,8 @@ def test_its_siblings_sample_in_parts_too(module, tmp_path, monkeypatch):
     spy = lambda *inputs: sizes.append(len(inputs[1]) * inputs[3]) or sample(*inputs)  # noqa: E731
     monkeypatch.setattr(module, "sample", spy)
     algo = module.__name__.rpartition(".")[2]
-    new_run(module, tmp_path, *SMALL[algo], "--max-steps", 1, "--num-generations", 2, "--sample-batch-size", 4)
+    new_run(module, tmp_path, *SMALL[algo], "--max-steps", 1, "--num-prompts", 6, "--num-generations", 2,
+            "--sample-batch-size", 4)  # fmt: skip
     assert max(sizes) <= 4 and len(sizes) > 1
 
 
