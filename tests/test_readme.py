@@ -197,11 +197,13 @@ def test_every_option_has_a_docstring_and_the_trl_table_names_real_flags():
         "trl_family.py curve --seeds 0",
         "trl_family.py speed --help",
         "page.py measure --help",
+        "planted_bugs.py show",
+        "mutations.py show",
     ],
 )
 def test_benchmark_commands_run(words, tmp_path):
     """With nothing to train, on a copy: `show` draws, and recorded rows are neither lost nor added to."""
-    for name in ("algos", "benchmarks", "utils"):
+    for name in ("algos", "benchmarks", "tests", "utils"):
         shutil.copytree(ROOT / name, tmp_path / name)
     script, *arguments = words.split()
     done = subprocess.run(
