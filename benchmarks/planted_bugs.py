@@ -42,6 +42,7 @@ DROPOUT = "invariance::test_the_model_that_is_updated_has_no_dropout"
 SAMPLING = (
     "invariance::test_reference_logps_are_the_scorers "
     "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
+    "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too "
 ) + DROPOUT
 TESTS = {  # the test files that exercise a file, exact ones first; FILE::TEST where the rest would take too long
     "algos/grpo.py": f"exact_grpo parity_trl invariance {RESUME} rewards runs resume::test_killed_at_any_moment",
