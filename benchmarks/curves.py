@@ -8,7 +8,9 @@ m - t s sqrt(1/2 + 1/n) with probability FALSE_ALARM, where t is that quantile o
 degrees of freedom (a prediction interval; the values are treated as normal). Proportions of right answers are taken as
 arcsin(sqrt(p)), which stabilises their variance: near 1 they are skewed, and on their own scale the interval rang
 falsely (0.9746 against 0.9786, from code that repeats its recorded seeds bit for bit). Hopper's returns of sampled
-actions are positive and skewed, with a tail of good seeds, and are compared as logarithms. A drop of at least
+actions are positive and skewed, with a tail of good seeds, and are compared as logarithms. 10 %-BC has a bad tail, too,
+which its 100 recorded seeds (736 to 1,438) do not show: seed 435590 ends at 458, the lowest of 24 tried since by far, so its band rings
+falsely far more often than stated and is not among the default tests. A drop of at least
 (t + 1.28) s sqrt(1/2 + 1/n) is caught with 90 % probability, about.
 
 Which numbers are compared was fixed before the first recording, except for bc, iql and dt: there it was chosen after a
@@ -40,7 +42,7 @@ FOLDER = Path(__file__).resolve().parent / "curves"
 FALSE_ALARMS = 0.009  # of all bands of the default tests together; each has an equal share (FALSE_ALARM, below)
 LONG = (  # of the slow tests
     "grpo-countdown", "ppo-halfcheetah", "ppo-halfcheetah-tuned", "ppo-hopper", "sac-halfcheetah", "dt-hopper-float32",
-    "ppo_atari-kungfumaster",
+    "ppo_atari-kungfumaster", "bc10-hopper",
 )  # fmt: skip
 ENOUGH = 8  # seeds: of fewer, a band is so wide that a run that learns nothing may lie in it
 SCALES = {  # number -> the scale on which it is compared, and back
