@@ -1,4 +1,4 @@
-"""Learning: two fresh seeds, derived from the commit, reach the recorded band; controls that must not learn do not.
+"""Learning: fresh seeds, derived from the commit, reach the recorded band; controls that must not learn do not.
 
 benchmarks/curves.py says how the bands were recorded and what they catch.
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from algos import dt, grpo, iql, online_dpo, ppo, ppo_lm, rloo, sft
-from benchmarks.curves import CURVES, ENOUGH, FALSE_ALARM, LEARNED, LONG, band, reached, recorded, run_once
+from benchmarks.curves import CURVES, ENOUGH, LEARNED, LONG, band, false_alarm, reached, recorded, run_once
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,22 +24,31 @@ def script_of(module) -> str:
 
 
 def fresh_seeds() -> list[int]:
-    """Two seeds that no recording used and nobody chose: functions of the commit, or of the sources outside of git."""
+    """Four seeds that no recording used and nobody chose: functions of the commit, or of the sources outside of git."""
     git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     source = git or "".join(path.read_text() for path in sorted((ROOT / "algos").glob("*.py")))
     first = 1000 + zlib.crc32(source.encode()) % 10**6
-    return [first, first + 1]
+    return list(range(first, first + 4))
 
 
 @pytest.mark.parametrize("name", [n for n in CURVES if n not in LONG])
 def test_fresh_seeds_reach_the_band(name):
-    seeds = fresh_seeds()
-    rows = [run_once(name, seed) for seed in seeds]
-    for number in CURVES[name][3]:
-        mean, limits = reached(number, rows), band(name, number)
-        print(f"{name} {number}: seeds {seeds} reach {mean:.4f}, band from {limits['lower']:.4f}", end="; ")
-        print(f"false alarm {FALSE_ALARM:.3%}; a drop of {limits['power']:.4f} is caught with 90 % probability")
-        assert mean >= limits["lower"]
+    """The mean of two or, where that lies below, of two more (benchmarks/curves.py says why). All such tests together
+    fail in less than one run of a hundred where nothing is wrong."""
+    numbers = [(n, number) for n in CURVES if n not in LONG for number in CURVES[n][3]]
+    assert sum(false_alarm(len(recorded(n))) for n, _ in numbers) < 0.01
+    missed = set(CURVES[name][3])
+    for seeds in (fresh_seeds()[:2], fresh_seeds()[2:]):
+        rows = [run_once(name, seed) for seed in seeds]
+        for number in sorted(missed):
+            mean, limits = reached(number, rows), band(name, number)
+            print(f"{name} {number}: seeds {seeds} reach {mean:.4f}, band from {limits['lower']:.4f}; false alarm "
+                  f"{false_alarm(limits['n']):.3%}; a drop of {limits['power']:.4f} is caught with 90 % "
+                  "probability")  # fmt: skip
+            missed -= {number} if mean >= limits["lower"] else set()
+        if not missed:
+            return
+    raise AssertionError(f"{name}: {', '.join(missed)} below the band twice")
 
 
 @pytest.mark.slow
