@@ -42,8 +42,8 @@ Run
 
 Expect
     The default run, Hopper-v5's collection: asked for its best return 797 after 1,000 updates and 926 at the end, asked
-    for a quarter of the way to it 339, eval/slope 0.28 (seed 1, 10 episodes), in 6 minutes on one thread of a CPU with
-    other work. Evaluations of one run, and seeds, differ by hundreds: the learning rate does not fall.
+    for a quarter of the way to it 339, eval/slope 0.28 (seed 1, 10 episodes), in 6 to 15 minutes on one thread of a
+    CPU with other work. Evaluations of one run, and seeds, differ by hundreds: the learning rate does not fall.
 """
 
 import json

@@ -43,7 +43,7 @@ Metrics
     kl             nats per completion against the reference (beta > 0 only); grows slowly
     approx_kl      k3 of new against old per token in the last update epoch; near 0 with one epoch
     clip_fraction  share of completions whose gradient is cut; 0 in the first epoch, below 0.3
-    sampler_gap    mean |log pi_theta - log pi_old| in the first epoch; 1e-6 in float32, more means a bug
+    sampler_gap    mean |log pi_theta - log pi_old|, the sampler's, in epoch one; 1e-6 in float32, more means a bug
     entropy        nats per token; falls, should not hit 0. length: tokens. truncated: share without EOS; below 0.9
     The loss is not logged: at rho = 1 its value is that of the mean advantage whatever its gradient.
 
@@ -60,7 +60,7 @@ Run
 
 Expect
     The default run: held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8 0.42 to greedy 0.53, pass@1 0.47,
-    pass@8 0.70 (seed 1, 128 prompts), in 3 minutes on one thread of a CPU, 6 of a busy one.
+    pass@8 0.70 (seed 1, 128 prompts), in 6 minutes on one thread of a busy CPU.
     --task sort --max-steps 16: greedy 0.23 to 0.98, pass@1 0.41 to 0.96 (seed 1), in about 15 seconds on a CPU.
 """
 
@@ -247,7 +247,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
                 logps, entropy = completion_logps(model, *inputs, args.temperature)
             width = logps.shape[1]
             old_logps, valid = samples.logps[rows, :width], mask[rows, :width]
-            if epoch == 0:
+            if epoch == 0:  # pi_old of the ratio
                 scored[rows, :width] = logps.detach()
             whole, old_whole = ((x * valid).sum(1, keepdim=True) for x in (logps, scored[rows, :width]))
             loss, clipped = policy_loss(whole, old_whole, advantage[rows], args.epsilon, high)

@@ -129,7 +129,7 @@ def mutant(script: str, function: str, operator: str, occurrence: int) -> Mutant
     return Mutant(name, (f"algos/{script}.py",), old, new, facts=facts)
 
 
-def draw(number: int = 200, output: Path = RESULTS) -> list[Mutant]:
+def draw(number: int = 150, output: Path = RESULTS) -> list[Mutant]:
     """Draws the sample, and appends its list to `output` unless it is the last there. A smaller sample of the same
     sources is the beginning of a larger one."""
     possible, sample = places(), {}
@@ -150,7 +150,7 @@ def draw(number: int = 200, output: Path = RESULTS) -> list[Mutant]:
     return list(sample.values())
 
 
-def run(only: tuple[str, ...] = (), jobs: int = 1, number: int = 200, unedited: bool = True,
+def run(only: tuple[str, ...] = (), jobs: int = 1, number: int = 150, unedited: bool = True,
         output: Path = RESULTS) -> None:  # fmt: skip
     """Tests every mutant of the sample that has no row in `output`.
 
