@@ -173,7 +173,7 @@ class Args(RunArgs):
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     trust_remote_code: bool = False
-    """run code that comes with the model"""
+    """run code that comes with the model, and with models of --reward"""
     eval_every: int = 20
     """steps between evaluations; 0: at the start and the end only"""
     eval_prompts: int = 128
@@ -347,7 +347,7 @@ def train(args: Args) -> list[dict]:
     device = prepare(args)
     check_numbers(args, RANGES)
     task = load_task(args.task, args.prompt_column)
-    score = make_scorer(task, args.reward, args.reward_weights, args.max_steps, device)
+    score = make_scorer(task, args.reward, args.reward_weights, args.max_steps, device, args.trust_remote_code)
     model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
                                   args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
     without_dropout(model)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import utils.lm
 from algos import grpo
+from utils.errors import UserError
 from utils.lm import TINY_MODEL, Samples, completion_logps, eos_ids, load_model, pad_left, sample, without_dropout
 from utils.rewards import make_scorer
 from utils.tasks import load_task
@@ -428,3 +429,11 @@ def test_the_model_that_is_updated_has_no_dropout(script, with_dropout, tmp_path
     module.train(module.Args(model=str(with_dropout), task="sort", max_steps=1, eval_prompts=2, eval_every=0,
                              output_dir=str(tmp_path), **sizes))  # fmt: skip
     assert seen == [True]
+
+
+def test_a_prompt_and_completion_beyond_the_context():
+    model, prompts = llama(), pad_left(PROMPTS, "cpu")  # the longest has 6 tokens
+    model.config.max_position_embeddings = 10
+    assert sample(model, *prompts, 1, 4, [], 0.0).completion_ids.shape == (P, 4)
+    with pytest.raises(UserError, match="a prompt has 6 tokens, its completion up to 5, --model takes 10 in all"):
+        sample(model, *prompts, 1, 5, [], 0.0)

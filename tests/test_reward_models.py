@@ -1,6 +1,7 @@
 """Whole runs of reward_model.py, the folders that they leave, and reward models as rewards of the online scripts."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -502,9 +503,47 @@ def test_an_online_script_is_trained_on_it(suffix, ensemble, tmp_path):
 
 def test_the_scorer_gets_the_device_of_the_policy(monkeypatch, single):
     seen = []
-    monkeypatch.setattr("utils.rewards.RewardModel", lambda path, how, spec, device: seen.append(device))
+    monkeypatch.setattr("utils.rewards.RewardModel", lambda path, how, spec, device, trust: seen.append(device))
     make_scorer(SORT, (f"{single}/model",), (), 10, "meta")
     assert seen == ["meta"]
+
+
+CODE = """from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaModel):
+    config_class = OwnConfig
+AutoModel.register(OwnConfig, OwnModel)
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+class OwnForSequenceClassification(LlamaForSequenceClassification):
+    config_class = OwnConfig
+"""
+
+
+def with_own_code(folder, kind: str, to):
+    """A copy of a model whose classes come with it, under a model type that transformers does not know."""
+    shutil.copytree(folder, to)
+    (to / "own.py").write_text(CODE)
+    config = json.loads((to / "config.json").read_text())
+    auto_map = {"AutoConfig": "own.OwnConfig", f"AutoModelFor{kind}": f"own.OwnFor{kind}"}
+    own = {"model_type": "own", "architectures": [f"OwnFor{kind}"], "auto_map": auto_map}
+    (to / "config.json").write_text(json.dumps(config | own))
+    return to
+
+
+def test_trust_remote_code_is_for_the_policy_and_for_reward_models(single, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    policy = with_own_code(TINY_MODEL, "CausalLM", tmp_path / "policy")
+    reward = with_own_code(single / "model", "SequenceClassification", tmp_path / "reward")
+    flags, own = [*SMALL["rloo"], "--max-steps", 1], ["--model", policy, "--reward", reward]
+    (*_, known) = metrics(new_run(rloo, tmp_path / "known", *flags, "--reward", f"{single}/model"))
+    (*_, row) = metrics(new_run(rloo, tmp_path / "own", *flags, *own, "--trust-remote-code"))
+    assert row["reward/reward"] == known["reward/model"]
+    for pair in own[:2], own[2:]:
+        with user_error(capsys, pair[0], "trust_remote_code"):
+            command_line(rloo, *flags, *pair, "--output-dir", tmp_path)
 
 
 def test_functions_of_a_package_are_no_models(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ Shapes: P prompts, G completions of each, B = P * G rows (the G completions of a
 """
 
 import contextlib
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,9 +145,13 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     greedy, and its log-probabilities are those at temperature 1.
 
     Each prompt is run once. Rows that ended leave the batch when half of it has, so that long completions are not paid
-    for by short ones.
+    for by short ones. Raises UserError where prompt and completion can be longer than the model's context.
     """
     device, width, rows = prompt_ids.device, prompt_ids.shape[1], prompt_ids.shape[0] * num_samples
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    if width + max_new_tokens > limit:
+        raise UserError(f"a prompt has {width} tokens, its completion up to {max_new_tokens}, --model takes {limit} in "
+                        "all: allow fewer new tokens, or drop long prompts")  # fmt: skip
     training = model.training
     model.eval()
     cache, logits = prefill(model, prompt_ids, prompt_mask, num_samples)

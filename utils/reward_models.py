@@ -140,7 +140,7 @@ def model_and_aggregation(spec: str) -> tuple[str, str] | None:
 class RewardModel:
     """What --reward has for a model or an ensemble: called with B rows and the texts of B answers, returns B scores."""
 
-    def __init__(self, path: str, how: str, spec: str, device: torch.device | str):
+    def __init__(self, path: str, how: str, spec: str, device: torch.device | str, trust_remote_code=False):
         folder = Path(path).expanduser()
         self.__name__ = folder.name  # of its column
         members = sorted(folder.glob("member-*"))
@@ -148,7 +148,9 @@ class RewardModel:
             raise UserError(f"--reward {spec} ends in :{how} but {path} is one model, no ensemble: leave :{how} away")
         self.how = how or "mean"
         check_aggregation(self.how, spec)
-        loaded = [load_reward_model(str(member), device) for member in members or [path]]
+        loaded = [
+            load_reward_model(str(member), device, trust_remote_code=trust_remote_code) for member in members or [path]
+        ]
         self.members, self.tokenizer = [model for model, _, _ in loaded], loaded[0][1]
         for member in self.members:
             member.config.get_text_config().use_cache = False  # of keys and values, which would outweigh the model

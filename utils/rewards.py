@@ -61,15 +61,17 @@ def load_function(spec: str, loaded: dict[Path, ModuleType]) -> Callable:
     return function
 
 
-def load_reward(spec: str, loaded: dict[Path, ModuleType], device: torch.device | str) -> Callable:
+def load_reward(
+    spec: str, loaded: dict[Path, ModuleType], device: torch.device | str, trust_remote_code: bool
+) -> Callable:
     """A reward function or, for a folder or hub name, a RewardModel. Raises UserError."""
     if named := model_and_aggregation(spec):
-        return RewardModel(*named, spec, device)
+        return RewardModel(*named, spec, device, trust_remote_code)
     return load_function(spec, loaded)
 
 
 def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], max_steps: int,
-                device: torch.device | str = "cpu") -> Callable:  # fmt: skip
+                device: torch.device | str = "cpu", trust_remote_code: bool = False) -> Callable:  # fmt: skip
     """Returns score(rows, prompts, texts, completion_ids, step) -> Scored for B completions (all lists of length B).
 
     Without specs the task's own score is the reward; with them it is logged beside it, as reward/task, where the task
@@ -84,7 +86,7 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
     if not specs and task.score is None:
         raise UserError(f"the task {task.name} cannot score answers itself: give --reward FILE.py:FUNCTION")
     loaded = {}
-    functions = [load_reward(spec, loaded, device) for spec in specs]
+    functions = [load_reward(spec, loaded, device, trust_remote_code) for spec in specs]
     names = [getattr(f, "__name__", spec.rpartition(":")[2]) for f, spec in zip(functions, specs)]
     names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
     weight = torch.tensor(weights or [1.0] * len(specs))
