@@ -205,7 +205,7 @@ def bands(script: str) -> str:
     """What two fresh seeds must reach, and on how many seeds that rests."""
     cells = []
     for name, (of, _, _, numbers) in CURVES.items():
-        if of == script and len(recorded(name)) >= ENOUGH:
+        if of == script and numbers and len(recorded(name)) >= ENOUGH:
             task = name.removeprefix(f"{script}-")
             limits = [f"{key.removeprefix('eval/')} from {number(band(name, key)['lower'])}" for key in numbers]
             cells.append(f"{task}: {', '.join(limits)} ({len(recorded(name))} seeds)")

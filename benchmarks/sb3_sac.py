@@ -1,7 +1,8 @@
 """Stable-Baselines3's SAC with the settings of the curve sac-halfcheetah, evaluated as ours is, seed by seed beside it.
 
-python benchmarks/sb3_sac.py curve --seeds 5       appends one row per seed to curves/sb3-sac-halfcheetah.jsonl
-python benchmarks/sb3_sac.py compare               difference of the means, with one-sided 95 % bounds, paired by seed
+python benchmarks/sb3_sac.py curve --seeds 8       appends one row per seed to curves/sb3-sac-halfcheetah.jsonl
+python benchmarks/sb3_sac.py log-alpha --seeds 8   ours with SB3's loss of the temperature, -log(alpha) (log pi + H)
+python benchmarks/sb3_sac.py compare               differences of the means, with one-sided 95 % bounds, paired by seed
 
 The bounds are those of a bootstrap over seeds and of Student's distribution. Of few seeds the bootstrap is too narrow.
 """
@@ -11,8 +12,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,7 +24,8 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.curves import CURVES, FOLDER, recorded  # noqa: E402
+from algos import sac  # noqa: E402
+from benchmarks.curves import CURVES, FOLDER, recorded, run_once  # noqa: E402
 from utils.envs import evaluate, make_env  # noqa: E402
 
 NAME = "sac-halfcheetah"
@@ -58,34 +62,46 @@ def train(seed: int) -> dict:
             }  # fmt: skip
 
 
-def curve(seeds: int = 5) -> None:
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    known = {row["seed"] for row in recorded(f"sb3-{NAME}")}
+def append_seeds(name: str, seeds: int, run: Callable[[int], dict]) -> None:
+    """One row of curves/NAME.jsonl for each of seeds 1 to `seeds` that it lacks."""
+    known = {row["seed"] for row in recorded(name)}
     for seed in [seed for seed in range(1, seeds + 1) if seed not in known]:
-        row = train(seed)
-        with open(FOLDER / f"sb3-{NAME}.jsonl", "a") as file:
+        row = run(seed)
+        with open(FOLDER / f"{name}.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
         print(row, flush=True)
 
 
+def curve(seeds: int = 8) -> None:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    append_seeds(f"sb3-{NAME}", seeds, train)
+
+
+def log_alpha(seeds: int = 8) -> None:
+    with mock.patch.object(sac, "alpha_loss", lambda log_alpha, logps, target: -(log_alpha * (logps + target)).mean()):
+        append_seeds(f"{NAME}-log-alpha", seeds, lambda seed: run_once(NAME, seed))
+
+
 def compare(resamples: int = 10_000) -> None:
-    ours, theirs = ({row["seed"]: row for row in recorded(name)} for name in (NAME, f"sb3-{NAME}"))
-    seeds = sorted(ours.keys() & theirs.keys())
-    if len(seeds) < 2:
-        sys.exit(f"{len(seeds)} seeds are recorded of both: there must be two at least (curve, and curves.py record)")
-    rng = np.random.default_rng(0)
-    for number in ("mean eval/return", "last eval/return"):
-        a, b = (np.array([rows[seed][number] for seed in seeds]) for rows in (ours, theirs))
-        pairs = a - b
-        means = pairs[rng.integers(len(seeds), size=(resamples, len(seeds)))].mean(1)
-        bounds = {"bootstrap": np.quantile(means, 0.95),
-                  "Student's t": pairs.mean() + stats.t.ppf(0.95, len(seeds) - 1) * stats.sem(pairs)}  # fmt: skip
-        print(f"{number}: ours {a.mean():.0f}, SB3 {b.mean():.0f}, {len(seeds)} seeds, difference {pairs.mean():.0f}")
-        for name, bound in bounds.items():
-            verdict = "below" if bound < 0 else "not significantly below"
-            print(f"    {name}: at most {bound:.0f} at 95 %, one-sided: {verdict} SB3's")
+    ours, rng = {row["seed"]: row for row in recorded(NAME)}, np.random.default_rng(0)
+    for other, name in {"SB3": f"sb3-{NAME}", "log(alpha)": f"{NAME}-log-alpha"}.items():
+        theirs = {row["seed"]: row for row in recorded(name)}
+        seeds = sorted(ours.keys() & theirs.keys())
+        if len(seeds) < 2:
+            sys.exit(f"{len(seeds)} seeds are recorded of both {NAME} and {name}: there must be two at least")
+        for number in ("mean eval/return", "last eval/return"):
+            a, b = (np.array([rows[seed][number] for seed in seeds]) for rows in (ours, theirs))
+            pairs = a - b
+            means = pairs[rng.integers(len(seeds), size=(resamples, len(seeds)))].mean(1)
+            bounds = {"bootstrap": np.quantile(means, 0.95),
+                      "Student's t": pairs.mean() + stats.t.ppf(0.95, len(seeds) - 1) * stats.sem(pairs)}  # fmt: skip
+            print(f"{number}: ours {a.mean():.0f}, {other} {b.mean():.0f}, {len(seeds)} seeds, "
+                  f"difference {pairs.mean():.0f} (sd {pairs.std(ddof=1):.0f})")  # fmt: skip
+            for how, bound in bounds.items():
+                verdict = "below" if bound < 0 else "not significantly below"
+                print(f"    {how}: at most {bound:.0f} at 95 %, one-sided: {verdict}")
     print("Not significantly below is not equal: so few seeds cannot show that.")
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"curve": curve, "compare": compare})
+    tyro.extras.subcommand_cli_from_dict({"curve": curve, "log-alpha": log_alpha, "compare": compare})
