@@ -56,9 +56,10 @@ Run
 
 Expect
     The default run: CartPole-v1 pays 500 (the most there is) from about 20,000 steps on, in less than 15 seconds on a
-    CPU; all of 10 seeds reach 475 within 100,000 steps.
+    CPU; all of 30 seeds reach 475 within 24,576 steps.
     The Pendulum command: -1,200 to -240 (30 seeds, standard deviation 95), in about 10 seconds. Hopper-v5 and
-    HalfCheetah-v5, 204,800 steps: 1,463 and 1,342 (6 seeds, standard deviations 873 and 715), in one to two minutes.
+    HalfCheetah-v5, 204,800 steps: 1,408 and 1,257 (8 seeds, standard deviations 745 and 643; sampled actions 1,084 and
+    875, 218 and 286), in one to two minutes.
     HalfCheetah-v5, 1M steps: 1,774 in training at the end, 1,921 with the likeliest actions (one seed, not recorded;
     CleanRL publishes 1,443 in training, for v4), at about 3,800 steps a second. The tuned recipe: 4,686 with the
     likeliest actions, 4,882 with sampled ones (one seed; 4,559 at 500,000 steps), in an hour beside other work; alone

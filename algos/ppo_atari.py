@@ -28,14 +28,14 @@ Metrics
 
 Run
     python algos/ppo_atari.py                                                     Pong, 10M steps: for a GPU
-    python algos/ppo_atari.py --env-id ALE/KungFuMaster-v5 --total-timesteps 102400   a short budget
+    python algos/ppo_atari.py --env-id ALE/KungFuMaster-v5 --total-timesteps 61440   a short budget
     python algos/ppo_atari.py --vector async                                      a process for each game
     python algos/ppo_atari.py --evaluate RUN --capture-video
 
 Expect
-    Pong's 10M steps were not run: they take half a day on a CPU. ALE/KungFuMaster-v5 --total-timesteps 102400: sampled
-    actions score 1,000, 1,260, 1,940, 3,400 and 2,560 at every fifth of the way (--eval-every 20480 --eval-episodes 5,
-    one seed), in 11 minutes on a busy core. The likeliest ones, which always play the same game, score 0.
+    Pong's 10M steps were not run: they take half a day on a CPU. ALE/KungFuMaster-v5 --total-timesteps 61440: sampled
+    actions score 100 to 380 after the first 1,024 steps (3 seeds) and 2,965 at the end (8 seeds, standard deviation
+    511), in 6 minutes on a busy core. The likeliest ones, which always play the same game, score 0.
 """
 
 import json
