@@ -9,8 +9,8 @@ degrees of freedom (a prediction interval; the values are treated as normal). A 
 below the band, two more fresh seeds are asked. For about one seed in a hundred ends so badly as no normal distribution
 has it (10 %-BC at 458, where 100 recorded seeds have 736 to 1,438; IQL at 444; a reward model that RLOO over-optimises
 within 8 steps), from code that repeats its recorded seeds bit for bit; a bug is there again. Twice is a false alarm of
-0.01 to 0.06 % a band (`false_alarm`), below 1 % all together. A drop of (t + 1.64) s sqrt(1/2 + 1/n) is caught with
-90 % probability, about.
+0.02 to 0.06 % a band of the default tests (`false_alarm`), below 1 % all together. A drop of (t + 1.64) s sqrt(1/2 +
+1/n) is caught with 90 % probability, about.
 
 Proportions of right answers are taken as arcsin(sqrt(p)), which stabilises their variance: near 1 they are skewed.
 Returns of sampled actions in MuJoCo are positive and skewed, and are compared as logarithms.
@@ -18,7 +18,7 @@ Returns of sampled actions in MuJoCo are positive and skewed, and are compared a
 Which numbers are compared was fixed before the first recording, except for bc, iql, dt, ppo on Hopper and HalfCheetah
 and sac on Hopper: there it was chosen after a first recording and before any band was used. The return of mean actions
 varies two to five times as much between seeds as that of sampled ones; the slope of four targets from different start
-states varied more than it was large; one of six seeds of sac fell in its last evaluation alone.
+states varied more than it was large; one of eight seeds of sac fell in its last evaluation alone.
 """
 
 import contextlib

@@ -5,11 +5,13 @@ Two models: a random Llama in float64, whose gradients must agree to 1e-10, and 
 
 import copy
 import importlib
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from helpers import SMALL, command_line
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import utils.lm
@@ -429,6 +431,21 @@ def test_the_model_that_is_updated_has_no_dropout(script, with_dropout, tmp_path
     module.train(module.Args(model=str(with_dropout), task="sort", max_steps=1, eval_prompts=2, eval_every=0,
                              output_dir=str(tmp_path), **sizes))  # fmt: skip
     assert seen == [True]
+
+
+@pytest.mark.parametrize("script", ONLINE)
+def test_trust_remote_code_is_passed_on_to_rewards(script, tmp_path, monkeypatch):
+    module, seen = importlib.import_module(f"algos.{script}"), []
+
+    def scorer(*args):
+        seen.append(inspect.signature(make_scorer).bind(*args).arguments.get("trust_remote_code"))
+        raise UserError("seen")
+
+    monkeypatch.setattr(module, "make_scorer", scorer)
+    for flags in (), ("--trust-remote-code",):
+        with pytest.raises(SystemExit):
+            command_line(module, *SMALL[script], "--output-dir", tmp_path, *flags)
+    assert seen == [False, True]
 
 
 def test_a_prompt_and_completion_beyond_the_context():

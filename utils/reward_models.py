@@ -140,7 +140,7 @@ def model_and_aggregation(spec: str) -> tuple[str, str] | None:
 class RewardModel:
     """What --reward has for a model or an ensemble: called with B rows and the texts of B answers, returns B scores."""
 
-    def __init__(self, path: str, how: str, spec: str, device: torch.device | str, trust_remote_code=False):
+    def __init__(self, path: str, how: str, spec: str, device: torch.device | str, trust_remote_code: bool = False):
         folder = Path(path).expanduser()
         self.__name__ = folder.name  # of its column
         members = sorted(folder.glob("member-*"))
