@@ -1,11 +1,9 @@
 """Checkpoints: written whole or not at all, read back without pickles, with every generator of random numbers."""
 
-import contextlib
 import errno
 import os
 import random
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -52,16 +50,20 @@ def by_step(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.pt"), key=lambda path: (len(path.name), path.name))
 
 
-@contextlib.contextmanager
-def saving(run, step: int, state: Callable[[], dict], columns: dict):
-    """Around an evaluation: where an environment raises in it, the row of metrics so far and a checkpoint of `state()`
-    are written. A resumed run goes on after the evaluation, which it does not repeat."""
-    try:
-        yield
-    except Exception:
-        run.log(step, **columns)
-        run.save(step, state())
-        raise
+def restore(state: dict, **parts) -> None:
+    """Brings modules, optimizers and generators back to what `state` holds under their names. A tuple of parts has a
+    list there. A module may lack what was not saved: the frozen weights of --model."""
+    for name, part in parts.items():
+        if isinstance(part, torch.Generator):
+            part.set_state(state[name].cpu())
+        elif isinstance(part, torch.nn.Module):
+            unknown = part.load_state_dict(state[name], strict=False).unexpected_keys
+            assert not unknown, f"the checkpoint has weights that the model lacks: {unknown}"
+        elif isinstance(part, tuple):
+            for one, saved in zip((p for p in part if p is not None), state[name], strict=True):
+                restore({name: saved}, **{name: one})
+        else:
+            part.load_state_dict(state[name])
 
 
 def load_newest(folder: Path) -> dict:

@@ -1,9 +1,12 @@
-"""Wrong input of the user's: the exception that says so in one sentence, and the check of numbers."""
+"""Wrong input of the user's: the exception that says so in one sentence, and the bounds of numbers.
+
+A bound stands in the type of its field: `max_steps: PositiveInt = 100`, `tau: Annotated[float, "above 0"] = 0.005`.
+"""
 
 import math
+from typing import Annotated, get_args, get_type_hints
 
-RULES = {
-    "finite": math.isfinite,
+BOUNDS = {
     "at least 0": lambda x: x >= 0,
     "at least 1": lambda x: x >= 1,
     "above 0": lambda x: x > 0,
@@ -12,18 +15,26 @@ RULES = {
     "above 0 and at most 1": lambda x: 0 < x <= 1,
     "above 0 and below 1": lambda x: 0 < x < 1,
 }
+PositiveInt = Annotated[int, "at least 1"]
+NonNegativeInt = Annotated[int, "at least 0"]
+PositiveFloat = Annotated[float, "above 0"]
+NonNegativeFloat = Annotated[float, "at least 0"]
+UnitInterval = Annotated[float, "from 0 to 1"]
 
 
 class UserError(Exception):
     """Wrong input. The message is one sentence: what was wrong and what would be right (exit code 2, no traceback)."""
 
 
-def check_numbers(args, names: dict[str, str]) -> None:
-    """Raises UserError where an argument is not finite or breaks its rule; None, a default still open, breaks none.
-    names: key of RULES -> arguments, separated by spaces."""
-    for rule, arguments in names.items():
-        for name in arguments.split():
-            value = getattr(args, name)
-            if value is not None and not (math.isfinite(value) and RULES[rule](value)):
-                right = rule if rule == "finite" or math.isfinite(value) else f"finite and {rule}"
+def check_numbers(args) -> None:
+    """Raises UserError where a number among the fields of `args` is not finite or breaks the bound of its type. None is
+    a default that is still open."""
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
+        value = getattr(args, name)
+        bounds = [text for kind in (hint, *get_args(hint)) for text in getattr(kind, "__metadata__", ())]
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, (int, float)) and not (
+                math.isfinite(number) and all(BOUNDS[b](number) for b in bounds)
+            ):
+                right = " and ".join(bounds if math.isfinite(number) else ["finite", *bounds])
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it must be {right}")

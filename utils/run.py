@@ -26,7 +26,7 @@ import torch
 import tyro
 
 from utils.checkpoint import load_newest, rng_state, save_checkpoint, set_rng_state, write_atomically
-from utils.errors import UserError, check_numbers
+from utils.errors import NonNegativeInt, PositiveInt, UserError, check_numbers
 from utils.machine import cores, environment
 
 try:
@@ -43,13 +43,13 @@ class RunArgs:
     """seed of every generator"""
     device: str = "auto"
     """cpu, cuda, mps, or auto: cuda where there is one, else cpu"""
-    threads: int = 0
+    threads: NonNegativeInt = 0
     """CPU threads; 0: OMP_NUM_THREADS where set, else one per core. Results are bit for bit equal at equal counts"""
     output_dir: str = "runs"
     """the run's folder is made in here"""
-    save_every: int = 50
+    save_every: PositiveInt = 50
     """steps between checkpoints"""
-    keep: int = 2
+    keep: PositiveInt = 2
     """checkpoints kept"""
     resume: str = ""
     """folder of a run to continue; all but logging flags, and the budget where no schedule depends on it, must stay"""
@@ -84,9 +84,9 @@ def saved_args(folder: Path) -> dict:
 
 
 def prepare(args: RunArgs) -> torch.device:
-    """Seeds every global generator, pins the thread count, and chooses the device. Raises UserError for a device that
-    this machine does not have."""
-    check_numbers(args, {"at least 1": "save_every keep", "at least 0": "threads"})
+    """Checks every number, seeds every global generator, pins the thread count, and chooses the device. Raises
+    UserError for a number out of its bounds and for a device that this machine does not have."""
+    check_numbers(args)
     if args.resume:
         saved = saved_args(Path(args.resume))
         args.threads = args.threads or saved["threads"]
@@ -100,8 +100,16 @@ def prepare(args: RunArgs) -> torch.device:
     found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not found.get(args.device.partition(":")[0], False):
         names = ", ".join(name for name, there in found.items() if there)
-        raise UserError(f"--device {args.device} is not to be had on this machine: use {names}")
+        raise UserError(f"--device {args.device} is not available on this machine: use {names}")
     return torch.device(args.device)
+
+
+def resolve(args: RunArgs, presets: dict[str, dict], row: str) -> str:
+    """Fills in every argument that was left at None from that row of `presets`. Returns a line for the terminal."""
+    resolved = {name: value for name, value in presets[row].items() if getattr(args, name) is None}
+    for name, value in resolved.items():
+        setattr(args, name, value)
+    return f"settings for {row}: {resolved}"
 
 
 class Run:
@@ -225,9 +233,27 @@ class Run:
         save_checkpoint(self.dir / "checkpoints", step, state, self.args.keep)
         self.saved_step = step
 
+    @contextlib.contextmanager
+    def saving(self, step: int, state: dict | Callable[[], dict], rng: dict | None = None, columns: dict | None = None):
+        """Around code of the user's (an environment, a reward): where it raises, `state` is saved, so that --resume
+        loses nothing. Around collecting, give the state and `rng` from before the step: a resumed run repeats it.
+        Around an evaluation, give the state after the update and the step's `columns`, which are logged: a resumed run
+        goes on behind it. Never around an update: half-trained weights are not saved."""
+        try:
+            yield
+        except Exception:
+            if columns is not None:
+                self.log(step, **columns)
+            self.save(step, state() if callable(state) else state, rng)
+            raise
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether something that comes every `every` steps (0: never) and at the end is due after this iteration."""
+        return step >= self.total or (every > 0 and crosses(step, self.ended, every))
+
     def end_step(self, step: int, state: Callable[[], dict]) -> None:
         """Called where an iteration ends: saves when it is time, and leaves when a signal asked for it."""
-        if crosses(step, self.ended, self.args.save_every) or step >= self.total or self.signal is not None:
+        if self.due(step, self.args.save_every) or self.signal is not None:
             self.save(step, state())
         self.ended = step
         if self.signal is not None and step < self.total:
