@@ -2,39 +2,18 @@ r"""Proximal Policy Optimization (PPO).
 
 Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv 1707.06347, equations 7 and 9), with generalised
 advantages (arXiv 1506.02438, equation 16) and the details of OpenAI's baselines that make it work (Huang et al. 2022,
-"The 37 Implementation Details of PPO"). From T steps of N environments under pi_old, maximises
+"The 37 Implementation Details of PPO").
+
+The policy acts for T steps in N environments, and then learns from these steps in several epochs of minibatches. A
+sample stops counting once its probability has moved too far from what it was when it was drawn: epsilon is "too far".
 
     J(theta) = E { min[ rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t ] + c_ent H_t - c_vf (V(s_t) - R_t)^2 / 2 }
 
-    rho_t   = pi_theta(a_t | s_t) / pi_old(a_t | s_t)            probability ratio
+    rho_t   = pi_theta(a_t | s_t) / pi_old(a_t | s_t)            probability ratio; pi_old drew the steps
     delta_t = r_t + gamma V(s'_t) (1 - terminated_t) - V(s_t)    s'_t: the true next observation, never that of a reset
     A_t     = delta_t + gamma lambda (1 - done_t) A_t+1          done = terminated or truncated
     R_t     = A_t + V(s_t)                                       target of the critic
     H_t     = entropy of pi_theta(. | s_t)
-
-Differences
-    - A truncated episode is bootstrapped from its last observation. CleanRL treats truncation as termination.
-    - The paper shares no parameters between policy and value for MuJoCo and neither do we; CleanRL's and SB3's agree.
-    - Values, and log-probabilities under pi_old, are computed for the whole rollout at once, before the first epoch.
-    - Advantages are normalised per minibatch (mean 0, unbiased standard deviation 1, plus 1e-8), as in CleanRL and SB3;
-      the paper does not. That scales gradients by a number that depends on the data (--no-normalize-advantages: not).
-    - The value loss is not clipped unless --clip-vloss (baselines clip it; arXiv 2006.05990 found that it hurts).
-    - Observations are normalised by running statistics and clipped to +-10, rewards are divided by the running standard
-      deviation of the discounted return and clipped to +-10. Baselines do so for MuJoCo only; without it CartPole had
-      not settled at 500 after 100,000 steps. One set of statistics for all environments, frozen in evaluation.
-    - Observations are flattened (make_env). For a network that takes them apart, see `flatten` of make_env and Agent.
-    - Gaussian actions are clipped to the environment's bounds when they are executed, not in their log-probability.
-    - --target-kl stops after an epoch whose mean approx_kl exceeds it. SB3 stops between minibatches, at 1.5 times it.
-    - The learning rate falls linearly to 0 (--no-anneal-lr: not); the paper anneals for Atari only.
-
-Metrics
-    return, length      of the training episodes that ended in the iteration; absent where none did
-    eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
-    explained_variance  of R_t by V(s_t); rises towards 1, below 0 is worse than a constant
-    approx_kl           mean of rho - 1 - log rho in the last epoch; 0.001 to 0.03
-    clip_fraction       share of samples outside the clip in the last epoch; 0.05 to 0.3
-    entropy             nats; falls slowly. grad_norm: before clipping, mean
-    epochs              that were run; less than --update-epochs where --target-kl stopped
 
 Run
     python algos/ppo.py                                                          CartPole-v1
@@ -43,30 +22,43 @@ Run
     python algos/ppo.py --env-id HalfCheetah-v5 --threads 1                      the paper's recipe (table 3), annealed
     python algos/ppo.py --env-id HalfCheetah-v5 --threads 1 --num-steps 512 --num-minibatches 8 --update-epochs 20 \
         --gamma 0.98 --gae-lambda 0.92 --clip-coef 0.1 --learning-rate 2.0633e-5 --no-anneal-lr --log-std-init -2 \
-        --hidden-size 256 --max-grad-norm 0.8 --vf-coef 0.58 --ent-coef 0.0004
-                                                                                 a tuned one: RL Baselines3 Zoo's, with
-                                                                                 tanh where it has ReLU, orthogonal
-                                                                                 weights where it has ortho_init=False,
-                                                                                 and, as SB3's value loss is not halved,
-                                                                                 half of its weight of the value loss
+        --hidden-size 256 --max-grad-norm 0.8 --vf-coef 0.58 --ent-coef 0.0004   a tuned recipe
     python algos/ppo.py --env-id package.module:Name-v0 --env-kwargs size=5      your own environment
     python algos/ppo.py --env-id Hopper-v5 --num-envs 8 --num-steps 256 --vector async
                                                                                  async: for steps slower than 1 ms
     python algos/ppo.py --evaluate RUN --eval-episodes 100 --capture-video       scores a saved agent
+    The tuned recipe is RL Baselines3 Zoo's, with three changes: tanh for its ReLU, orthogonal weights for its
+    ortho_init=False, and half its weight of the value loss, because SB3 does not halve that loss.
 
 Expect
-    The default run: CartPole-v1 pays 500 (the most there is) from about 20,000 steps on, in less than 15 seconds on a
-    CPU; all of 30 seeds reach 475 within 24,576 steps.
-    The Pendulum command: -1,200 to -240 (30 seeds, standard deviation 95), in about 10 seconds. Hopper-v5 and
-    HalfCheetah-v5, 204,800 steps: 1,408 and 1,257 (8 seeds, standard deviations 745 and 643; sampled actions 1,084 and
-    875, 218 and 286), in one to two minutes.
-    HalfCheetah-v5, 1M steps with CleanRL's settings (--clip-vloss): 1,830 over about the last 100 episodes of training
-    (8 seeds, 1,514 to 2,328; CleanRL publishes 1,443, for v4), 2,016 with the likeliest actions, in 5 to 6 minutes. The
-    tuned recipe: 4,686 with the likeliest actions, 4,882 with sampled ones (one seed; 4,559 at 500,000 steps), in an
-    hour beside other work; alone it was not timed. RL Baselines3 Zoo and Tianshou publish about 5,800.
+    CartPole-v1: 500, the most there is, from about 20,000 steps on, in less than 15 seconds on a CPU. All of 30 seeds
+    reach 475 within 24,576 steps.
+    Pendulum-v1: from -1,200 to -240 (30 seeds, standard deviation 95), in about 10 seconds.
+    Hopper-v5 and HalfCheetah-v5, 204,800 steps: 1,408 and 1,257 (8 seeds, standard deviations 745 and 643), in one to
+    two minutes. Sampled actions get 1,084 and 875 (standard deviations 218 and 286).
+    HalfCheetah-v5, 1M steps with CleanRL's settings (--clip-vloss), in 5 to 6 minutes: 1,830 over about the last 100
+    episodes of training (8 seeds, 1,514 to 2,328), where CleanRL publishes 1,443 for v4. The likeliest actions get
+    2,016.
+    HalfCheetah-v5, 1M steps with the tuned recipe, in an hour on a shared machine: 4,686 (one seed; 4,559 at 500,000
+    steps), 4,882 with sampled actions. RL Baselines3 Zoo and Tianshou publish about 5,800.
+
+Metrics
+    return, length      of the training episodes that ended in the iteration; absent where none did
+    eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
+    explained_variance  of R_t by V(s_t); rises towards 1, below 0 is worse than a constant
+    approx_kl           mean of rho - 1 - log rho in the last epoch; 0.001 to 0.03
+    clip_fraction       share of samples outside the clip in the last epoch; 0.05 to 0.3
+    entropy             nats; falls slowly
+    grad_norm           before clipping, mean over the minibatches
+    epochs              that were run; less than --update-epochs where --target-kl stopped
+
+Differences (those of one line stand at that line)
+    - Policy and value share no parameters, as in the paper for MuJoCo, in CleanRL and in SB3.
+    - Observations and rewards are normalised by running statistics. Baselines do so for MuJoCo only; without it
+      CartPole had not settled at 500 after 100,000 steps.
+    - Observations are flattened (make_env). A network that takes them apart needs `flatten=False` there.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -78,81 +70,85 @@ from typing import Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state, saving
-from utils.envs import EnvArgs, evaluate, make_env, make_vector, reset_vector, restore_vector, saved_agent, step_vector
-from utils.errors import UserError, check_numbers
+from utils.checkpoint import restore, rng_state
+from utils.envs import (
+    EnvArgs,
+    episode_columns,
+    make_vector,
+    open_environment,
+    reset_vector,
+    restore_vector,
+    step_vector,
+)
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.normalize import RunningMeanStd
-from utils.run import Run, crosses, main, prepare
+from utils.rollouts import evaluate, score_saved
+from utils.run import Run, main, prepare, resolve
 
+NAME, TITLE = "ppo", "PPO"
 PRESETS = {  # what depends on the kind of actions: taken for every argument that is left at None
     "discrete": dict(total_timesteps=100_000, num_envs=8, num_steps=128, learning_rate=1e-3, num_minibatches=4,
                      update_epochs=8, ent_coef=0.0),
     "continuous": dict(total_timesteps=1_000_000, num_envs=1, num_steps=2048, learning_rate=3e-4, num_minibatches=32,
                        update_epochs=10, ent_coef=0.0),
 }  # fmt: skip
-RANGES = {  # what numbers must be
-    "at least 1": "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size eval_episodes",
-    "at least 0": "ent_coef vf_coef eval_every",
-    "above 0": "learning_rate clip_coef max_grad_norm target_kl",
-    "from 0 to 1": "gamma gae_lambda",
-    "finite": "log_std_init",
-}
-CLIP_NORMALIZED = 10.0  # bounds of normalised observations and rewards
+CLIP_NORMALIZED = 10.0  # bounds of normalised observations and rewards, as in baselines
 
 
 @dataclass
 class Args(EnvArgs):
+    # inherited: seed, device, output_dir, keep, resume, track (RunArgs);
+    # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "CartPole-v1"
     """a Gymnasium environment, or MODULE:NAME of one that MODULE registers"""
-    total_timesteps: int | None = None
+    total_timesteps: PositiveInt | None = None
     """environment steps, over all environments"""
-    num_envs: int | None = None
+    num_envs: PositiveInt | None = None
     """environments that are stepped together: N"""
-    num_steps: int | None = None
+    num_steps: PositiveInt | None = None
     """steps of each environment between updates: T"""
     vector: Literal["sync", "async"] = "sync"
     """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
-    learning_rate: float | None = None
+    learning_rate: PositiveFloat | None = None
     """learning rate of Adam, at the start"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0"""
-    gamma: float = 0.99
+    gamma: UnitInterval = 0.99
     """discount"""
-    gae_lambda: float = 0.95
+    gae_lambda: UnitInterval = 0.95
     """lambda of the advantages"""
-    num_minibatches: int | None = None
+    num_minibatches: PositiveInt | None = None
     """minibatches per epoch"""
-    update_epochs: int | None = None
+    update_epochs: PositiveInt | None = None
     """epochs over each rollout"""
-    clip_coef: float = 0.2
+    clip_coef: PositiveFloat = 0.2
     """clip of the ratio: epsilon"""
     clip_vloss: bool = False
     """clip the change of the value by clip_coef, too"""
-    ent_coef: float | None = None
+    ent_coef: NonNegativeFloat | None = None
     """weight of the entropy bonus: c_ent"""
-    vf_coef: float = 0.5
+    vf_coef: NonNegativeFloat = 0.5
     """weight of the value loss: c_vf"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: PositiveFloat = 0.5
     """gradients are clipped to this norm"""
-    target_kl: float | None = None
+    target_kl: PositiveFloat | None = None
     """end the epochs of a rollout when approx_kl exceeds this"""
     normalize: bool = True
     """normalise observations and rewards by running statistics"""
     normalize_advantages: bool = True
     """normalise advantages in every minibatch"""
-    hidden_size: int = 64
+    hidden_size: PositiveInt = 64
     """units of the two hidden layers of policy and value network"""
     log_std_init: float = 0.0
     """log of the standard deviation of Gaussian actions at the start"""
     compile: bool = False
     """compile the loss (half a minute at the start)"""
-    threads: int = 1
+    threads: NonNegativeInt = 1
     """CPU threads: networks this small are slower on more; 0: OMP_NUM_THREADS where set, else one per core"""
-    save_every: int = 20_000
+    save_every: PositiveInt = 20_000
     """environment steps between checkpoints"""
 
 
@@ -177,8 +173,9 @@ class Agent(nn.Module):
         return self.critic(obs)[..., 0]
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """What makes `act` a sample: normal for Gaussian actions, Gumbel for categorical ones (the maximum of logits
-        plus Gumbel noise is a draw from the softmax). Times 0, `act` gives the likeliest action."""
+        """What makes `act` a sample: normal noise for Gaussian actions, Gumbel noise for categorical ones (the largest
+        of logits plus Gumbel noise is a draw from the softmax). With noise 0, `act` gives the likeliest action."""
+        # drawn for a whole rollout at once: Categorical.sample() at each step takes twice the time of the network
         noise = torch.empty(*shape, sum(self.parts), device=generator.device)
         return noise.normal_(generator=generator) if self.continuous else -noise.exponential_(generator=generator).log()
 
@@ -190,12 +187,11 @@ class Agent(nn.Module):
         return torch.stack([part.argmax(-1) for part in (out + noise).split(self.parts, -1)], -1)
 
     def forward(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """log_prob's two and the value, each (...)."""
+        """Log-probability, entropy and value, each (...)."""
         return *self.log_prob(obs, actions), self.value(obs)
 
     def log_prob(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability (of continuous actions: density) of actions (..., A), and the entropy, in nats: (...),
-        (...)."""
+        """Log-probability (of continuous actions: density) of actions (..., A), and entropy in nats, each (...)."""
         out = self.actor(obs)
         if self.continuous:
             z = (actions - out) * (-self.log_std).exp()
@@ -209,7 +205,8 @@ class Agent(nn.Module):
         return logp, entropy
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
-        """Actions (N, A) as the vector environment takes them: Gaussian ones clipped to the bounds."""
+        """Actions (N, A) as the vector environment takes them: Gaussian ones clipped to the bounds, but only when they
+        are executed. Their log-probability is that of the action before clipping."""
         if self.continuous:
             return actions.reshape(-1, *self.space.shape).clip(self.space.low, self.space.high)
         return actions.reshape(-1, *self.space.shape) + self.space.start
@@ -224,7 +221,8 @@ def network(size_in: int, hidden_size: int, size_out: int, gain: float) -> nn.Se
 
 
 class Statistics:
-    """Running statistics of observations and of discounted returns. Without --normalize they change nothing."""
+    """Running statistics of observations and of discounted returns, one set for all environments, frozen in
+    evaluation. Without --normalize they change nothing."""
 
     def __init__(self, obs_size: int, num_envs: int, gamma: float, enabled: bool):
         self.obs, self.returns, self.enabled = RunningMeanStd((obs_size,)), RunningMeanStd(), enabled
@@ -248,9 +246,13 @@ class Statistics:
         self.discounted = self.discounted * ~done
         return np.clip(rewards / np.sqrt(self.returns.var + 1e-8), -CLIP_NORMALIZED, CLIP_NORMALIZED)
 
+    def weights(self) -> dict[str, Tensor]:
+        """For RUN/model: the networks take (obs - obs_mean) / sqrt(obs_var + 1e-8), clipped."""
+        return {f"obs_{name}": self.obs.state_dict()[name] for name in ("mean", "var")} if self.enabled else {}
+
     def state_dict(self) -> dict:
-        return {"obs": self.obs.state_dict(), "returns": self.returns.state_dict(),
-                "discounted": torch.tensor(self.discounted)}  # fmt: skip
+        discounted = torch.tensor(self.discounted)
+        return {"obs": self.obs.state_dict(), "returns": self.returns.state_dict(), "discounted": discounted}
 
     def load_state_dict(self, state: dict) -> None:
         self.obs.load_state_dict(state["obs"])
@@ -288,12 +290,12 @@ def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, adva
     logps, entropy, values = agent(obs, actions)
     log_ratio = logps - old_logps
     ratio = log_ratio.exp()
-    if args.normalize_advantages:
+    if args.normalize_advantages:  # per minibatch, as CleanRL and SB3; the paper does not, and gradients scale with it
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
     errors = (values - returns) ** 2
-    if args.clip_vloss:
+    if args.clip_vloss:  # as baselines; arXiv 2006.05990 found that it hurts
         near = old_values + (values - old_values).clamp(-args.clip_coef, args.clip_coef)
         errors = torch.max(errors, (near - returns) ** 2)
     loss = policy_loss - args.ent_coef * entropy.mean() + args.vf_coef * 0.5 * errors.mean()
@@ -303,12 +305,12 @@ def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, adva
     return loss, metrics
 
 
-def update(agent: Agent, optimizer, batch: Batch, generator: torch.Generator, args: Args,
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generator: torch.Generator, args: Args,
            loss_function: Callable = ppo_loss) -> dict[str, float]:  # fmt: skip
     """`update_epochs` passes over one rollout in minibatches. Returns metrics."""
-    with torch.no_grad():
+    with torch.no_grad():  # of the whole rollout at once, before the first epoch
         old_logps, _, values = agent(batch.obs, batch.actions)
-        next_values = agent.value(batch.next_obs)
+        next_values = agent.value(batch.next_obs)  # truncated episodes, too; CleanRL treats truncation as termination
         done = batch.terminated | batch.truncated
         advantages = gae(batch.rewards, values, next_values, batch.terminated, done, args.gamma, args.gae_lambda)
         returns = advantages + values
@@ -327,16 +329,15 @@ def update(agent: Agent, optimizer, batch: Batch, generator: torch.Generator, ar
             metrics.append(numbers)
         approx_kl, clip_fraction, entropy = torch.stack(metrics).mean(0).tolist()
         if args.target_kl is not None and approx_kl > args.target_kl:
-            break
+            break  # SB3 stops between minibatches, at 1.5 times it
     unexplained = ((returns - values).var() / returns.var().clamp(min=1e-12)).item()
     return {"explained_variance": 1 - unexplained, "approx_kl": approx_kl, "clip_fraction": clip_fraction,
             "entropy": entropy, "grad_norm": torch.stack(norms).mean().item(), "epochs": epochs}  # fmt: skip
 
 
 @torch.no_grad()
-def collect(
-    agent: Agent, envs, obs: np.ndarray, statistics: Statistics, generator: torch.Generator, step: int, args: Args
-):
+def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistics: Statistics,
+            generator: torch.Generator, step: int, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
     """T steps of N environments from observations `obs` (N, D), which the statistics have counted.
 
     Returns a Batch, the observations to go on from, and (return, length) of the episodes that ended.
@@ -344,140 +345,103 @@ def collect(
     device, shape = generator.device, (args.num_steps, args.num_envs)
     noise = agent.noise(shape, generator)
     actions, episodes, current = [], [], statistics.observe(obs)
-    seen, led_to = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
+    seen, next_obs = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
     rewards, terminated, truncated = np.empty(shape, np.float32), np.empty(shape, bool), np.empty(shape, bool)
     for t in range(args.num_steps):
         seen[t] = current
         actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
-        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(
-            envs, agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
-        )
+        executed, now = agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
+        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed, now)
         rewards[t] = statistics.reward(reward, terminated[t] | truncated[t])
         current = statistics.observe(obs, count=True)
-        led_to[t] = statistics.observe(true_obs) if ended else current
+        next_obs[t] = statistics.observe(true_obs) if ended else current
         episodes += ended
-    rewards, led_to, terminated, truncated, seen = (
-        torch.from_numpy(x).to(device) for x in (rewards, led_to, terminated, truncated, seen)
-    )
-    return Batch(seen, torch.stack(actions), rewards, led_to, terminated, truncated), obs.copy(), episodes
+    arrays = (seen, rewards, next_obs, terminated, truncated)
+    seen, *others = (torch.from_numpy(array).to(device) for array in arrays)
+    return Batch(seen, torch.stack(actions), *others), obs.copy(), episodes
 
 
 def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for settings that no run can have."""
     kinds = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)
     if not isinstance(space, kinds) or isinstance(space, gym.spaces.Box) and space.dtype.kind != "f":
-        raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs a Box of floats, Discrete or "
-                        "MultiDiscrete")  # fmt: skip
-    check_numbers(args, RANGES)
-    if args.capture_video and not args.evaluate:
-        raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
+        wanted = "a Box of floats, Discrete or MultiDiscrete"
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs {wanted}")
     rows = args.num_envs * args.num_steps
     if rows % args.num_minibatches or rows // args.num_minibatches < 2:
-        raise UserError(f"--num-minibatches {args.num_minibatches} must divide the {rows} rows of a rollout "
-                        "(num_envs * num_steps) into parts of at least 2")  # fmt: skip
+        right = f"it must divide the {rows} rows of a rollout (num_envs * num_steps) into parts of at least 2"
+        raise UserError(f"--num-minibatches is {args.num_minibatches}: {right}")
     if args.total_timesteps < rows:
         raise UserError(f"--total-timesteps {args.total_timesteps} is less than one rollout of {rows} steps")
 
 
-def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor, generator: torch.Generator):
-    """What utils.envs.evaluate calls: actions (N, A) of raw observations (N, D)."""
+@torch.no_grad()
+def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor,
+                      generator: torch.Generator) -> np.ndarray:  # fmt: skip
+    """What utils.rollouts.evaluate calls: actions (N, A) of raw observations (N, D)."""
     normalized = torch.from_numpy(statistics.observe(obs)).to(generator.device)
-    with torch.no_grad():
-        actions = agent.act(normalized, agent.noise((len(obs),), generator) * scale)
-    return agent.to_env(actions.cpu().numpy())
+    return agent.to_env(agent.act(normalized, agent.noise((len(obs),), generator) * scale).cpu().numpy())
 
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    make = partial(make_env, args.env_id, args.env_kwargs)
-    env = make()
-    obs_size, space = env.observation_space.shape[0], env.action_space
-    env.close()
-    preset = "continuous" if isinstance(space, gym.spaces.Box) else "discrete"
-    resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
-    for name, value in resolved.items():
-        setattr(args, name, value)
+    make, obs_size, space = open_environment(args)
+    settings = resolve(args, PRESETS, "continuous" if isinstance(space, gym.spaces.Box) else "discrete")
     check(args, space)
     agent = Agent(obs_size, space, args.hidden_size, args.log_std_init).to(device)
     statistics = Statistics(obs_size, args.num_envs, args.gamma, args.normalize)
-    scored = partial(
-        evaluate, make, partial(act_in_evaluation, agent, statistics), args.eval_episodes, args.seed, device
-    )
+    act = partial(act_in_evaluation, agent, statistics)
+    score_agent = partial(evaluate, make, act, args.eval_episodes, args.seed, device)
     if args.evaluate:
-        saved = saved_agent(args)
-        agent.load_state_dict(saved["agent"])
-        statistics.load_state_dict(saved["statistics"])
-        print(json.dumps(scored(Path(args.evaluate) / "video" if args.capture_video else None)))
-        return []
+        return score_saved(args, score_agent, agent=agent, statistics=statistics)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     generator = torch.Generator(device).manual_seed(args.seed)
+    loss_function = torch.compile(ppo_loss) if args.compile else ppo_loss
     rollout = args.num_envs * args.num_steps
-    iterations = args.total_timesteps // rollout
-    run = Run(args, "ppo", args.env_id, iterations * rollout, ("return", "eval/return", "explained_variance"),
-              "total_timesteps", schedule_depends_on_budget=args.anneal_lr)  # fmt: skip
-    run.print(f"settings for {preset} actions: {resolved}")
-    loss_function = ppo_loss
-    if args.compile:
-        loss_function = torch.compile(ppo_loss)
+    total = args.total_timesteps // rollout * rollout
+    run = Run(args, NAME, args.env_id, total, ("return", "eval/return", "explained_variance"), "total_timesteps",
+              schedule_depends_on_budget=args.anneal_lr)  # fmt: skip
+    run.print(settings)
     envs = make_vector(make, args.num_envs, args.seed, args.vector)
 
     def state() -> dict:
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
-                "statistics": statistics.state_dict(), "generator": generator.get_state(),
-                "obs": torch.from_numpy(obs), "envs": envs.log.state(obs)}  # fmt: skip
+        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": envs.log.state(obs),
+                "statistics": statistics.state_dict(), "generator": generator.get_state()}  # fmt: skip
 
     step = 0
     if run.state is not None:
-        agent.load_state_dict(run.state["agent"])
-        optimizer.load_state_dict(run.state["optimizer"])
-        statistics.load_state_dict(run.state["statistics"])
-        generator.set_state(run.state["generator"].cpu())
+        restore(run.state, agent=agent, optimizer=optimizer, statistics=statistics, generator=generator)
         step, obs = run.state["step"], restore_vector(envs, run.state["envs"])
     else:
         obs = reset_vector(envs)
         statistics.observe(obs, count=True)
     run.restore_rng()
     while step < run.total:
-        start, before = time.perf_counter(), (step, state(), rng_state())
-        if args.anneal_lr:
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * (1 - step / run.total)
+        start = time.perf_counter()
+        if args.anneal_lr:  # everywhere; the paper anneals for Atari only
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / run.total)
 
         # collect
-        try:
+        with run.saving(step, state(), rng_state()):
             batch, obs, episodes = collect(agent, envs, obs, statistics, generator, step, args)
-        except UserError:
-            raise
-        except Exception:
-            run.save(*before)  # nothing has been trained in this iteration: a resumed run repeats it
-            raise
         collected, step = time.perf_counter(), step + rollout
 
         # update
-        columns = update(agent, optimizer, batch, generator, args, loss_function)
-        columns |= {"learning_rate": optimizer.param_groups[0]["lr"]}
-        if episodes:
-            columns |= dict(zip(("return", "length"), np.mean(episodes, 0).tolist()))
-        columns |= {"time/collect": collected - start, "time/iteration": time.perf_counter() - start}
-        columns["time/steps_per_second"] = rollout / columns["time/iteration"]
+        columns = update(agent, optimizer, batch, generator, args, loss_function) | episode_columns(episodes)
+        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step),
+                    "time/collect": collected - start, "time/iteration": time.perf_counter() - start}  # fmt: skip
 
         # evaluate
-        if step == run.total or (args.eval_every and crosses(step, step - rollout, args.eval_every)):
-            with saving(run, step, state, columns):
-                columns |= scored()
+        if run.due(step, args.eval_every):
+            with run.saving(step, state, columns=columns):
+                columns |= score_agent()
         run.log(step, **columns)
         run.end_step(step, state)
 
     envs.close()
-    curves = {
-        "return": ("return", "eval/return"),
-        "explained variance": ("explained_variance",),
-        "entropy": ("entropy",),
-    }
-    model = agent.state_dict()
-    if args.normalize:  # (observation - obs_mean) / sqrt(obs_var + 1e-8), clipped, is what the networks take
-        model |= {f"obs_{name}": statistics.obs.state_dict()[name] for name in ("mean", "var")}
-    return run.finish(lambda folder: save_file(model, folder / "model.safetensors"), curves, f"PPO on {args.env_id}")
+    curves = {"return": ("return", "eval/return"), "explained variance": ("explained_variance",),
+              "entropy": ("entropy",)}  # fmt: skip
+    return run.finish(agent.state_dict() | statistics.weights(), curves, f"{TITLE} on {args.env_id}")
 
 
 if __name__ == "__main__":

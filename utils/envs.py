@@ -1,4 +1,4 @@
-"""Environments: making one or a vector of them, going on inside an episode after a resume, and evaluation.
+"""Environments: making one or a vector of them, and going on inside an episode after a resume.
 
 Shapes: N environments, D observation numbers, A action numbers.
 """
@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,23 +18,20 @@ import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from utils.checkpoint import load_newest, rng_state, set_rng_state
-from utils.errors import UserError
+from utils.errors import NonNegativeInt, PositiveInt, UserError
 from utils.imports import users_imports
-from utils.run import LOGGING_FLAGS, RunArgs, saved_args
+from utils.run import RunArgs
 
 LONGEST_LOG = 200_000  # actions of one episode that are kept for a resume; a longer episode starts anew
-EVALUATION_FLAGS = ("evaluate", "resume", "seed", "device", "threads", "eval_episodes", "capture_video", *LOGGING_FLAGS)
-LONGEST_EVALUATION = 50_000  # steps after which an evaluation episode counts as it stands
 
 
 @dataclass
 class EnvArgs(RunArgs):
     env_kwargs: tuple[str, ...] = ()
     """NAME=VALUE pairs for the environment; a VALUE is read as JSON where it is JSON, else as text"""
-    eval_every: int = 10_000
+    eval_every: NonNegativeInt = 10_000
     """environment steps between evaluations; 0: at the end only"""
-    eval_episodes: int = 10
+    eval_episodes: PositiveInt = 10
     """evaluation episodes, once with the likeliest action and once with sampled ones"""
     evaluate: str = ""
     """folder of a run whose agent is scored instead of training one, with the statistics that it was trained with"""
@@ -88,19 +85,16 @@ class Log:
 
     def __init__(self, num_envs: int):
         self.episode, self.length = np.zeros((2, num_envs), int)
-        self.total, self.actions = np.zeros(num_envs), [np.array([]) for _ in range(num_envs)]
+        self.total, self.actions = np.zeros(num_envs), [[] for _ in range(num_envs)]
 
-    def begin(self, index: int, episode: int, total: float = 0.0, actions=()) -> None:
+    def begin(self, index: int, episode: int, total: float = 0.0, actions: Sequence[np.ndarray] = ()) -> None:
         self.episode[index], self.total[index] = episode, total
-        self.length[index], self.actions[index] = len(actions), np.array(actions)
+        self.length[index], self.actions[index] = len(actions), list(actions)
 
     def step(self, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> list[tuple[float, int]]:
         """Adds a step that all have taken. Returns (return, length) of the episodes that it ended."""
-        for i, kept in enumerate(self.length.tolist()):
-            if kept == len(self.actions[i]) <= LONGEST_LOG:  # doubles: a list would be converted by every `state`
-                self.actions[i] = np.resize(self.actions[i] if kept else actions, (2 * kept + 8, *actions.shape[1:]))
-            if kept <= LONGEST_LOG:
-                self.actions[i][kept] = actions[i]
+        for i in np.flatnonzero(self.length <= LONGEST_LOG):
+            self.actions[i].append(actions[i])
         self.total += rewards
         self.length += 1
         ended = np.flatnonzero(done)
@@ -111,9 +105,10 @@ class Log:
 
     def state(self, obs: np.ndarray) -> list[dict]:
         """What `restore_vector` needs of each environment, as weights_only loading accepts it. obs (N, D): the next."""
-        return [{"episode": self.episode[i].item(), "total": self.total[i].item(), "obs": torch.tensor(obs[i]),
-                 "actions": torch.tensor(kept[: min(self.length[i], LONGEST_LOG + 1)])}
-                for i, kept in enumerate(self.actions)]  # fmt: skip
+        return [
+            {"episode": episode, "total": total, "obs": torch.tensor(first), "actions": torch.tensor(np.array(actions))}
+            for episode, total, first, actions in zip(self.episode.tolist(), self.total.tolist(), obs, self.actions)
+        ]
 
 
 def make_env(
@@ -133,19 +128,28 @@ def make_env(
                 importlib.import_module(module)
             env = gym.make(name, disable_env_checker=True, **kwargs)
     except ModuleNotFoundError as error:
-        raise UserError(f"cannot make --env-id {env_id} ({error}): install it, or start in the folder that it lies "
-                        "in") from error  # fmt: skip
+        right = "install it, or start in the folder that holds it"
+        raise UserError(f"cannot make --env-id {env_id} ({error}): {right}") from error
     except (gym.error.Error, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"cannot make --env-id {env_id} ({reason}): give a registered Gymnasium name, or MODULE:NAME "
-                        "of a module that registers it") from error  # fmt: skip
+        right = "give a registered Gymnasium name, or MODULE:NAME of a module that registers it"
+        raise UserError(f"cannot make --env-id {env_id} ({str(error).strip().splitlines()[0]}): {right}") from error
     space = env.observation_space
-    if flatten and (not isinstance(space, gym.spaces.Box) or len(space.shape) != 1):
-        if not space.is_np_flattenable:
-            raise UserError(f"--env-id {env_id} has the observation space {space}: it must have a fixed number of "
-                            "values")  # fmt: skip
-        env = gym.wrappers.FlattenObservation(env)
-    return env
+    if not flatten or isinstance(space, gym.spaces.Box) and len(space.shape) == 1:
+        return env
+    if not space.is_np_flattenable:
+        raise UserError(f"--env-id {env_id} has the observation space {space}: it must have a fixed number of values")
+    return gym.wrappers.FlattenObservation(env)
+
+
+def open_environment(args: EnvArgs, make: Callable[..., gym.Env] = make_env) -> tuple[Callable, int, gym.Space]:
+    """How the run makes an environment, how many numbers one observes (of images: how many are stacked), and its
+    actions. Raises UserError where there is no such environment."""
+    if args.capture_video and not args.evaluate:
+        raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
+    make = partial(make, args.env_id, args.env_kwargs)
+    env = make()
+    env.close()
+    return make, env.observation_space.shape[0], env.action_space
 
 
 def parse_kwargs(pairs: tuple[str, ...]) -> dict:
@@ -178,7 +182,7 @@ def make_vector(make: Callable[[], gym.Env], num_envs: int, seed: int, kind: str
     return envs
 
 
-def step_vector(envs, actions: np.ndarray, step: int):
+def step_vector(envs: gym.vector.VectorEnv, actions: np.ndarray, step: int) -> tuple:
     """One step of a SAME_STEP vector: (observations to act on next, true next observations, rewards, terminated,
     truncated, episodes that ended as (return, length)). The two observations differ where an episode ended: there the
     second is the last one of the old episode, which a bootstrap needs. info["life_lost"] counts as terminated, too,
@@ -202,99 +206,31 @@ def step_vector(envs, actions: np.ndarray, step: int):
 
 def check_finite(obs: np.ndarray, rewards: np.ndarray, step: int) -> None:
     finite = np.isfinite(rewards) & np.isfinite(obs).reshape(len(obs), -1).all(1)
-    if not finite.all():
-        bad = int(np.flatnonzero(~finite)[0])
-        raise UserError(f"environment {bad} returned reward {rewards[bad]} and observation {obs[bad].tolist()} at step "
-                        f"{step}: both must be finite; the last checkpoint is kept")  # fmt: skip
+    for bad in np.flatnonzero(~finite):
+        found = f"reward {rewards[bad]} and observation {obs[bad].tolist()}"
+        raise UserError(f"environment {bad} returned {found} at step {step}: both must be finite")
 
 
-def reset_vector(envs) -> np.ndarray:
+def episode_columns(episodes: list[tuple[float, int]]) -> dict[str, float]:
+    """Means over the episodes (return, length) that ended; no columns where none did."""
+    return dict(zip(("return", "length"), np.mean(episodes, 0).tolist())) if episodes else {}
+
+
+def reset_vector(envs: gym.vector.VectorEnv) -> np.ndarray:
     """The first observations (N, D), a copy. Raises UserError where they are not finite."""
     obs = envs.reset()[0].copy()
     check_finite(obs, np.zeros(len(obs)), 0)
     return obs
 
 
-def restore_vector(envs, states: list[dict]) -> np.ndarray:
-    """Brings every environment back into the episode of its state; says so where one could not be and began a new
-    episode. Returns the observations (N, D) to act on."""
+def restore_vector(envs: gym.vector.VectorEnv, states: list[dict]) -> np.ndarray:
+    """Brings every environment back into the episode of its state. One that cannot be brought back begins a new
+    episode, which is said. Returns the observations (N, D) to act on."""
     envs.set_attr("saved", states)
     restored = envs.call("restore")
     for i, state in enumerate(states):
-        if restored[i]:
-            envs.log.begin(i, state["episode"], state["total"], state["actions"].numpy())
-        else:
-            envs.log.begin(i, state["episode"] + 1)
+        so_far = (state["episode"], state["total"], state["actions"].numpy())
+        envs.log.begin(i, *(so_far if restored[i] else (state["episode"] + 1,)))
     if lost := restored.count(False):
         print(f"{lost} of {len(states)} environments could not be brought back inside their episode and begin new ones")
     return np.stack(envs.get_attr("obs")).astype(envs.single_observation_space.dtype)
-
-
-def evaluate(
-    make: Callable, act: Callable, episodes: int, seed: int, device, video: Path | None = None
-) -> dict[str, float]:
-    """One episode in each of 2 x `episodes` environments of its own: half with the likeliest action, half sampled.
-
-    act(obs (N, D), scale (N, 1), generator) -> actions; `scale` 0 or 1 multiplies the noise of a row. Start states are
-    functions of `seed`, hence the same at every evaluation. Returns eval/return, eval/return_stochastic, eval/length.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
-    scale = torch.cat([torch.zeros(episodes, 1), torch.ones(episodes, 1)]).to(device)
-    returns, lengths = rollouts(make, lambda obs, *_: act(obs, scale, generator), 2 * episodes, seed, video)
-    return {"eval/return": returns[:episodes].mean().item(), "eval/return_stochastic": returns[episodes:].mean().item(),
-            "eval/length": lengths[:episodes].mean().item()}  # fmt: skip
-
-
-def rollouts(
-    make: Callable, act: Callable, episodes: int, seed: int, video: Path | None = None, starts: int | None = None
-):
-    """One episode in each of N = `episodes` environments of its own, stepped together: returns (N,), lengths (N,).
-    Environments whose numbers are equal modulo `starts` start alike.
-
-    act(obs (N, D), rewards (N,) of the step before, running (N,) bool) -> actions; rows whose episode is over are
-    ignored. No random numbers of the training's are used.
-    """
-    thunks = [lambda i=i: Episode(make(), seed + 2**31, i % (starts or episodes)) for i in range(episodes)]
-    if video is not None:
-        thunks[0] = lambda: Episode(recorded(make, video), seed + 2**31, 0)
-    before = rng_state()  # an environment may draw from the global generators, which are the training's
-    returns, lengths, first = np.zeros(episodes), np.zeros(episodes), np.ones(episodes, bool)
-    try:
-        envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP, copy=False)
-        obs, rewards = envs.reset()[0], np.zeros(episodes)
-        for _ in range(LONGEST_EVALUATION):
-            obs, rewards, terminated, truncated, _ = envs.step(act(obs, rewards, first))
-            returns += rewards * first
-            lengths += first
-            first &= ~(terminated | truncated)
-            if not first.any():
-                break
-        else:
-            print(f"{first.sum()} of {episodes} evaluation episodes were cut off after {LONGEST_EVALUATION} steps: "
-                  "--env-kwargs max_episode_steps=1000 sets a limit")  # fmt: skip
-        envs.close()
-    finally:
-        set_rng_state(before)
-    return returns, lengths
-
-
-def recorded(make: Callable, video: Path) -> gym.Env:
-    """An environment whose first episode becomes a file in `video`. Raises UserError where it cannot be drawn."""
-    try:
-        env = make(render_mode="rgb_array")
-        env.reset()
-        env.render()  # what is missing on this machine shows here
-        return gym.wrappers.RecordVideo(env, str(video), lambda n: n == 0)
-    except Exception as error:
-        raise UserError(f"--capture-video cannot draw this environment here ({error}): leave it out") from error
-
-
-def saved_agent(args: EnvArgs, free: tuple[str, ...] = ()) -> dict:
-    """The state in the newest checkpoint of the run that --evaluate names. Raises UserError where the folder is no
-    run's, or where an argument, other than those of evaluation and `free`, is not the one it was trained with."""
-    folder = Path(args.evaluate)
-    for name, value in saved_args(folder).items():
-        if getattr(args, name) != value and name not in (*EVALUATION_FLAGS, *free):
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)} but the run in {folder} has {value}: "
-                            "it cannot change with --evaluate")  # fmt: skip
-    return load_newest(folder / "checkpoints")

@@ -13,7 +13,8 @@ import gymnasium as gym
 import numpy as np
 
 from utils.envs import EnvArgs
-from utils.errors import UserError
+from utils.errors import NonNegativeInt, UserError
+from utils.run import Run
 
 SHIPPED = Path(__file__).resolve().parent / "hopper.hdf5"
 D4RL_ENVIRONMENTS = {"halfcheetah": "HalfCheetah-v4", "hopper": "Hopper-v4", "walker2d": "Walker2d-v4"}
@@ -31,7 +32,7 @@ class OfflineArgs(EnvArgs):
     """an HDF5 file of D4RL's or of sac.py --record-dataset, a Minari folder or id; "": the collection that ships"""
     env_id: str | None = None
     """environment that scores the policy, or MODULE:NAME; None: the dataset's own"""
-    eval_every: int = 1_000
+    eval_every: NonNegativeInt = 1_000
     """updates between evaluations; 0: at the end only"""
 
 
@@ -50,9 +51,13 @@ class Dataset:
     returns: tuple[float, float] | None = None  # of a random and of an expert policy, where recorded
     name: str = field(default="", repr=False)
 
+    def lengths(self) -> np.ndarray:
+        """(k,): rows of each trajectory."""
+        return np.diff(self.starts, append=len(self.obs))
+
     def trajectory(self) -> np.ndarray:
         """(n,): the number of each row's trajectory."""
-        return np.repeat(np.arange(len(self.starts)), np.diff(self.starts, append=len(self.obs)))
+        return np.repeat(np.arange(len(self.starts)), self.lengths())
 
     def trajectory_returns(self, rows: np.ndarray | None = None) -> np.ndarray:
         """(k,): undiscounted returns, of `rows` (n,) bool only where given."""
@@ -71,6 +76,16 @@ class Dataset:
         return {name: 100 * (mean_return - low) / (high - low)}
 
 
+def compared(columns: dict[str, float], data: Dataset, run: Run, step: int) -> dict[str, float]:
+    """What an evaluation's columns lack: the dataset's score and, in the last row, the best of all evaluations."""
+    last, more = columns["eval/return"], data.score(columns["eval/return"])
+    if step == run.total:
+        more["eval/best_return"] = best = max([last, *(row.get("eval/return", last) for row in run.history)])
+        run.print(f"return: {last:.1f} at the end, {best:.1f} at best, of {run.args.eval_episodes} episodes, "
+                  f"seed {run.args.seed}")  # fmt: skip
+    return more
+
+
 def load_dataset(args: OfflineArgs) -> Dataset:
     """Reads --dataset and settles in which environment it is scored: --env-id where given, else the dataset's own with
     its arguments, which are then written to `args`. Raises UserError where it is not a whole and finite dataset."""
@@ -80,9 +95,8 @@ def load_dataset(args: OfflineArgs) -> Dataset:
     elif os.path.isdir(path) or re.fullmatch(r"([-\w]+/)*[-\w]+-v\d+", args.dataset):
         data = read_minari(str(path))
     else:
-        raise UserError(
-            f"--dataset {args.dataset or path} is neither a file or folder nor a Minari id (mujoco/hopper/medium-v0)"
-        )
+        wrong = f"--dataset {args.dataset or path} is neither a file or folder nor a Minari id"
+        raise UserError(f"{wrong} (mujoco/hopper/medium-v0)")
     data.name = args.dataset or "the collection that ships"
     if args.env_id is None:
         if data.env_id is None:

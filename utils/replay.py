@@ -19,7 +19,11 @@ class ReplayBuffer:
 
     def __init__(self, capacity: int, sizes: tuple[int, ...], device: torch.device):
         self.capacity, self.sizes, self.total, self.saved = capacity, sizes, 0, 0
-        self.rows = torch.empty(capacity, sum(sizes), device=device)
+        try:
+            self.rows = torch.empty(capacity, sum(sizes), device=device)
+        except RuntimeError as error:
+            needed = f"--buffer-size {capacity} needs {capacity * sum(sizes) * 4e-9:,.1f} GB of memory"
+            raise UserError(f"{needed}, more than {device} has: give a smaller one") from error
 
     def add(self, *parts: np.ndarray) -> None:
         """Appends rows: one (N, size) array for each of `sizes`."""
@@ -57,10 +61,8 @@ class ReplayBuffer:
         """Raises UserError where the file is not there or too short."""
         held, width = min(total, self.capacity), self.rows.shape[1]
         if not path.is_file() or path.stat().st_size < total * width * 4:
-            raise UserError(
-                f"{path} has lost transitions that the checkpoint counts: put it back as it was, or start afresh "
-                "without --resume"
-            )
+            lost = f"{path} has lost transitions that the checkpoint counts"
+            raise UserError(f"{lost}: put it back as it was, or start afresh without --resume")
         rows = np.fromfile(path, np.float32, held * width, offset=(total - held) * width * 4).reshape(held, width)
         self.total = total - held
         self.add(rows)

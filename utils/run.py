@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
+from safetensors.torch import save_file
 
 from utils.checkpoint import load_newest, rng_state, save_checkpoint, set_rng_state, write_atomically
 from utils.errors import NonNegativeInt, PositiveInt, UserError, check_numbers
@@ -221,7 +222,11 @@ class Run:
         if self.bar.disable and (step == self.total or crosses(step, self.logged, max(1, self.total // 10))):
             print(f"step {step}/{self.total}  " + "  ".join(f"{k} {v}" for k, v in self.shown.items()), flush=True)
         self.bar.update(step - self.logged)
-        self.logged = step
+        self.logged, self.begun = step, time.perf_counter()
+
+    def speed(self, step: int) -> float:
+        """Steps a second since the row before."""
+        return (step - self.logged) / (time.perf_counter() - self.begun)
 
     def save(self, step: int, state: dict, rng: dict | None = None) -> None:
         """One checkpoint: the script's own state, the generators (`rng` where they are to be those of an earlier
@@ -269,16 +274,17 @@ class Run:
 
     def restore_rng(self) -> None:
         """Call last, when everything that consumes random numbers on the way into the loop has been built."""
+        self.begun = time.perf_counter()
         if self.state is not None:
             set_rng_state(self.state["rng"])
 
-    def finish(self, save_model: Callable[[Path], None], curves: dict[str, tuple[str, ...]], title: str) -> list[dict]:
-        """Writes RUN/model, which `save_model(folder)` fills, and RUN/curve.png; returns the history.
-        curves: title of a panel -> its columns."""
+    def finish(self, model: Callable[[Path], None] | dict[str, torch.Tensor], curves: dict, title: str) -> list[dict]:
+        """Writes RUN/model, which `model(folder)` fills or whose weights it is, and RUN/curve.png; returns the history.
+        curves: title of a panel -> its columns, or numbers on its x axis -> their columns of the last row."""
         self.bar.close()
         part, folder = self.dir / "model.tmp", self.dir / "model"
         part.mkdir(exist_ok=True)
-        save_model(part)
+        model(part) if callable(model) else save_file(model, part / "model.safetensors")
         if folder.exists():  # a resumed run that had already finished
             folder.rename(self.dir / f"model.{time.time_ns()}.old")
         part.rename(folder)
@@ -298,8 +304,8 @@ def crosses(step: int, before: int, every: int) -> bool:
     return step // every > before // every
 
 
-def plot(history: list[dict], curves: dict[str, tuple[str, ...]], title: str, path: Path) -> None:
-    """A PNG with one panel for each entry of `curves`."""
+def plot(history: list[dict], curves: dict, title: str, path: Path) -> None:
+    """A PNG with one panel for each entry of `curves` (see Run.finish)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -307,11 +313,14 @@ def plot(history: list[dict], curves: dict[str, tuple[str, ...]], title: str, pa
 
     figure, axes = plt.subplots(1, len(curves), figsize=(5 * len(curves), 3.6), squeeze=False)
     for axis, (panel, columns) in zip(axes[0], curves.items()):
-        for column in columns:
-            points = [(row["step"], row[column]) for row in history if column in row]
+        lines = {column: [(row["step"], row[column]) for row in history if column in row] for column in columns}
+        if isinstance(columns, dict):
+            last = {x: history[-1][column] for x, column in sorted(columns.items()) if column in history[-1]}
+            lines = {"achieved": list(last.items()), "as asked": [(x, x) for x in last]}
+        for label, points in lines.items():
             if points:
-                axis.plot(*zip(*points), marker="o" if len(points) < 40 else None, markersize=3, label=column)
-        axis.set(title=panel, xlabel="step")
+                axis.plot(*zip(*points), marker="o" if len(points) < 40 else None, markersize=3, label=label)
+        axis.set(title=panel, xlabel="target" if isinstance(columns, dict) else "step")
         if axis.has_data():
             axis.legend(fontsize=8)
         axis.grid(alpha=0.3)

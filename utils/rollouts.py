@@ -1,0 +1,91 @@
+"""Evaluation in environments: episodes of its own, apart from training, and what --evaluate does.
+
+Shapes: N environments, D observation numbers, A action numbers.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from utils.checkpoint import load_newest, restore, rng_state, set_rng_state
+from utils.envs import EnvArgs, Episode
+from utils.errors import UserError
+from utils.run import LOGGING_FLAGS, saved_args
+
+LONGEST = 50_000  # steps after which an evaluation episode counts as it stands
+FREE_FLAGS = ("evaluate", "resume", "seed", "device", "threads", "eval_episodes", "capture_video", *LOGGING_FLAGS)
+
+
+def evaluate(make: Callable, act: Callable, episodes: int, seed: int, device: torch.device,
+             video: Path | None = None) -> dict[str, float]:  # fmt: skip
+    """One episode in each of 2 x `episodes` environments of its own: half with the likeliest action, half sampled.
+
+    act(obs (N, D), scale (N, 1), generator) -> actions; `scale` 0 or 1 multiplies the noise of a row. Start states are
+    functions of `seed`, hence the same at every evaluation. Returns eval/return, eval/return_stochastic, eval/length.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    scale = torch.cat([torch.zeros(episodes, 1), torch.ones(episodes, 1)]).to(device)
+    returns, lengths = rollouts(make, lambda obs, *_: act(obs, scale, generator), 2 * episodes, seed, video)
+    return {"eval/return": returns[:episodes].mean().item(), "eval/return_stochastic": returns[episodes:].mean().item(),
+            "eval/length": lengths[:episodes].mean().item()}  # fmt: skip
+
+
+def rollouts(make: Callable, act: Callable, episodes: int, seed: int, video: Path | None = None,
+             starts: int | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """One episode in each of N = `episodes` environments of its own, stepped together: returns (N,), lengths (N,).
+    Environments whose numbers are equal modulo `starts` start alike.
+
+    act(obs (N, D), rewards (N,) of the step before, running (N,) bool) -> actions; rows whose episode is over are
+    ignored. No random numbers of the training's are used.
+    """
+    thunks = [lambda i=i: Episode(make(), seed + 2**31, i % (starts or episodes)) for i in range(episodes)]
+    if video is not None:
+        thunks[0] = lambda: Episode(recorded(make, video), seed + 2**31, 0)
+    before = rng_state()  # an environment may draw from the global generators, which are the training's
+    returns, lengths, first = np.zeros(episodes), np.zeros(episodes), np.ones(episodes, bool)
+    try:
+        envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP, copy=False)
+        obs, rewards = envs.reset()[0], np.zeros(episodes)
+        for _ in range(LONGEST):
+            obs, rewards, terminated, truncated, _ = envs.step(act(obs, rewards, first))
+            returns += rewards * first
+            lengths += first
+            first &= ~(terminated | truncated)
+            if not first.any():
+                break
+        else:
+            print(f"{first.sum()} of {episodes} evaluation episodes were cut off after {LONGEST} steps: "
+                  "--env-kwargs max_episode_steps=1000 sets a limit")  # fmt: skip
+        envs.close()
+    finally:
+        set_rng_state(before)
+    return returns, lengths
+
+
+def recorded(make: Callable, video: Path) -> gym.Env:
+    """An environment whose first episode becomes a file in `video`. Raises UserError where it cannot be drawn."""
+    try:
+        env = make(render_mode="rgb_array")
+        env.reset()
+        env.render()  # what is missing on this machine shows here
+        return gym.wrappers.RecordVideo(env, str(video), lambda n: n == 0)
+    except Exception as error:
+        raise UserError(f"--capture-video cannot draw this environment here ({error}): leave it out") from error
+
+
+def score_saved(args: EnvArgs, score_agent: Callable, free: tuple[str, ...] = (), **parts) -> list[dict]:
+    """What --evaluate does: `parts` get their state from the newest checkpoint of that run, and the score is printed as
+    JSON. Raises UserError where an argument differs from the run's, other than those of evaluation and `free`."""
+    folder = Path(args.evaluate)
+    for name, value in saved_args(folder).items():
+        if getattr(args, name) != value and name not in (*FREE_FLAGS, *free):
+            flag = f"--{name.replace('_', '-')} is {getattr(args, name)}"
+            raise UserError(f"{flag} but the run in {folder} has {value}: it cannot change with --evaluate")
+    restore(load_newest(folder / "checkpoints"), **parts)
+    print(json.dumps(score_agent(folder / "video" if args.capture_video else None)))
+    return []
