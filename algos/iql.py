@@ -1,11 +1,11 @@
 r"""Implicit Q-learning (IQL).
 
-Parent: bc.py. Changed: RANGES, Args (dropout; new: domain, anneal_actor, gamma, tau, expectile, temperature, rewards,
-online_steps; gone: top_fraction), Agent, actor_loss, update, check, train. Gone: top_rows. Added: DOMAINS, MAX_WEIGHT,
-Critics, Optimizers, expectile_loss, critic_loss, descend, reward_map.
+Kostrikov, Nair and Levine 2021, "Offline Reinforcement Learning with Implicit Q-Learning" (arXiv 2110.06169).
 
-Kostrikov, Nair and Levine 2021, "Offline Reinforcement Learning with Implicit Q-Learning" (arXiv 2110.06169). Learns
-from a dataset without ever asking for the value of an action that is not in it. On minibatches minimises
+Parent: bc.py. It clones each action with a weight that grows with how much better the action is than the usual one.
+
+It learns from a dataset and never asks for the value of an action that is not in it: an upper expectile of the values
+of the data's own actions stands for the best of them. On minibatches minimises
 
     L_V   = E |tau - 1(u < 0)| u^2,    u = min_i Qbar_i(s, a) - V(s)          equation 5, expectile tau
     L_pi  = -E min(exp(beta A), 100) log pi(a | s),    A = min_i Qbar_i(s, a) - V(s)          equation 7
@@ -18,32 +18,6 @@ from a dataset without ever asking for the value of an action that is not in it.
 The order is the authors': V first, then the policy and Q with the new V, then the targets. With --online-steps it goes
 on in the environment: one sampled action and one update a step, the buffer holding the dataset and what is new.
 
-Differences
-    - None in the update: the authors' code (JAX) is the source of every constant. The policy's learning rate falls by a
-      cosine to 0 over the offline updates, which for V and Q stay constant; rewards of locomotion are divided by the
-      range of returns and multiplied by 1,000, AntMaze's are lowered by 1 (--rewards). CORL's defaults depart from it
-      (states normalised, rewards not, other tau and a deterministic policy on Hopper); its advantages use the old V.
-    - Actions are not clipped to 0.99999: only a squashed density needs that.
-    - Online, the authors do not anneal at all (--no-anneal-actor; else online updates begin at --learning-rate again)
-      and leave online rewards of locomotion unscaled beside scaled ones; ours get the dataset's treatment.
-    - The authors draw minibatches on the CPU; ours are drawn on the device.
-    - Where the environment raises online, the checkpoint is from before that step, but for the global generators
-      (Python's, NumPy's, torch's): what the failed step drew from them is not drawn again. A copy at each step
-      would cost time.
-
-Metrics
-    q, v                means of min Qbar(s, a) and V(s); in units of the treated rewards; should stay near the returns
-    weight              mean of min(exp(beta A), 100); 1 to 10. clipped: share of weights at 100; rises late, below 0.1
-    td_error            mean |Q_1 - y|
-    nll                 mean of -log pi over the batch, unweighted
-    std                 mean of the policy's standard deviations
-    (these: of the newest update)
-    return, length      of the online episodes that ended since the row before
-    eval/return         mean over --eval-episodes, mean actions; eval/return_stochastic: sampled actions
-    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data
-    eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
-    eval/best_return    in the last row: the best of all evaluations, which is selection on the test; the last is not
-
 Run
     python algos/iql.py                                                          the collection that ships: Hopper-v5
     python algos/iql.py --dataset hopper_medium_replay-v2.hdf5 --max-steps 1000000 --eval-every 5000
@@ -55,85 +29,96 @@ Run
     python algos/iql.py --evaluate RUN --eval-episodes 100 --capture-video       scores a saved agent
 
 Expect
-    The default run, Hopper-v5's collection: 352 to 936 with mean actions (seed 1, 10 episodes; over 20 episodes seeds 1
-    to 3 end at 937, 970 and 1,150) in 3 minutes on one thread of a CPU with other work. bc.py gets 210 there, and 937
-    with --top-fraction 0.1.
+    The default run, Hopper-v5's collection: EXPECT
+
+Metrics
+    Of the newest update:
+    q, v                means of min Qbar(s, a) and V(s); in units of the treated rewards; should stay near the returns
+    weight              mean of min(exp(beta A), 100); 1 to 10
+    clipped             share of weights at 100; rises late, below 0.1
+    td_error            mean |Q_1 - y|
+    nll                 mean of -log pi over the batch, unweighted
+    std                 mean of the policy's standard deviations
+    Of episodes:
+    return, length      of the online episodes that ended since the row before
+    eval/return         mean over --eval-episodes, mean actions; eval/return_stochastic: sampled actions
+    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data
+    eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
+    eval/best_return    in the last row: the best of all evaluations. It was selected on the test; eval/return was not
+
+Differences (those of one line stand at that line)
+    - None in the update: the authors' code (JAX) is the source of every constant. CORL's defaults depart from it
+      (states normalised, rewards not, other tau and a deterministic policy on Hopper); its advantages use the old V.
+    - The authors draw minibatches on the CPU; ours are drawn on the device.
 """
 
 import copy
-import json
 import math
 import sys
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import saving
-from utils.envs import evaluate, make_env, make_vector, reset_vector, restore_vector, saved_agent, step_vector
-from utils.errors import UserError, check_numbers
-from utils.offline import Dataset, OfflineArgs, check_spaces, load_dataset
+from utils.checkpoint import restore
+from utils.envs import episode_columns, make_vector, open_environment, reset_vector, restore_vector, step_vector
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
+from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
 from utils.replay import ReplayBuffer
-from utils.run import Run, main, prepare
+from utils.rollouts import evaluate, score_saved
+from utils.run import Run, main, prepare, resolve
 from utils.spaces import to_env, to_unit
 
+NAME, TITLE = "iql", "IQL"
 LOG_STD_BOUNDS = (-5.0, 2.0)
 MAX_WEIGHT = 100.0  # of exp(beta A)
-DOMAINS = {  # the authors' configurations: taken for every argument that is left at None
+PRESETS = {  # the authors' configurations: taken for every argument that is left at None
     "mujoco": dict(expectile=0.7, temperature=3.0, dropout=0.0, rewards="return-range"),
     "antmaze": dict(expectile=0.9, temperature=10.0, dropout=0.0, rewards="minus-one"),
     "kitchen": dict(expectile=0.7, temperature=0.5, dropout=0.1, rewards="raw"),
     "adroit": dict(expectile=0.7, temperature=0.5, dropout=0.1, rewards="raw"),
 }
-RANGES = {  # what numbers must be
-    "at least 1": "max_steps batch_size hidden_size log_every eval_episodes",
-    "at least 0": "eval_every online_steps temperature",
-    "above 0": "learning_rate",
-    "from 0 to 1": "gamma tau",
-    "above 0 and below 1": "expectile",
-    "at least 0 and below 1": "dropout",
-}
 
 
 @dataclass
 class Args(OfflineArgs):
-    max_steps: int = 10_000
+    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs); env_kwargs, eval_episodes, evaluate,
+    # capture_video (EnvArgs); dataset, env_id, eval_every (OfflineArgs)
+    max_steps: PositiveInt = 10_000
     """updates on the dataset"""
-    online_steps: int = 0
+    online_steps: NonNegativeInt = 0
     """environment steps after them, each with one update"""
     domain: Literal["mujoco", "antmaze", "kitchen", "adroit"] = "mujoco"
     """the authors' settings of expectile, temperature, dropout and rewards for"""
-    learning_rate: float = 3e-4
+    learning_rate: PositiveFloat = 3e-4
     """learning rate of Adam, for policy, critics and value"""
     anneal_actor: bool = True
     """let the policy's learning rate fall by a cosine to 0 over max_steps"""
-    gamma: float = 0.99
+    gamma: UnitInterval = 0.99
     """discount"""
-    tau: float = 0.005
+    tau: UnitInterval = 0.005
     """step of the target critics towards the critics"""
-    expectile: float | None = None
+    expectile: Annotated[float, "above 0 and below 1"] | None = None
     """expectile of the value"""
-    temperature: float | None = None
+    temperature: NonNegativeFloat | None = None
     """inverse temperature of the policy's weights: beta"""
     rewards: Literal["raw", "return-range", "minus-one"] | None = None
     """treatment of rewards: none, times 1,000 / (highest - lowest return of the dataset), or less 1"""
-    batch_size: int = 256
+    batch_size: PositiveInt = 256
     """transitions per update"""
-    hidden_size: int = 256
+    hidden_size: PositiveInt = 256
     """units of the two hidden layers"""
-    dropout: float | None = None
+    dropout: Annotated[float, "at least 0 and below 1"] | None = None
     """share of the actor's hidden units that is dropped in training"""
-    log_every: int = 500
+    log_every: PositiveInt = 500
     """updates between rows of metrics"""
-    save_every: int = 5_000
+    save_every: PositiveInt = 5_000
     """updates between checkpoints"""
 
 
@@ -205,7 +190,7 @@ def actor_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Equation 7, the weights and the log-densities, without gradient (B, 1). advantages (B, 1)."""
     weights = (temperature * advantages).exp().clamp(max=MAX_WEIGHT)
-    logps = actor.log_prob(batch.obs, batch.actions)
+    logps = actor.log_prob(batch.obs, batch.actions)  # actions as they are: only a squashed density must clip them
     return -(weights * logps).mean(), weights, logps.detach()
 
 
@@ -248,25 +233,20 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 def reward_map(data: Dataset, treatment: str) -> tuple[float, float]:
-    """(factor, summand) of the rewards. Raises UserError where all returns are equal and their range is to divide."""
+    """(factor, summand) of the rewards, of the dataset and online alike; the authors leave online rewards of locomotion
+    unscaled beside scaled ones. Raises UserError where all returns are equal and their range is to divide."""
     if treatment == "return-range":
         returns = data.trajectory_returns(data.known)
         if returns.max() == returns.min():
-            raise UserError(f"--rewards return-range divides by the range of returns, but all of the dataset's are "
-                            f"{returns.max()}: use --rewards raw")  # fmt: skip
+            same = f"all returns of the dataset are {returns.max()}, and --rewards return-range divides by their range"
+            raise UserError(f"{same}: use --rewards raw")
         return 1000 / (returns.max() - returns.min()), 0.0
     return 1.0, -1.0 if treatment == "minus-one" else 0.0
 
 
-def check(args: Args) -> None:
-    """Raises UserError for settings that no run can have."""
-    check_numbers(args, RANGES)
-    if args.capture_video and not args.evaluate:
-        raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
-
-
 @torch.no_grad()
-def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float, generator) -> np.ndarray:
+def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float,
+        generator: torch.Generator) -> np.ndarray:  # fmt: skip
     """Actions (N, A) in [-1, 1] of observations (N, D); `scale` 0: the mean, 1: samples, clipped."""
     mean, log_std = actor.eval()(torch.from_numpy(obs.astype(np.float32)).to(generator.device))
     actor.train()
@@ -276,25 +256,16 @@ def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | fl
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    resolved = {name: value for name, value in DOMAINS[args.domain].items() if getattr(args, name) is None}
-    for name, value in resolved.items():
-        setattr(args, name, value)
-    check(args)
+    settings = resolve(args, PRESETS, args.domain)
     data = None if args.evaluate else load_dataset(args)
-    make = partial(make_env, args.env_id, args.env_kwargs)
-    env = make()
-    obs_size, space = env.observation_space.shape[0], env.action_space
-    env.close()
+    make, obs_size, space = open_environment(args)
     action_size = math.prod(space.shape or ())
-    if data is not None:
-        check_spaces(data, obs_size, space)
     agent = Agent(obs_size, action_size, args).to(device)
-    scored = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),
-                     args.eval_episodes, args.seed, device)  # fmt: skip
+    score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),
+                          args.eval_episodes, args.seed, device)  # fmt: skip
     if args.evaluate:
-        agent.load_state_dict(saved_agent(args)["agent"])
-        print(json.dumps(scored(Path(args.evaluate) / "video" if args.capture_video else None)))
-        return []
+        return score_saved(args, score_agent, agent=agent)
+    check_spaces(data, obs_size, space)
     rows, (factor, summand) = data.known, reward_map(data, args.rewards)
     replay = ReplayBuffer(rows.sum() + args.online_steps, (obs_size, action_size, 1, 1, obs_size), device)
     replay.add(data.obs[rows], to_unit(data.actions[rows], space), factor * data.rewards[rows, None] + summand,
@@ -302,80 +273,62 @@ def train(args: Args) -> list[dict]:
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
     optimizers = Optimizers(*(adam(part.parameters()) for part in (agent.actor, agent.critics, agent.value)))
     generator = torch.Generator(device).manual_seed(args.seed)
-    run = Run(args, "iql", args.env_id, args.max_steps + args.online_steps, ("return", "eval/return", "weight"),
+    run = Run(args, NAME, args.env_id, args.max_steps + args.online_steps, ("return", "eval/return", "weight"),
               "online_steps")  # fmt: skip
     run.print(f"{data.name}: {len(data.starts)} trajectories, {rows.sum()} transitions taken of {len(data.obs)}")
-    run.print(f"settings for {args.domain}: {resolved}")
+    run.print(settings)
     envs = make_vector(make, 1, args.seed)
 
-    def state() -> dict:
-        online = {"obs": torch.from_numpy(obs), "envs": envs.log.state(obs), "episodes": episodes,
+    def state(drawn: Tensor | None = None) -> dict:
+        """Where a step fails, `drawn` is the generator's state before it, so that a resumed run repeats the step. What
+        the environment drew from global generators in it is not drawn again: a copy at each step would cost time."""
+        online = {"envs": envs.log.state(obs), "episodes": episodes,
                   "replay": replay.save(run.dir / "replay.bin")} if step > args.max_steps else {}  # fmt: skip
         return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
-                "generator": generator.get_state(), "best": best} | online  # fmt: skip
+                "generator": generator.get_state() if drawn is None else drawn} | online  # fmt: skip
 
-    step, best, obs, episodes = 0, -math.inf, None, []
+    step, obs, episodes = 0, None, []
     if run.state is not None:
-        agent.load_state_dict(run.state["agent"])
-        for optimizer, saved in zip(optimizers, run.state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        generator.set_state(run.state["generator"].cpu())
-        step, best = run.state["step"], run.state["best"]
+        step = run.state["step"]
+        restore(run.state, agent=agent, optimizers=optimizers, generator=generator)
         if step > args.max_steps:
             replay.load(run.dir / "replay.bin", run.state["replay"])
             obs, episodes = restore_vector(envs, run.state["envs"]), run.state["episodes"]
     run.restore_rng()
-    logged, begun = step, time.perf_counter()
     while step < run.total:
         # collect
         if step >= args.max_steps:
             obs = reset_vector(envs) if obs is None else obs
-            before = generator.get_state()
-            actions = act(agent.actor, space, obs, 1.0, generator)
-            try:
+            with run.saving(step, partial(state, generator.get_state())):
+                actions = act(agent.actor, space, obs, 1.0, generator)
                 next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space), step + 1)
-            except UserError:
-                raise
-            except Exception:
-                run.save(step, state() | {"generator": before})  # a resumed run repeats this step
-                raise
             replay.add(obs, actions, factor * rewards[:, None] + summand, terminated[:, None], true_obs)
             obs, episodes = next_obs.copy(), episodes + ended
 
         # update
-        for group in optimizers.actor.param_groups:
-            group["lr"] = args.learning_rate
-            if args.anneal_actor and step < args.max_steps:
-                group["lr"] *= 0.5 + 0.5 * math.cos(math.pi * step / args.max_steps)
+        learning_rate = args.learning_rate
+        if args.anneal_actor and step < args.max_steps:  # online, the authors do not anneal at all
+            learning_rate *= 0.5 + 0.5 * math.cos(math.pi * step / args.max_steps)
+        optimizers.actor.param_groups[0]["lr"] = learning_rate
         batch = Transitions(*replay.sample(args.batch_size, generator))
-        columns = update(agent, optimizers, batch, args)
+        metrics = update(agent, optimizers, batch, args)
         step += 1
 
         # evaluate
-        due = step in (args.max_steps, run.total) or (args.eval_every and step % args.eval_every == 0)
-        if due or step % args.log_every == 0:
-            now = time.perf_counter()
-            numbers = {name: value.item() for name, value in columns.items()}
-            if episodes:
-                numbers |= dict(zip(("return", "length"), np.mean(episodes, 0).tolist()))
-                episodes = []
+        due = run.due(step, args.eval_every) or step == args.max_steps
+        if due or run.due(step, args.log_every):
+            columns = {name: value.item() for name, value in metrics.items()} | episode_columns(episodes)
+            columns["time/updates_per_second"], episodes = run.speed(step), []
             if due:
-                with saving(run, step, state, numbers):
-                    numbers |= scored()
-                numbers |= data.score(numbers["eval/return"])
-                best = max(best, numbers["eval/return"])
-                if step == run.total:
-                    numbers["eval/best_return"] = best
-                    run.print(f"return: {numbers['eval/return']:.1f} at the end, {best:.1f} at best, of "
-                              f"{args.eval_episodes} episodes with mean actions, seed {args.seed}")  # fmt: skip
-            run.log(step, **numbers, **{"time/updates_per_second": (step - logged) / (now - begun)})
-            logged, begun = step, time.perf_counter()
+                with run.saving(step, state, columns=columns):
+                    columns |= score_agent()
+                columns |= compared(columns, data, run, step)
+            run.log(step, **columns)
         run.end_step(step, state)
 
     envs.close()
     curves = {"return": ("eval/return", "eval/return_stochastic"), "value": ("q", "v"), "weight": ("weight",)}
-    return run.finish(lambda folder: save_file(agent.state_dict(), folder / "model.safetensors"), curves,
-                      f"IQL on {data.name}")  # fmt: skip
+    return run.finish(agent.state_dict(), curves, f"{TITLE} on {data.name}")
 
 
 if __name__ == "__main__":

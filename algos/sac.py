@@ -2,7 +2,11 @@ r"""Soft Actor-Critic (SAC).
 
 Haarnoja et al. 2018, "Soft Actor-Critic: Off-Policy Maximum Entropy Deep Reinforcement Learning with a Stochastic
 Actor" (arXiv 1801.01290) in the form of "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905, algorithm
-1): twin critics, no value network, learned temperature. On minibatches of a replay buffer minimises
+1): twin critics, no value network, learned temperature.
+
+The policy learns from a replay buffer of everything it has done, and is paid for reward and for entropy, so that it
+keeps exploring. The temperature alpha is the price of entropy, and it adjusts itself until the entropy meets a target.
+On minibatches minimises
 
     J_Q(theta_i) = E 1/2 (Q_i(s, a) - y)^2                                                     equation 5, i = 1, 2
                y = r + gamma (1 - terminated) [ min_i Qbar_i(s', a') - alpha log pi(a' | s') ],  a' ~ pi(. | s')
@@ -12,29 +16,6 @@ Actor" (arXiv 1801.01290) in the form of "Soft Actor-Critic Algorithms and Appli
     pi     a = tanh(u), u ~ N(mean(s), std(s)^2), by reparameterisation; H = -(number of actions), the target entropy
     Qbar   target critics: after each update Qbar <- (1 - tau) Qbar + tau Q
     s'     the true next observation, never that of a reset; truncation does not end the bootstrap
-
-Differences
-    - Actions live in [-1, 1] and are stretched to the environment's bounds outside of the density, so the target
-      entropy means the same in every environment, as in the authors' code and SB3. CleanRL's density includes the
-      bounds.
-    - log pi in the stable form: log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u)), with no constant added inside.
-    - log std is clamped to [-20, 2] as in the authors' code; CleanRL squashes it into [-5, 2] by another tanh.
-    - J(alpha) is minimised over log alpha, which starts at 0. SB3, and the authors' code until 2020, minimise
-      -log(alpha) (log pi + H). On HalfCheetah's first 30,000 steps 8 seeds showed no difference.
-    - One actor update for every critic update, as in the paper; CleanRL makes two every second step.
-    - The paper's 1M-step settings are HalfCheetah's below; the default is for Pendulum and starts learning earlier.
-    - Where the environment raises, the checkpoint is from before that step, but for the global generators (Python's,
-      NumPy's, torch's): what the failed step drew from them is not drawn again. A copy at each step would cost time.
-
-Metrics
-    return, length      of the training episodes that ended since the row before; absent where none did
-    eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
-    q                   mean of Q_1 over the batch; should stay near the discounted return, runaway growth is divergence
-    td_error            mean |Q_1 - y|
-    entropy             mean of -log pi in nats of the [-1, 1] box; comes down to the target -(number of actions)
-    alpha               temperature; settles
-    grad_norm           of the critics
-    (q to grad_norm: of the newest update)
 
 Run
     python algos/sac.py                                                                 Pendulum-v1
@@ -47,16 +28,32 @@ Run
     python algos/sac.py --evaluate RUN --eval-episodes 100 --capture-video              scores a saved agent
 
 Expect
-    The default run: Pendulum-v1 goes from about -1,300 to -170 with the likeliest actions in about 2 minutes on a CPU
-    (80 to 100 steps a second; measured once, not recorded). In 20,000 steps of Hopper-v5 (--learning-starts 1000) it
-    comes from about 20 to 264 with the likeliest actions (median of 8 seeds), in 4 minutes.
+    Pendulum-v1: from about -1,300 to -170 with the likeliest actions, in about 2 minutes on a CPU (80 to 100 steps a
+    second, measured once). Pendulum's best policies get about -150.
+    Hopper-v5, 20,000 steps (--learning-starts 1000): from about 20 to 264 with the likeliest actions (median of 8
+    seeds), in 4 minutes.
+
+Metrics
+    return, length      of the training episodes that ended since the row before; absent where none did
+    eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
+    Of the newest update:
+    q                   mean of Q_1 over the batch; should stay near the discounted return, runaway growth is divergence
+    td_error            mean |Q_1 - y|
+    entropy             mean of -log pi in nats of the [-1, 1] box; comes down to the target -(number of actions)
+    alpha               temperature; settles
+    grad_norm           of the critics
+
+Differences (those of one line stand at that line)
+    - Actions live in [-1, 1] and are stretched to the environment's bounds outside of the density, so the target
+      entropy means the same in every environment, as in the authors' code and SB3. CleanRL's density includes the
+      bounds.
+    - One actor update for every critic update, as in the paper; CleanRL makes two every second step.
+    - The default is for Pendulum and starts learning earlier than the paper.
 """
 
 import copy
-import json
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -67,71 +64,73 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import saving
-from utils.collection import save_collection
-from utils.envs import EnvArgs, evaluate, make_env, make_vector, reset_vector, restore_vector, saved_agent, step_vector
-from utils.errors import UserError, check_numbers
+from utils.checkpoint import restore
+from utils.collection import check_recording, record, snapshot
+from utils.envs import (
+    EnvArgs,
+    episode_columns,
+    make_vector,
+    open_environment,
+    reset_vector,
+    restore_vector,
+    step_vector,
+)
+from utils.errors import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.replay import ReplayBuffer
-from utils.run import Run, crosses, main, prepare
+from utils.rollouts import evaluate, score_saved
+from utils.run import Run, main, prepare
 from utils.spaces import to_env
 
-LOG_STD_BOUNDS = (-20.0, 2.0)
-RANGES = {  # what numbers must be
-    "at least 1": "total_timesteps num_envs utd_ratio batch_size buffer_size hidden_size log_every eval_episodes "
-    "record_steps",
-    "at least 0": "learning_starts eval_every",
-    "above 0": "learning_rate alpha",
-    "from 0 to 1": "gamma tau",
-    "finite": "target_entropy",
-}
+NAME, TITLE = "sac", "SAC"
+LOG_STD_BOUNDS = (-20.0, 2.0)  # the authors' code clamps to them; CleanRL squashes into [-5, 2] by another tanh
 
 
 @dataclass
 class Args(EnvArgs):
+    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
+    # env_kwargs, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "Pendulum-v1"
     """a Gymnasium environment with bounded continuous actions, or MODULE:NAME of one that MODULE registers"""
-    total_timesteps: int = 10_000
+    total_timesteps: PositiveInt = 10_000
     """environment steps, over all environments"""
-    num_envs: int = 1
+    num_envs: PositiveInt = 1
     """environments that are stepped together"""
     vector: Literal["sync", "async"] = "sync"
     """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
-    learning_rate: float = 3e-4
+    learning_rate: PositiveFloat = 3e-4
     """learning rate of Adam, for actor, critics and temperature"""
-    gamma: float = 0.99
+    gamma: UnitInterval = 0.99
     """discount"""
-    tau: float = 0.005
+    tau: UnitInterval = 0.005
     """step of the target critics towards the critics"""
-    alpha: float | None = None
+    alpha: PositiveFloat | None = None
     """a fixed temperature; None: learned"""
     target_entropy: float | None = None
     """target entropy in nats; None: -(number of actions)"""
-    utd_ratio: int = 1
+    utd_ratio: PositiveInt = 1
     """updates per environment step"""
-    batch_size: int = 256
+    batch_size: PositiveInt = 256
     """transitions per update"""
-    buffer_size: int = 1_000_000
+    buffer_size: PositiveInt = 1_000_000
     """newest transitions that are kept, on the device"""
-    learning_starts: int = 1_000
+    learning_starts: NonNegativeInt = 1_000
     """steps with uniformly random actions before the first update"""
-    hidden_size: int = 256
+    hidden_size: PositiveInt = 256
     """units of the two hidden layers of actor and critics"""
     record_dataset: str = ""
-    """write collections to this folder at the end, as D4RL does: random, medium, expert, medium- and full-replay.
-    Time-outs are guessed: where the next row does not begin in the observation that a row led to"""
-    record_steps: int = 100_000
+    """at the end write collections to this folder, as D4RL does: random, medium, expert, medium- and full-replay"""
+    record_steps: PositiveInt = 100_000
     """transitions in each of random, medium and expert"""
     compile: bool = False
     """compile the losses: meant for a GPU"""
-    log_every: int = 500
+    log_every: PositiveInt = 500
     """environment steps between rows of metrics"""
-    eval_every: int = 2_000
+    eval_every: NonNegativeInt = 2_000
     """environment steps between evaluations; 0: at the end only"""
-    save_every: int = 10_000
+    save_every: PositiveInt = 10_000
     """environment steps between checkpoints"""
 
 
@@ -162,7 +161,7 @@ class Actor(nn.Module):
         log_std = log_std.clamp(*LOG_STD_BOUNDS)
         u = mean + log_std.exp() * noise
         log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
-        log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))  # log d tanh(u) / du
+        log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))  # log(1 - tanh(u)^2), stable: no constant added inside
         return u.tanh(), (log_normal - log_slope).sum(-1, keepdim=True)
 
 
@@ -205,7 +204,8 @@ def actor_loss(agent: Agent, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor
 
 
 def alpha_loss(log_alpha: Tensor, logps: Tensor, target_entropy: float) -> Tensor:
-    """Equation 18."""
+    """Equation 18, a function of log alpha. SB3, and the authors' code until 2020, minimise -log(alpha) (log pi + H):
+    on HalfCheetah's first 30,000 steps 8 seeds showed no difference."""
     return -(log_alpha.exp() * (logps + target_entropy)).mean()
 
 
@@ -216,18 +216,18 @@ class Optimizers(NamedTuple):
 
 
 def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: torch.Generator, args: Args,
-           losses=(critic_loss, actor_loss)) -> dict[str, Tensor]:  # fmt: skip
+           critic_loss: Callable = critic_loss, actor_loss: Callable = actor_loss) -> dict[str, Tensor]:  # fmt: skip
     """One step of critics, actor, temperature and target critics, in this order. Returns metrics, as tensors: reading
     them would make the CPU wait for the device at every update."""
     noise, next_noise = torch.randn(2, *batch.actions.shape, generator=generator, device=batch.obs.device)
-    loss, q, target = losses[0](agent, batch, next_noise, args.gamma)
+    loss, q, target = critic_loss(agent, batch, next_noise, args.gamma)
     optimizers.critics.zero_grad(set_to_none=True)
     loss.backward()
     optimizers.critics.step()
     grad_norm = torch.nn.utils.get_total_norm([p.grad for p in agent.critics.parameters()])
 
     agent.critics.requires_grad_(False)  # the actor's gradient passes through them, theirs would be thrown away
-    loss, logps = losses[1](agent, batch.obs, noise)
+    loss, logps = actor_loss(agent, batch.obs, noise)
     optimizers.actor.zero_grad(set_to_none=True)
     loss.backward()
     optimizers.actor.step()
@@ -246,176 +246,99 @@ def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: 
 def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for settings that no run can have."""
     if not isinstance(space, gym.spaces.Box) or not space.is_bounded() or space.dtype.kind != "f":
-        raise UserError(f"--env-id {args.env_id} has the action space {space}: SAC needs a Box of floats with finite "
-                        "bounds")  # fmt: skip
-    check_numbers(args, RANGES)
-    if args.capture_video and not args.evaluate:
-        raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
+        wanted = "a Box of floats with finite bounds"
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: SAC needs {wanted}")
     if args.total_timesteps % args.num_envs:
         raise UserError(f"--total-timesteps {args.total_timesteps} must be a multiple of --num-envs {args.num_envs}")
     if args.record_dataset:
-        if (
-            min(args.buffer_size, args.record_steps) < 10
-            or args.buffer_size < args.total_timesteps
-            or args.record_steps % 10
-        ):
-            raise UserError("--record-dataset needs a --buffer-size of --total-timesteps, and --record-steps in tens")
-        try:
-            Path(args.record_dataset).mkdir(parents=True, exist_ok=True)
-            import h5py  # noqa: F401
-        except (OSError, ImportError) as error:
-            raise UserError(f"cannot record to --record-dataset {args.record_dataset} ({error}): it must be a writable "
-                            "folder, and h5py must be installed") from error  # fmt: skip
+        check_recording(args)
 
 
 @torch.no_grad()
-def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float, generator) -> np.ndarray:
+def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float,
+        generator: torch.Generator) -> np.ndarray:  # fmt: skip
     """Actions (N, A) in [-1, 1] of observations (N, D); `scale` 0: the likeliest, 1: samples."""
     noise = torch.randn(len(obs), math.prod(space.shape), generator=generator, device=generator.device)
     return actor(torch.from_numpy(obs.astype(np.float32)).to(generator.device), noise * scale)[0].cpu().numpy()
 
 
-def record(actor: Actor, snapshots: list, replay: ReplayBuffer, make: Callable, space: gym.spaces.Box, generator,
-           args: Args) -> None:  # fmt: skip
-    """Collections by D4RL's protocol (arXiv 2004.07219, appendix C). `snapshots` are (step, eval/return, weights of the
-    actor) from before the first update on. random, expert: sampled actions of the first and of the last actor; medium:
-    of the first that had come a third of the way between their returns; medium-replay: all that had been in the replay
-    buffer by then; full-replay: all that is in it at the end. The buffer does not say where time ran out: a row that
-    does not begin where the one before led to does, so that a cut between two equal observations is missed."""
-    (_, low, _), (_, high, _) = snapshots[0], snapshots[-1]
-    medium = next((one for one in snapshots[1:] if one[1] >= low + (high - low) / 3), snapshots[-1])
-    for name, (step, score, weights) in {"random": snapshots[0], "medium-replay": medium, "medium": medium,
-                                         "full-replay": snapshots[-1], "expert": snapshots[-1]}.items():  # fmt: skip
-        if name.endswith("-replay"):
-            rows, count = replay.newest(replay.total)[:step], args.num_envs
-        else:
-            actor.load_state_dict(weights)
-            envs, count = make_vector(make, 10, args.seed + 2**30), 10
-            rollouts, obs = ReplayBuffer(args.record_steps, replay.sizes, torch.device("cpu")), reset_vector(envs)
-            while rollouts.total < args.record_steps:
-                actions = act(actor, space, obs, 1.0, generator)
-                next_obs, true_obs, rewards, terminated, _, _ = step_vector(
-                    envs, to_env(actions, space), rollouts.total
-                )
-                rollouts.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
-                obs = next_obs.copy()
-            rows = rollouts.newest(args.record_steps)
-        rows = torch.cat([rows[i::count] for i in range(count)])  # each environment's episodes one after the other
-        obs, actions, rewards, terminals, next_obs = (part.numpy() for part in rows.split(replay.sizes, 1))
-        about = {"env_id": args.env_id, "env_kwargs": json.dumps(args.env_kwargs), "seed": args.seed,
-                 "policy_step": step, "policy_return": score, "random_return": low, "expert_return": high}  # fmt: skip
-        save_collection(Path(args.record_dataset) / f"{name}.hdf5", obs, to_env(actions, space).reshape(len(obs), -1),
-                        rewards[:, 0], terminals[:, 0] > 0, next_obs, about)  # fmt: skip
-
-
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    make = partial(make_env, args.env_id, args.env_kwargs)
-    env = make()
-    obs_size, space = env.observation_space.shape[0], env.action_space
-    env.close()
+    make, obs_size, space = open_environment(args)
     check(args, space)
     action_size = math.prod(space.shape)
     if args.target_entropy is None:
         args.target_entropy = -float(action_size)
     agent = Agent(obs_size, action_size, args.hidden_size, args.alpha or 1.0).to(device)
-    scored = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),
-                     args.eval_episodes, args.seed, device)  # fmt: skip
+    score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),
+                          args.eval_episodes, args.seed, device)  # fmt: skip
     if args.evaluate:
-        agent.load_state_dict(saved_agent(args)["agent"])
-        print(json.dumps(scored(Path(args.evaluate) / "video" if args.capture_video else None)))
-        return []
+        return score_saved(args, score_agent, agent=agent)
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
     optimizers = Optimizers(adam(agent.actor.parameters()), adam(agent.critics.parameters()),
                             adam([agent.log_alpha]) if args.alpha is None else None)  # fmt: skip
+    losses = [torch.compile(loss) if args.compile else loss for loss in (critic_loss, actor_loss)]
     generator = torch.Generator(device).manual_seed(args.seed)
-    sizes = (obs_size, action_size, 1, 1, obs_size)
-    try:
-        replay = ReplayBuffer(args.buffer_size, sizes, device)
-    except RuntimeError as error:
-        raise UserError(f"--buffer-size {args.buffer_size} needs {args.buffer_size * sum(sizes) * 4e-9:,.1f} GB of "
-                        f"memory on {device}, which cannot be had: give less") from error  # fmt: skip
-    run = Run(args, "sac", args.env_id, args.total_timesteps, ("return", "eval/return", "alpha"), "total_timesteps")
-    losses = (critic_loss, actor_loss)
-    if args.compile:
-        losses = tuple(torch.compile(loss) for loss in losses)
+    replay = ReplayBuffer(args.buffer_size, (obs_size, action_size, 1, 1, obs_size), device)
+    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "alpha"), "total_timesteps")
     envs = make_vector(make, args.num_envs, args.seed, args.vector)
 
-    def state() -> dict:
+    def state(drawn: Tensor | None = None) -> dict:
+        """Where a step fails, `drawn` is the generator's state before it, so that a resumed run repeats the step. What
+        the environment drew from global generators in it is not drawn again: a copy at each step would cost time."""
         return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers if o is not None],
-                "generator": generator.get_state(), "obs": torch.from_numpy(obs), "envs": envs.log.state(obs),
-                "episodes": episodes, "snapshots": snapshots,
-                "replay": replay.save(run.dir / "replay.bin")}  # fmt: skip
+                "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
+                "episodes": episodes, "snapshots": snapshots, "replay": replay.save(run.dir / "replay.bin")
+                }  # fmt: skip
 
-    def snapshot(score: float) -> list:
-        return [(step, score, {name: value.clone() for name, value in agent.actor.state_dict().items()})]
-
-    step, episodes, snapshots = 0, [], []
+    step, episodes, snapshots, metrics = 0, [], [], {}
     if run.state is not None:
-        agent.load_state_dict(run.state["agent"])
-        for optimizer, saved in zip((o for o in optimizers if o is not None), run.state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        generator.set_state(run.state["generator"].cpu())
-        replay.load(run.dir / "replay.bin", run.state["replay"])
+        restore(run.state, agent=agent, optimizers=optimizers, generator=generator)
         step, episodes, snapshots = run.state["step"], run.state["episodes"], run.state["snapshots"]
+        replay.load(run.dir / "replay.bin", run.state["replay"])
         obs = restore_vector(envs, run.state["envs"])
     else:
         obs = reset_vector(envs)
         if args.record_dataset:
-            snapshots = snapshot(scored()["eval/return"])
+            snapshots = [snapshot(step, score_agent(), agent.actor)]
     run.restore_rng()
-    logged, columns, begun = step, {}, time.perf_counter()
     while step < run.total:
         # collect
-        before = generator.get_state()
-        if step < args.learning_starts:
-            actions = torch.rand(args.num_envs, action_size, generator=generator, device=device).cpu().numpy() * 2 - 1
-        else:
-            actions = act(agent.actor, space, obs, 1.0, generator)
-        try:
-            next_obs, true_obs, rewards, terminated, _, ended = step_vector(
-                envs, to_env(actions, space), step + args.num_envs
-            )
-        except UserError:
-            raise
-        except Exception:
-            run.save(step, state() | {"generator": before})  # a resumed run repeats this step
-            raise
+        after = step + args.num_envs
+        with run.saving(step, partial(state, generator.get_state())):
+            if step < args.learning_starts:
+                actions = torch.rand(len(obs), action_size, generator=generator, device=device).cpu().numpy() * 2 - 1
+            else:
+                actions = act(agent.actor, space, obs, 1.0, generator)
+            next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space), after)
         replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
-        obs, step, episodes = next_obs.copy(), step + args.num_envs, episodes + ended
+        obs, step, episodes = next_obs.copy(), after, episodes + ended
 
         # update
         if step > args.learning_starts:
             for _ in range(args.utd_ratio * args.num_envs):
                 batch = Transitions(*replay.sample(args.batch_size, generator))
-                metrics = update(agent, optimizers, batch, generator, args, losses)
-            columns = metrics
+                metrics = update(agent, optimizers, batch, generator, args, *losses)
 
         # evaluate
-        row = step == run.total or crosses(step, step - args.num_envs, args.log_every)
-        due = step == run.total or (args.eval_every and crosses(step, step - args.num_envs, args.eval_every))
-        if row or due:
-            now = time.perf_counter()
-            numbers = {name: value.item() for name, value in columns.items()}
-            if episodes:
-                numbers |= dict(zip(("return", "length"), np.mean(episodes, 0).tolist()))
-                episodes = []
+        due = run.due(step, args.eval_every)
+        if due or run.due(step, args.log_every):
+            columns = {name: value.item() for name, value in metrics.items()} | episode_columns(episodes)
+            columns["time/steps_per_second"], episodes = run.speed(step), []
             if due:
-                with saving(run, step, state, numbers):
-                    numbers |= scored()
-                if args.record_dataset:
-                    snapshots = snapshots + snapshot(numbers["eval/return"])
-            run.log(step, **numbers, **{"time/steps_per_second": (step - logged) / (now - begun)})
-            logged, begun = step, time.perf_counter()
+                with run.saving(step, state, columns=columns):
+                    columns |= score_agent()
+            if due and args.record_dataset:
+                snapshots = [*snapshots, snapshot(step, columns, agent.actor)]
+            run.log(step, **columns)
         run.end_step(step, state)
 
     envs.close()
     if args.record_dataset:
-        record(copy.deepcopy(agent.actor), snapshots, replay, make, space, generator, args)
-        run.print(f"collections: {args.record_dataset}")
+        sample = partial(act, scale=1.0, generator=generator)
+        record(args, copy.deepcopy(agent.actor), sample, snapshots, replay, make, space)
     curves = {"return": ("return", "eval/return"), "entropy": ("entropy",), "alpha": ("alpha",)}
-    return run.finish(lambda folder: save_file(agent.state_dict(), folder / "model.safetensors"), curves,
-                      f"SAC on {args.env_id}")  # fmt: skip
+    return run.finish(agent.state_dict(), curves, f"{TITLE} on {args.env_id}")
 
 
 if __name__ == "__main__":
