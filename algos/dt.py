@@ -1,7 +1,9 @@
 r"""Decision Transformer (DT).
 
 Chen et al. 2021, "Decision Transformer: Reinforcement Learning via Sequence Modeling" (arXiv 2106.01345, algorithm 1).
-Imitates trajectories given how much return was still to come, and is then asked for a high return. Windows of K steps
+
+It imitates trajectories, given how much return was still to come at each step, and is then asked for a high return.
+Windows of K steps
 
     R_1 s_1 a_1  R_2 s_2 a_2  ...  R_K s_K a_K        R_t = r_t + r_t+1 + ... + r_T, the return-to-go, undiscounted
 
@@ -10,26 +12,6 @@ are 3K tokens of a causal transformer; the output at the token of s_t predicts a
     L = mean over real steps t and action dimensions of (a_t - pi(R_1 s_1 a_1 ... R_t s_t))^2
 
 In the environment R_1 is a target return, and R_t+1 = R_t - r_t.
-
-Differences
-    - None in network, loss, sampling and optimiser: GPT-2's blocks without its positions, a learned embedding of the
-      time step added to the three tokens of a step, LayerNorm over them, weight decay on all parameters. Windows begin
-      at every step of the data with equal probability and are padded on the left, as in the authors' code; padding is
-      masked as a key and in the loss. CORL pads on the right and divides by padded positions, too.
-    - Returns-to-go are computed once, and windows are gathered on the device.
-    - Actions are stretched from the environment's bounds to [-1, 1], where the tanh of the output lives.
-    - Warm-up in the paper's recipe is 10,000 updates, as in the authors' code; the paper's table has 100,000.
-    - The paper reports the best of two targets; ours are all reported, eval/return is of the first.
-    - The default has shorter windows, a higher learning rate and 3,000 updates, for a CPU; the paper's recipe is below.
-
-Metrics
-    loss                mean squared error of actions in [-1, 1] (the one script whose loss says something); falls
-    grad_norm           before clipping
-    eval/return         mean over --eval-episodes, for the first target; eval/return_at_R: for each target return R
-    eval/slope          of achieved over target return, all episodes; 1: it does as told, 0: it does not listen
-    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data, of eval/return
-    eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
-    eval/best_return    in the last row: the best of all evaluations, which is selection on the test; the last is not
 
 Run
     python algos/dt.py                                                           the collection that ships: Hopper-v5
@@ -41,80 +23,91 @@ Run
                                                                                  scores a saved agent
 
 Expect
-    The default run, Hopper-v5's collection: asked for its best return 797 after 1,000 updates and 926 at the end, asked
-    for a quarter of the way to it 339, eval/slope 0.28 (seed 1, 10 episodes), in 6 to 15 minutes on one thread of a
-    CPU with other work. Evaluations of one run, and seeds, differ by hundreds: the learning rate does not fall.
+    EXPECT
+
+Metrics
+    loss                mean squared error of actions in [-1, 1] (the one script whose loss says something); falls
+    grad_norm           before clipping
+    eval/return         mean over --eval-episodes, for the first target; eval/return_at_R: for each target return R
+    eval/slope          of achieved over target return, all episodes; 1: it does as told, 0: it does not listen
+    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data, of eval/return
+    eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
+    eval/best_return    in the last row: the best of all evaluations. It was selected on the test; eval/return was not
+
+Differences (those of one line stand at that line)
+    - None in network, loss, sampling and optimiser: GPT-2's blocks without its positions, a learned embedding of the
+      time step added to the three tokens of a step, LayerNorm over them, weight decay on all parameters.
+    - Returns-to-go are computed once, and windows are gathered on the device.
+    - Actions are stretched from the environment's bounds to [-1, 1], where the tanh of the output lives.
+    - Warm-up in the paper's recipe is 10,000 updates, as in the authors' code; the paper's table has 100,000.
+    - The paper reports the best of two targets; ours are all reported.
+    - The default has shorter windows, a higher learning rate and fewer updates than the paper's recipe, for a CPU.
 """
 
-import json
 import math
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import saving
-from utils.envs import make_env, rollouts, saved_agent
-from utils.errors import UserError, check_numbers
-from utils.offline import Dataset, OfflineArgs, check_spaces, load_dataset
+from utils.checkpoint import restore
+from utils.envs import open_environment
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
+from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
+from utils.rollouts import rollouts, score_saved
 from utils.run import Run, main, prepare
 from utils.spaces import to_env, to_unit
 
-RANGES = {  # what numbers must be
-    "at least 1": "max_steps batch_size embed_dim num_layers num_heads context_length max_episode_length log_every "
-    "eval_episodes",
-    "at least 0": "eval_every weight_decay warmup_steps",
-    "above 0": "learning_rate max_grad_norm rtg_scale",
-    "at least 0 and below 1": "dropout",
-}
+NAME, TITLE = "dt", "Decision Transformer"
 TARGETS = (1.0, 0.75, 0.5, 0.25)  # default target returns: from the lowest (0) to the highest (1) of the dataset
 
 
 @dataclass
 class Args(OfflineArgs):
-    max_steps: int = 3_000
+    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs); env_kwargs, eval_episodes, evaluate,
+    # capture_video (EnvArgs); dataset, env_id, eval_every (OfflineArgs)
+    max_steps: PositiveInt = 1_000
     """updates"""
     target_returns: tuple[float, ...] = ()
     """returns that evaluation asks for; none: the highest of the dataset, and 3/4, 1/2, 1/4 of the way to it"""
-    rtg_scale: float = 1_000.0
+    rtg_scale: PositiveFloat = 1_000.0
     """returns-to-go are divided by this"""
-    context_length: int = 5
+    context_length: PositiveInt = 5
     """steps in a window: K"""
-    embed_dim: int = 128
+    embed_dim: PositiveInt = 128
     """width of the transformer"""
-    num_layers: int = 3
+    num_layers: PositiveInt = 3
     """blocks"""
-    num_heads: int = 1
+    num_heads: PositiveInt = 1
     """attention heads"""
-    dropout: float = 0.1
+    dropout: Annotated[float, "at least 0 and below 1"] = 0.1
     """of embeddings, attention and residuals"""
-    max_episode_length: int = 1_000
+    max_episode_length: PositiveInt = 1_000
     """time steps that have an embedding of their own; later ones share the last"""
-    batch_size: int = 128
+    batch_size: PositiveInt = 128
     """windows per update"""
-    learning_rate: float = 1e-3
+    learning_rate: PositiveFloat = 1e-3
     """learning rate of AdamW, after the warm-up"""
-    warmup_steps: int = 500
+    warmup_steps: NonNegativeInt = 500
     """updates over which the learning rate rises linearly"""
-    weight_decay: float = 1e-4
+    weight_decay: NonNegativeFloat = 1e-4
     """weight decay of AdamW, on all parameters"""
-    max_grad_norm: float = 0.25
+    max_grad_norm: PositiveFloat = 0.25
     """gradients are clipped to this norm"""
     precision: Literal["float32", "bfloat16"] = "float32"
     """of the forward pass, by autocast; weights and optimizer stay float32"""
-    log_every: int = 100
+    log_every: PositiveInt = 100
     """updates between rows of metrics"""
-    save_every: int = 1_000
+    save_every: PositiveInt = 1_000
     """updates between checkpoints"""
 
 
@@ -164,14 +157,14 @@ class DecisionTransformer(nn.Module):
         self.register_buffer("obs_mean", torch.zeros(obs_size))  # statistics of the dataset, saved with the weights
         self.register_buffer("obs_std", torch.ones(obs_size))
 
-    def forward(self, windows: Windows) -> Tensor:
+    def forward(self, batch: Windows) -> Tensor:
         """Predicted actions (B, K, A) in [-1, 1]; each depends on what stands up to its state, and not on padding."""
-        parts = (self.embed_rtg(windows.rtg), self.embed_obs(windows.obs), self.embed_action(windows.actions))
-        time_embedding = self.embed_timestep(windows.timesteps.clamp(max=self.embed_timestep.num_embeddings - 1))
+        parts = (self.embed_rtg(batch.rtg), self.embed_obs(batch.obs), self.embed_action(batch.actions))
+        time_embedding = self.embed_timestep(batch.timesteps.clamp(max=self.embed_timestep.num_embeddings - 1))
         tokens = torch.stack([part + time_embedding for part in parts], 2).flatten(1, 2)  # (B, 3K, W)
         length = tokens.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-        visible = causal & windows.mask.repeat_interleave(3, 1)[:, None, None]
+        visible = causal & batch.mask.repeat_interleave(3, 1)[:, None, None]
         visible = visible | torch.eye(length, dtype=torch.bool, device=tokens.device)  # padding sees itself: no NaN
         x = self.dropout(self.norm_in(tokens))
         for block in self.blocks:
@@ -194,8 +187,9 @@ def returns_to_go(rewards: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return np.concatenate([part[::-1].cumsum(dtype=np.float64)[::-1] for part in np.split(rewards, starts[1:])])
 
 
-def sequences(data: Dataset, space: gym.spaces.Box, model: DecisionTransformer, rtg_scale: float, device) -> Sequences:
-    lengths = np.diff(data.starts, append=len(data.obs))
+def sequences(data: Dataset, space: gym.spaces.Box, model: DecisionTransformer, rtg_scale: float,
+              device: torch.device) -> Sequences:  # fmt: skip
+    lengths = data.lengths()
     timesteps = np.arange(len(data.obs)) - np.repeat(data.starts, lengths)
     obs = (torch.from_numpy(data.obs).to(device) - model.obs_mean) / model.obs_std
     actions = torch.from_numpy(to_unit(data.actions, space).astype(np.float32))
@@ -205,7 +199,8 @@ def sequences(data: Dataset, space: gym.spaces.Box, model: DecisionTransformer, 
 
 
 def windows(data: Sequences, rows: Tensor, length: int) -> Windows:
-    """Windows of `length` steps that begin at `rows` (B,), shorter where the trajectory ends: padded on the left."""
+    """Windows of `length` steps that begin at `rows` (B,), shorter where the trajectory ends: padded on the left, as in
+    the authors' code."""
     steps = data.left[rows].clamp(max=length)  # real steps of each window
     position = torch.arange(length, device=rows.device) - (length - steps)[:, None]
     mask, index = position >= 0, rows[:, None] + position.clamp(min=0)
@@ -214,14 +209,14 @@ def windows(data: Sequences, rows: Tensor, length: int) -> Windows:
 
 
 def dt_loss(predicted: Tensor, batch: Windows) -> Tensor:
-    """Mean squared error over real steps and action dimensions. predicted (B, K, A)."""
+    """Mean squared error over real steps and action dimensions. predicted (B, K, A). CORL divides by padded steps, too,
+    and pads on the right."""
     errors = (predicted - batch.actions).square().mean(-1)
     return (errors * batch.mask).sum() / batch.mask.sum()
 
 
-def update(
-    model: DecisionTransformer, optimizer: torch.optim.Optimizer, batch: Windows, args: Args
-) -> dict[str, Tensor]:
+def update(model: DecisionTransformer, optimizer: torch.optim.Optimizer, batch: Windows,
+           args: Args) -> dict[str, Tensor]:  # fmt: skip
     """One step. Returns metrics, as tensors: reading them would make the CPU wait for the device at every update."""
     with torch.autocast(batch.obs.device.type, torch.bfloat16, enabled=args.precision == "bfloat16"):
         predicted = model(batch)
@@ -235,17 +230,13 @@ def update(
 
 def check(args: Args) -> None:
     """Raises UserError for settings that no run can have."""
-    check_numbers(args, RANGES)
-    if not all(map(math.isfinite, args.target_returns)):
-        raise UserError(f"--target-returns {' '.join(map(str, args.target_returns))}: all must be finite")
-    if args.capture_video and not args.evaluate:
-        raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
     if args.embed_dim % args.num_heads:
         raise UserError(f"--embed-dim {args.embed_dim} must be a multiple of --num-heads {args.num_heads}")
 
 
 @torch.no_grad()
-def achieved(model: DecisionTransformer, make, space: gym.spaces.Box, args: Args, device, video=None) -> np.ndarray:
+def achieved(model: DecisionTransformer, make: Callable, space: gym.spaces.Box, args: Args, device: torch.device,
+             video: Path | None = None) -> np.ndarray:  # fmt: skip
     """Returns (targets, episodes) of episodes that each ask for one of --target-returns, from the same start states for
     each: a policy that does not listen gets the same returns."""
     count, length = len(args.target_returns) * args.eval_episodes, args.context_length
@@ -282,40 +273,21 @@ def scores(returns: np.ndarray, targets: tuple[float, ...]) -> dict[str, float]:
     return columns
 
 
-def plot_targets(targets: tuple[float, ...], returns: np.ndarray, best: float, path: Path) -> None:
-    """Achieved over target return, and the dataset's best trajectory, as a PNG."""
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(5, 4))
-    axis.plot(np.repeat(targets, returns.shape[1]), returns.ravel(), ".", alpha=0.5, label="episodes")
-    axis.plot(targets, returns.mean(1), "o-", label="mean")
-    axis.plot(sorted(targets), sorted(targets), ":", color="gray", label="as asked")
-    axis.axhline(best, color="gray", linewidth=0.8, label="best of the dataset")
-    axis.set(xlabel="target return", ylabel="achieved return", title="Decision Transformer")
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def train(args: Args) -> list[dict]:
     device = prepare(args)
     check(args)
     data = None if args.evaluate else load_dataset(args)
-    make = partial(make_env, args.env_id, args.env_kwargs)
-    env = make()
-    obs_size, space = env.observation_space.shape[0], env.action_space
-    env.close()
+    make, obs_size, space = open_environment(args)
     model = DecisionTransformer(obs_size, math.prod(space.shape or ()), args).to(device)
-    scored = partial(achieved, model, make, space, args, device)
+
+    def score_agent(video: Path | None = None) -> dict[str, float]:
+        return scores(achieved(model, make, space, args, device, video), args.target_returns)
+
     if args.evaluate:
-        model.load_state_dict(saved_agent(args, ("target_returns",))["model"])
-        returns = scored(Path(args.evaluate) / "video" if args.capture_video else None)
-        print(json.dumps(scores(returns, args.target_returns)))
-        return []
+        return score_saved(args, score_agent, ("target_returns",), model=model)
     check_spaces(data, obs_size, space)
-    returns_in_data = data.trajectory_returns()
-    lowest, highest = returns_in_data.min().item(), returns_in_data.max().item()
+    returns = data.trajectory_returns()
+    lowest, highest = returns.min().item(), returns.max().item()
     if not args.target_returns:
         args.target_returns = tuple(float(f"{lowest + share * (highest - lowest):.4g}") for share in TARGETS)
     model.obs_mean.copy_(torch.from_numpy(data.obs.mean(0, np.float64)))
@@ -323,57 +295,40 @@ def train(args: Args) -> list[dict]:
     rows = sequences(data, space, model, args.rtg_scale, device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
     generator = torch.Generator(device).manual_seed(args.seed)
-    run = Run(args, "dt", args.env_id, args.max_steps, ("loss", "eval/return", "eval/slope"))
+    run = Run(args, NAME, args.env_id, args.max_steps, ("loss", "eval/return", "eval/slope"))
     run.print(f"{data.name}: {len(data.starts)} trajectories, {len(data.obs)} steps, returns up to {highest:.0f}; "
               f"target returns: {', '.join(f'{target:g}' for target in args.target_returns)}")  # fmt: skip
 
     def state() -> dict:
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "generator": generator.get_state(),
-                "best": best}  # fmt: skip
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "generator": generator.get_state()}
 
-    step, best, returns = 0, -math.inf, None
+    step = 0
     if run.state is not None:
-        model.load_state_dict(run.state["model"])
-        optimizer.load_state_dict(run.state["optimizer"])
-        generator.set_state(run.state["generator"].cpu())
-        step, best = run.state["step"], run.state["best"]
+        step = run.state["step"]
+        restore(run.state, model=model, optimizer=optimizer, generator=generator)
     run.restore_rng()
-    logged, begun = step, time.perf_counter()
     while step < run.total:
         # update
-        for group in optimizer.param_groups:
-            group["lr"] = args.learning_rate * min((step + 1) / max(args.warmup_steps, 1), 1)
-        starts = torch.randint(len(rows.obs), (args.batch_size,), generator=generator, device=device)
-        columns = update(model, optimizer, windows(rows, starts, args.context_length), args)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * min((step + 1) / max(args.warmup_steps, 1), 1)
+        first = torch.randint(len(rows.obs), (args.batch_size,), generator=generator, device=device)
+        metrics = update(model, optimizer, windows(rows, first, args.context_length), args)
         step += 1
 
         # evaluate
-        due = step == run.total or (args.eval_every and step % args.eval_every == 0)
-        if due or step % args.log_every == 0:
-            now = time.perf_counter()
-            numbers = {name: value.item() for name, value in columns.items()}
+        due = run.due(step, args.eval_every)
+        if due or run.due(step, args.log_every):
+            columns = {name: value.item() for name, value in metrics.items()}
+            columns["time/updates_per_second"] = run.speed(step)
             if due:
-                with saving(run, step, state, numbers):
-                    returns = scored()
-                numbers |= scores(returns, args.target_returns)
-                numbers |= data.score(numbers["eval/return"])
-                best = max(best, numbers["eval/return"])
-                if step == run.total:
-                    numbers["eval/best_return"] = best
-                    run.print(f"return: {numbers['eval/return']:.1f} at the end, {best:.1f} at best, of "
-                              f"{args.eval_episodes} episodes asked for {args.target_returns[0]:g}, seed {args.seed}"
-                              )  # fmt: skip
-            run.log(step, **numbers, **{"time/updates_per_second": (step - logged) / (now - begun)})
-            logged, begun = step, time.perf_counter()
+                with run.saving(step, state, columns=columns):
+                    columns |= score_agent()
+                columns |= compared(columns, data, run, step)
+            run.log(step, **columns)
         run.end_step(step, state)
 
-    curves = {"return": tuple(f"eval/return_at_{target:g}" for target in args.target_returns), "loss": ("loss",),
-              "slope": ("eval/slope",)}  # fmt: skip
-    history = run.finish(lambda folder: save_file(model.state_dict(), folder / "model.safetensors"), curves,
-                         f"Decision Transformer on {data.name}")  # fmt: skip
-    if returns is not None:
-        plot_targets(args.target_returns, returns, highest, run.dir / "targets.png")
-    return history
+    asked = {target: f"eval/return_at_{target:g}" for target in args.target_returns}
+    curves = {"return": tuple(asked.values()), "return over target": asked, "loss": ("loss",), "slope": ("eval/slope",)}
+    return run.finish(model.state_dict(), curves, f"{TITLE} on {data.name}")
 
 
 if __name__ == "__main__":
