@@ -54,7 +54,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import restore
-from utils.envs import open_environment
+from utils.envs import open_env
 from utils.errors import PositiveFloat, PositiveInt, UserError
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
 from utils.replay import ReplayBuffer
@@ -170,7 +170,7 @@ def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | fl
 def train(args: Args) -> list[dict]:
     device = prepare(args)
     data = None if args.evaluate else load_dataset(args)
-    make, obs_size, space = open_environment(args)
+    make, obs_size, space = open_env(args)
     action_size = math.prod(space.shape or ())
     agent = Agent(obs_size, action_size, args).to(device)
     score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),

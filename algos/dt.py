@@ -60,7 +60,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import restore
-from utils.envs import open_environment
+from utils.envs import open_env
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
 from utils.rollouts import rollouts, score_saved
@@ -277,7 +277,7 @@ def train(args: Args) -> list[dict]:
     device = prepare(args)
     check(args)
     data = None if args.evaluate else load_dataset(args)
-    make, obs_size, space = open_environment(args)
+    make, obs_size, space = open_env(args)
     model = DecisionTransformer(obs_size, math.prod(space.shape or ()), args).to(device)
 
     def score_agent(video: Path | None = None) -> dict[str, float]:

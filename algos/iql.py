@@ -67,7 +67,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import restore
-from utils.envs import episode_columns, make_vector, open_environment, reset_vector, restore_vector, step_vector
+from utils.envs import episode_columns, make_vector, open_env, reset_vector, restore_vector, step_vector
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
 from utils.replay import ReplayBuffer
@@ -258,7 +258,7 @@ def train(args: Args) -> list[dict]:
     device = prepare(args)
     settings = resolve(args, PRESETS, args.domain)
     data = None if args.evaluate else load_dataset(args)
-    make, obs_size, space = open_environment(args)
+    make, obs_size, space = open_env(args)
     action_size = math.prod(space.shape or ())
     agent = Agent(obs_size, action_size, args).to(device)
     score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),

@@ -74,15 +74,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import restore, rng_state
-from utils.envs import (
-    EnvArgs,
-    episode_columns,
-    make_vector,
-    open_environment,
-    reset_vector,
-    restore_vector,
-    step_vector,
-)
+from utils.envs import EnvArgs, episode_columns, make_vector, open_env, reset_vector, restore_vector, step_vector
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.normalize import RunningMeanStd
 from utils.rollouts import evaluate, score_saved
@@ -385,7 +377,7 @@ def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, sca
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    make, obs_size, space = open_environment(args)
+    make, obs_size, space = open_env(args)
     settings = resolve(args, PRESETS, "continuous" if isinstance(space, gym.spaces.Box) else "discrete")
     check(args, space)
     agent = Agent(obs_size, space, args.hidden_size, args.log_std_init).to(device)

@@ -1,30 +1,11 @@
 r"""Proximal Policy Optimization (PPO) on Atari.
 
-Parent: ppo.py. Changed: PRESETS, RANGES, Args (env_id, clip_coef, normalize, hidden_size, eval_every, save_every; gone:
-threads, log_std_init), Agent (one convolutional network with two heads), Statistics (images as they are, the sign of
-rewards), train (make_atari for make_env, what is compiled, the name of the run). Gone: network, CLIP_NORMALIZED. Added:
-SeededGame, Lives, make_atari.
-
 Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv 1707.06347, table 5 for Atari), with the network
-and the frames of Mnih et al. 2015, "Human-level control through deep reinforcement learning". The objective is
-ppo.py's.
+and the frames of Mnih et al. 2015, "Human-level control through deep reinforcement learning".
 
-Differences
-    - Frames (Gymnasium's AtariPreprocessing): up to 30 no-ops at the start, each action for 4 frames, the maximum of
-      the last two, grey, 84 x 84, and 4 of those stacked. Actions are never sticky, as in CleanRL and unlike ALE v5's
-      default.
-    - A lost life ends bootstrap and recursion but not the game, which goes on from there; the score of a game is over
-      all its lives. Gymnasium's terminal_on_life_loss would start a new game at every lost life.
-    - Games that begin with FIRE get it pressed at their start and after each lost life.
-    - The network is shared by policy and value, as in the paper: orthogonal weights, zero biases.
-    - Settings are those of CleanRL and baselines (4 epochs of 4 minibatches; entropy 0.01; value loss 0.5 of half
-      squares, not clipped), the learning rate and the clip are the paper's; the paper anneals both, makes 3 epochs and
-      weighs the value loss by 1.
-    - A game is restored on resume by its actions, as in ppo.py: exact, since nothing in it is left to chance but the
-      no-ops.
+Parent: ppo.py. Policy and value share a convolutional network over images, and rewards are reduced to their sign.
 
-Metrics
-    as in ppo.py; return is the score of the game, not the sign of rewards that is trained on
+The objective is ppo.py's. The preprocessing of frames is what makes the games learnable: see make_atari.
 
 Run
     python algos/ppo_atari.py                                                     Pong, 10M steps: for a GPU
@@ -33,12 +14,25 @@ Run
     python algos/ppo_atari.py --evaluate RUN --capture-video
 
 Expect
-    Pong's 10M steps were not run: they take half a day on a CPU. ALE/KungFuMaster-v5 --total-timesteps 61440: sampled
-    actions score 100 to 380 after the first 1,024 steps (3 seeds) and 2,965 at the end (8 seeds, standard deviation
-    511), in 6 minutes on a busy core. The likeliest ones, which always play the same game, score 0.
+    Pong's 10M steps take half a day on a CPU: we never ran them.
+    ALE/KungFuMaster-v5 --total-timesteps 61440: sampled actions score 100 to 380 after the first 1,024 steps (3 seeds)
+    and 2,965 at the end (8 seeds, standard deviation 511), in 6 minutes on a busy core. The likeliest actions always
+    play the same game, and score 0.
+
+Metrics
+    as in ppo.py; return is the score of the game, not the sign of rewards that is trained on
+
+Differences (those of one line stand at that line)
+    - A lost life ends bootstrap and recursion but not the game, which goes on from there; the score of a game is over
+      all its lives. Gymnasium's terminal_on_life_loss would start a new game at every lost life.
+    - The network is shared by policy and value, as in the paper.
+    - Settings are those of CleanRL and baselines (4 epochs of 4 minibatches; entropy 0.01; value loss 0.5 of half
+      squares, not clipped), the learning rate and the clip are the paper's; the paper anneals both, makes 3 epochs and
+      weighs the value loss by 1.
+    - A game is restored on resume by its actions, as in ppo.py: exact, since nothing in it is left to chance but the
+      no-ops.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -50,74 +44,80 @@ from typing import Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state, saving
-from utils.envs import EnvArgs, evaluate, make_env, make_vector, reset_vector, restore_vector, saved_agent, step_vector
-from utils.errors import UserError, check_numbers
-from utils.run import Run, crosses, main, prepare
+from utils.checkpoint import restore, rng_state
+from utils.envs import (
+    EnvArgs,
+    episode_columns,
+    make_env,
+    make_vector,
+    open_env,
+    reset_vector,
+    restore_vector,
+    step_vector,
+)
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
+from utils.rollouts import evaluate, score_saved
+from utils.run import Run, main, prepare, resolve
 
+NAME, TITLE = "ppo_atari", "PPO"
 PRESETS = {  # taken for every argument that is left at None
     "discrete": dict(total_timesteps=10_000_000, num_envs=8, num_steps=128, learning_rate=2.5e-4, num_minibatches=4,
                      update_epochs=4, ent_coef=0.01),
 }  # fmt: skip
-RANGES = {  # what numbers must be
-    "at least 1": "total_timesteps num_envs num_steps num_minibatches update_epochs hidden_size eval_episodes",
-    "at least 0": "ent_coef vf_coef eval_every",
-    "above 0": "learning_rate clip_coef max_grad_norm target_kl",
-    "from 0 to 1": "gamma gae_lambda",
-}
 
 
 @dataclass
 class Args(EnvArgs):
+    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
+    # env_kwargs, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "ALE/Pong-v5"
     """a game of the Arcade Learning Environment"""
-    total_timesteps: int | None = None
+    total_timesteps: PositiveInt | None = None
     """environment steps, over all environments"""
-    num_envs: int | None = None
+    num_envs: PositiveInt | None = None
     """environments that are stepped together: N"""
-    num_steps: int | None = None
+    num_steps: PositiveInt | None = None
     """steps of each environment between updates: T"""
     vector: Literal["sync", "async"] = "sync"
     """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
-    learning_rate: float | None = None
+    learning_rate: PositiveFloat | None = None
     """learning rate of Adam, at the start"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0"""
-    gamma: float = 0.99
+    gamma: UnitInterval = 0.99
     """discount"""
-    gae_lambda: float = 0.95
+    gae_lambda: UnitInterval = 0.95
     """lambda of the advantages"""
-    num_minibatches: int | None = None
+    num_minibatches: PositiveInt | None = None
     """minibatches per epoch"""
-    update_epochs: int | None = None
+    update_epochs: PositiveInt | None = None
     """epochs over each rollout"""
-    clip_coef: float = 0.1
+    clip_coef: PositiveFloat = 0.1
     """clip of the ratio: epsilon"""
     clip_vloss: bool = False
     """clip the change of the value by clip_coef, too"""
-    ent_coef: float | None = None
+    ent_coef: NonNegativeFloat | None = None
     """weight of the entropy bonus: c_ent"""
-    vf_coef: float = 0.5
+    vf_coef: NonNegativeFloat = 0.5
     """weight of the value loss: c_vf"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: PositiveFloat = 0.5
     """gradients are clipped to this norm"""
-    target_kl: float | None = None
+    target_kl: PositiveFloat | None = None
     """end the epochs of a rollout when approx_kl exceeds this"""
     normalize: bool = True
     """train on the sign of rewards"""
     normalize_advantages: bool = True
     """normalise advantages in every minibatch"""
-    hidden_size: int = 512
+    hidden_size: PositiveInt = 512
     """units of the layer between convolutions and heads"""
     compile: bool = False
     """compile the network and the loss (half a minute at the start)"""
-    eval_every: int = 250_000
+    eval_every: NonNegativeInt = 250_000
     """environment steps between evaluations; 0: at the end only"""
-    save_every: int = 50_000
+    save_every: PositiveInt = 50_000
     """environment steps between checkpoints"""
 
 
@@ -132,7 +132,8 @@ class SeededGame(gym.Wrapper):
 
 
 class Lives(gym.Wrapper):
-    """Reports a lost life as info["life_lost"], and presses FIRE where the game waits for it."""
+    """Reports a lost life as info["life_lost"], and presses FIRE where the game waits for it: at its
+    start and after each lost life."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
@@ -156,23 +157,22 @@ class Lives(gym.Wrapper):
 
 
 def make_atari(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None) -> gym.Env:
-    """A game with its standard preprocessing: observations (4, 84, 84) uint8. Raises UserError where there is none."""
+    """A game with Gymnasium's AtariPreprocessing: up to 30 no-ops at the start, each action for 4 frames, the maximum
+    of the last two, grey, 84 x 84, and 4 of those stacked: observations (4, 84, 84) uint8. Actions are never sticky, as in
+    CleanRL and unlike ALE v5's default. Raises UserError where the game, or a package for it, is missing."""
     try:
         import ale_py
         import cv2
     except ImportError as error:
-        raise UserError(
-            f"Atari needs ale-py and opencv-python ({error}): pip install ale-py opencv-python-headless"
-        ) from error
+        right = "pip install ale-py opencv-python-headless"
+        raise UserError(f"Atari needs ale-py and opencv-python ({error}): {right}") from error
 
     cv2.setNumThreads(1)
     gym.register_envs(ale_py)
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     fixed = ("frameskip=1", "repeat_action_probability=0.0")
-    game = gym.wrappers.AtariPreprocessing(
-        SeededGame(make_env(env_id, (*env_kwargs, *fixed), render_mode, flatten=False))
-    )
-    return gym.wrappers.FrameStackObservation(Lives(game), 4)
+    game = SeededGame(make_env(env_id, (*env_kwargs, *fixed), render_mode, flatten=False))
+    return gym.wrappers.FrameStackObservation(Lives(gym.wrappers.AtariPreprocessing(game)), 4)
 
 
 class Agent(nn.Module):
@@ -204,8 +204,9 @@ class Agent(nn.Module):
         return self.critic_head(self.features(obs))[..., 0]
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """What makes `act` a sample: normal for Gaussian actions, Gumbel for categorical ones (the maximum of logits
-        plus Gumbel noise is a draw from the softmax). Times 0, `act` gives the likeliest action."""
+        """What makes `act` a sample: normal noise for Gaussian actions, Gumbel noise for categorical ones (the largest
+        of logits plus Gumbel noise is a draw from the softmax). With noise 0, `act` gives the likeliest action."""
+        # drawn for a whole rollout at once: Categorical.sample() at each step takes twice the time of the network
         noise = torch.empty(*shape, sum(self.parts), device=generator.device)
         return noise.normal_(generator=generator) if self.continuous else -noise.exponential_(generator=generator).log()
 
@@ -238,6 +239,9 @@ class Statistics:
     def reward(self, rewards: np.ndarray, done: np.ndarray) -> np.ndarray:
         """The sign of rewards (N,), so that one learning rate fits all games."""
         return np.sign(rewards) if self.enabled else rewards
+
+    def weights(self) -> dict[str, Tensor]:
+        return {}
 
     def state_dict(self) -> dict:
         return {}
@@ -276,12 +280,12 @@ def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, adva
     logps, entropy, values = agent(obs, actions)
     log_ratio = logps - old_logps
     ratio = log_ratio.exp()
-    if args.normalize_advantages:
+    if args.normalize_advantages:  # per minibatch, as CleanRL and SB3; the paper does not, and gradients scale with it
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
     errors = (values - returns) ** 2
-    if args.clip_vloss:
+    if args.clip_vloss:  # as baselines; arXiv 2006.05990 found that it hurts
         near = old_values + (values - old_values).clamp(-args.clip_coef, args.clip_coef)
         errors = torch.max(errors, (near - returns) ** 2)
     loss = policy_loss - args.ent_coef * entropy.mean() + args.vf_coef * 0.5 * errors.mean()
@@ -291,12 +295,12 @@ def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, adva
     return loss, metrics
 
 
-def update(agent: Agent, optimizer, batch: Batch, generator: torch.Generator, args: Args,
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generator: torch.Generator, args: Args,
            loss_function: Callable = ppo_loss) -> dict[str, float]:  # fmt: skip
     """`update_epochs` passes over one rollout in minibatches. Returns metrics."""
-    with torch.no_grad():
+    with torch.no_grad():  # of the whole rollout at once, before the first epoch
         old_logps, _, values = agent(batch.obs, batch.actions)
-        next_values = agent.value(batch.next_obs)
+        next_values = agent.value(batch.next_obs)  # truncated episodes, too; CleanRL treats truncation as termination
         done = batch.terminated | batch.truncated
         advantages = gae(batch.rewards, values, next_values, batch.terminated, done, args.gamma, args.gae_lambda)
         returns = advantages + values
@@ -315,16 +319,15 @@ def update(agent: Agent, optimizer, batch: Batch, generator: torch.Generator, ar
             metrics.append(numbers)
         approx_kl, clip_fraction, entropy = torch.stack(metrics).mean(0).tolist()
         if args.target_kl is not None and approx_kl > args.target_kl:
-            break
+            break  # SB3 stops between minibatches, at 1.5 times it
     unexplained = ((returns - values).var() / returns.var().clamp(min=1e-12)).item()
     return {"explained_variance": 1 - unexplained, "approx_kl": approx_kl, "clip_fraction": clip_fraction,
             "entropy": entropy, "grad_norm": torch.stack(norms).mean().item(), "epochs": epochs}  # fmt: skip
 
 
 @torch.no_grad()
-def collect(
-    agent: Agent, envs, obs: np.ndarray, statistics: Statistics, generator: torch.Generator, step: int, args: Args
-):
+def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistics: Statistics,
+            generator: torch.Generator, step: int, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
     """T steps of N environments from observations `obs` (N, D), which the statistics have counted.
 
     Returns a Batch, the observations to go on from, and (return, length) of the episodes that ended.
@@ -332,139 +335,105 @@ def collect(
     device, shape = generator.device, (args.num_steps, args.num_envs)
     noise = agent.noise(shape, generator)
     actions, episodes, current = [], [], statistics.observe(obs)
-    seen, led_to = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
+    seen, next_obs = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
     rewards, terminated, truncated = np.empty(shape, np.float32), np.empty(shape, bool), np.empty(shape, bool)
     for t in range(args.num_steps):
         seen[t] = current
         actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
-        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(
-            envs, agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
-        )
+        executed, now = agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
+        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed, now)
         rewards[t] = statistics.reward(reward, terminated[t] | truncated[t])
         current = statistics.observe(obs, count=True)
-        led_to[t] = statistics.observe(true_obs) if ended else current
+        next_obs[t] = statistics.observe(true_obs) if ended else current
         episodes += ended
-    rewards, led_to, terminated, truncated, seen = (
-        torch.from_numpy(x).to(device) for x in (rewards, led_to, terminated, truncated, seen)
-    )
-    return Batch(seen, torch.stack(actions), rewards, led_to, terminated, truncated), obs.copy(), episodes
+    arrays = (seen, rewards, next_obs, terminated, truncated)
+    seen, *others = (torch.from_numpy(array).to(device) for array in arrays)
+    return Batch(seen, torch.stack(actions), *others), obs.copy(), episodes
 
 
 def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for settings that no run can have."""
     kinds = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)
     if not isinstance(space, kinds) or isinstance(space, gym.spaces.Box) and space.dtype.kind != "f":
-        raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs a Box of floats, Discrete or "
-                        "MultiDiscrete")  # fmt: skip
-    check_numbers(args, RANGES)
-    if args.capture_video and not args.evaluate:
-        raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
+        wanted = "a Box of floats, Discrete or MultiDiscrete"
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs {wanted}")
     rows = args.num_envs * args.num_steps
     if rows % args.num_minibatches or rows // args.num_minibatches < 2:
-        raise UserError(f"--num-minibatches {args.num_minibatches} must divide the {rows} rows of a rollout "
-                        "(num_envs * num_steps) into parts of at least 2")  # fmt: skip
+        right = f"it must divide the {rows} rows of a rollout (num_envs * num_steps) into parts of at least 2"
+        raise UserError(f"--num-minibatches is {args.num_minibatches}: {right}")
     if args.total_timesteps < rows:
         raise UserError(f"--total-timesteps {args.total_timesteps} is less than one rollout of {rows} steps")
 
 
-def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor, generator: torch.Generator):
-    """What utils.envs.evaluate calls: actions (N, A) of raw observations (N, D)."""
+@torch.no_grad()
+def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor,
+                      generator: torch.Generator) -> np.ndarray:  # fmt: skip
+    """What utils.rollouts.evaluate calls: actions (N, A) of raw observations (N, D)."""
     normalized = torch.from_numpy(statistics.observe(obs)).to(generator.device)
-    with torch.no_grad():
-        actions = agent.act(normalized, agent.noise((len(obs),), generator) * scale)
-    return agent.to_env(actions.cpu().numpy())
+    return agent.to_env(agent.act(normalized, agent.noise((len(obs),), generator) * scale).cpu().numpy())
 
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    make = partial(make_atari, args.env_id, args.env_kwargs)
-    env = make()
-    obs_size, space = env.observation_space.shape[0], env.action_space
-    env.close()
-    preset = "continuous" if isinstance(space, gym.spaces.Box) else "discrete"
-    resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
-    for name, value in resolved.items():
-        setattr(args, name, value)
+    make, obs_size, space = open_env(args, make_atari)
+    settings = resolve(args, PRESETS, "continuous" if isinstance(space, gym.spaces.Box) else "discrete")
     check(args, space)
     agent = Agent(obs_size, space, args.hidden_size).to(device)
     statistics = Statistics(obs_size, args.num_envs, args.gamma, args.normalize)
-    scored = partial(
-        evaluate, make, partial(act_in_evaluation, agent, statistics), args.eval_episodes, args.seed, device
-    )
+    act = partial(act_in_evaluation, agent, statistics)
+    score_agent = partial(evaluate, make, act, args.eval_episodes, args.seed, device)
     if args.evaluate:
-        saved = saved_agent(args)
-        agent.load_state_dict(saved["agent"])
-        statistics.load_state_dict(saved["statistics"])
-        print(json.dumps(scored(Path(args.evaluate) / "video" if args.capture_video else None)))
-        return []
+        return score_saved(args, score_agent, agent=agent, statistics=statistics)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     generator = torch.Generator(device).manual_seed(args.seed)
-    rollout = args.num_envs * args.num_steps
-    iterations = args.total_timesteps // rollout
-    run = Run(args, "ppo_atari", args.env_id, iterations * rollout, ("return", "eval/return", "explained_variance"),
-              "total_timesteps", schedule_depends_on_budget=args.anneal_lr)  # fmt: skip
-    run.print(f"settings for {preset} actions: {resolved}")
-    loss_function = ppo_loss
+    loss_function = torch.compile(ppo_loss) if args.compile else ppo_loss
     if args.compile:
         agent.body.compile()
-        loss_function = torch.compile(ppo_loss)
+    rollout = args.num_envs * args.num_steps
+    total = args.total_timesteps // rollout * rollout
+    run = Run(args, NAME, args.env_id, total, ("return", "eval/return", "explained_variance"), "total_timesteps",
+              schedule_depends_on_budget=args.anneal_lr)  # fmt: skip
+    run.print(settings)
     envs = make_vector(make, args.num_envs, args.seed, args.vector)
 
     def state() -> dict:
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
-                "statistics": statistics.state_dict(), "generator": generator.get_state(),
-                "obs": torch.from_numpy(obs), "envs": envs.log.state(obs)}  # fmt: skip
+        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": envs.log.state(obs),
+                "statistics": statistics.state_dict(), "generator": generator.get_state()}  # fmt: skip
 
     step = 0
     if run.state is not None:
-        agent.load_state_dict(run.state["agent"])
-        optimizer.load_state_dict(run.state["optimizer"])
-        statistics.load_state_dict(run.state["statistics"])
-        generator.set_state(run.state["generator"].cpu())
+        restore(run.state, agent=agent, optimizer=optimizer, statistics=statistics, generator=generator)
         step, obs = run.state["step"], restore_vector(envs, run.state["envs"])
     else:
         obs = reset_vector(envs)
         statistics.observe(obs, count=True)
     run.restore_rng()
     while step < run.total:
-        start, before = time.perf_counter(), (step, state(), rng_state())
-        if args.anneal_lr:
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * (1 - step / run.total)
+        start = time.perf_counter()
+        if args.anneal_lr:  # everywhere; the paper anneals for Atari only
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / run.total)
 
         # collect
-        try:
+        with run.saving(step, state(), rng_state()):
             batch, obs, episodes = collect(agent, envs, obs, statistics, generator, step, args)
-        except UserError:
-            raise
-        except Exception:
-            run.save(*before)  # nothing has been trained in this iteration: a resumed run repeats it
-            raise
         collected, step = time.perf_counter(), step + rollout
 
         # update
-        columns = update(agent, optimizer, batch, generator, args, loss_function)
-        columns |= {"learning_rate": optimizer.param_groups[0]["lr"]}
-        if episodes:
-            columns |= dict(zip(("return", "length"), np.mean(episodes, 0).tolist()))
-        columns |= {"time/collect": collected - start, "time/iteration": time.perf_counter() - start}
-        columns["time/steps_per_second"] = rollout / columns["time/iteration"]
+        columns = update(agent, optimizer, batch, generator, args, loss_function) | episode_columns(episodes)
+        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step),
+                    "time/collect": collected - start, "time/iteration": time.perf_counter() - start}  # fmt: skip
 
         # evaluate
-        if step == run.total or (args.eval_every and crosses(step, step - rollout, args.eval_every)):
-            with saving(run, step, state, columns):
-                columns |= scored()
+        if run.due(step, args.eval_every):
+            with run.saving(step, state, columns=columns):
+                columns |= score_agent()
         run.log(step, **columns)
         run.end_step(step, state)
 
     envs.close()
-    curves = {
-        "return": ("return", "eval/return"),
-        "explained variance": ("explained_variance",),
-        "entropy": ("entropy",),
-    }
-    return run.finish(lambda folder: save_file(agent.state_dict(), folder / "model.safetensors"), curves,
-                      f"PPO on {args.env_id}")  # fmt: skip
+    curves = {"return": ("return", "eval/return"), "explained variance": ("explained_variance",),
+              "entropy": ("entropy",)}  # fmt: skip
+    return run.finish(agent.state_dict() | statistics.weights(), curves, f"{TITLE} on {args.env_id}")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ from utils.envs import (
     EnvArgs,
     episode_columns,
     make_vector,
-    open_environment,
+    open_env,
     reset_vector,
     restore_vector,
     step_vector,
@@ -264,7 +264,7 @@ def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | fl
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    make, obs_size, space = open_environment(args)
+    make, obs_size, space = open_env(args)
     check(args, space)
     action_size = math.prod(space.shape)
     if args.target_entropy is None:

@@ -141,7 +141,7 @@ def make_env(
     return gym.wrappers.FlattenObservation(env)
 
 
-def open_environment(args: EnvArgs, make: Callable[..., gym.Env] = make_env) -> tuple[Callable, int, gym.Space]:
+def open_env(args: EnvArgs, make: Callable[..., gym.Env] = make_env) -> tuple[Callable, int, gym.Space]:
     """How the run makes an environment, how many numbers one observes (of images: how many are stacked), and its
     actions. Raises UserError where there is no such environment."""
     if args.capture_video and not args.evaluate:
