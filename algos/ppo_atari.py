@@ -158,8 +158,8 @@ class Lives(gym.Wrapper):
 
 def make_atari(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None) -> gym.Env:
     """A game with Gymnasium's AtariPreprocessing: up to 30 no-ops at the start, each action for 4 frames, the maximum
-    of the last two, grey, 84 x 84, and 4 of those stacked: observations (4, 84, 84) uint8. Actions are never sticky, as in
-    CleanRL and unlike ALE v5's default. Raises UserError where the game, or a package for it, is missing."""
+    of the last two, grey, 84 x 84, and 4 of those stacked: observations (4, 84, 84) uint8. Actions are never sticky, as
+    in CleanRL and unlike ALE v5's default. Raises UserError where the game, or a package for it, is missing."""
     try:
         import ale_py
         import cv2

@@ -37,8 +37,9 @@ from scipy import stats
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.trl_grpo import machine  # noqa: E402
-from utils.envs import evaluate, make_env, rollouts  # noqa: E402
+from utils.envs import make_env  # noqa: E402
 from utils.offline import load_dataset  # noqa: E402
+from utils.rollouts import evaluate, rollouts  # noqa: E402
 from utils.spaces import to_env, to_unit  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from algos import sac  # noqa: E402
 from benchmarks.curves import CURVES, FOLDER, recorded, run_once  # noqa: E402
-from utils.envs import evaluate, make_env  # noqa: E402
+from utils.envs import make_env  # noqa: E402
+from utils.rollouts import evaluate  # noqa: E402
 
 NAME = "sac-halfcheetah"
 SETTINGS = CURVES[NAME][1]

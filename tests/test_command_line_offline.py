@@ -67,7 +67,6 @@ WRONG = [(algo, *case) for algo in SCRIPTS for case in ALL + OWN[algo]]
 def no_plots(monkeypatch):
     """No picture is drawn of these runs: it would take most of their time."""
     monkeypatch.setattr(run_module, "plot", lambda *_: None)
-    monkeypatch.setattr(dt, "plot_targets", lambda *_: None)
 
 
 @pytest.mark.parametrize("algo, args, words", [(algo, args, words) for algo, args, *words in WRONG], ids=str)

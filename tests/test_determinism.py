@@ -31,7 +31,6 @@ from utils import run as run_module
 def no_plots(monkeypatch):
     """No picture is drawn of these runs: it would take most of their time."""
     monkeypatch.setattr(run_module, "plot", lambda *_: None)
-    monkeypatch.setattr(dt, "plot_targets", lambda *_: None)
 
 
 def trained(folder) -> list[dict]:

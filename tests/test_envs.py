@@ -1,4 +1,4 @@
-"""utils/envs.py: any environment as a vector, restored inside its episodes, and evaluated without a trace."""
+"""utils/envs.py and utils/rollouts.py: any environment as a vector, restored inside its episodes, and evaluated without a trace."""
 
 import json
 import random
@@ -16,10 +16,12 @@ from helpers import REPO, SMALL, assert_same_result, command_line, metrics, new_
 
 from algos import ppo
 from utils import envs as envs_module
+from utils import rollouts as rollouts_module
 from utils import run as run_module
 from utils.checkpoint import rng_state
-from utils.envs import Episode, evaluate, make_env, make_vector, reset_vector, restore_vector, rollouts, step_vector
+from utils.envs import Episode, make_env, make_vector, reset_vector, restore_vector, step_vector
 from utils.errors import UserError
+from utils.rollouts import evaluate, rollouts
 
 CPU = torch.device("cpu")
 REFUSED = {"sequence", "graph", "dict of a sequence"}
@@ -418,7 +420,7 @@ def test_video_that_cannot_be_made(lacks, tmp_path, monkeypatch, capsys):
 
 def test_an_evaluation_without_end_says_so(monkeypatch, capsys):
     """What it names sets a limit, and then nothing is said."""
-    monkeypatch.setattr(envs_module, "LONGEST_EVALUATION", 30)
+    monkeypatch.setattr(rollouts_module, "LONGEST", 30)
     act = lambda obs, *_: np.zeros((len(obs), 1), np.float32)  # noqa: E731
     make = lambda *more: make_env("environments:Endless-v0", more)  # noqa: E731
     assert evaluate(make, act, 2, 1, CPU)["eval/length"] == 30

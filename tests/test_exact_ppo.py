@@ -5,6 +5,7 @@ Networks are replaced by linear tables, so that every gradient has a closed form
 """
 
 import itertools
+import json
 
 import gymnasium as gym
 import helpers
@@ -17,9 +18,10 @@ from scipy import stats
 from torch import nn
 
 from algos import ppo
-from utils.envs import Episode, evaluate, make_env, make_vector, step_vector
+from utils.envs import Episode, make_env, make_vector, step_vector
 from utils.errors import UserError
 from utils.normalize import RunningMeanStd
+from utils.rollouts import evaluate
 
 DISCRETE, MULTI, GAUSSIAN = Discrete(3, start=5), MultiDiscrete([2, 3], start=[7, 1]), Box(-0.5, 0.5, (2,))
 SPACES = pytest.mark.parametrize("space", [DISCRETE, MULTI, GAUSSIAN], ids=["discrete", "multi", "gaussian"])
@@ -695,7 +697,7 @@ def test_saved_run_scores_as_it_did(short_runs, capsys):
     helpers.command_line(ppo, "--evaluate", short_runs[0])
     printed = capsys.readouterr().out.strip().splitlines()[-1]
     last = {name: value for name, value in helpers.metrics(short_runs[0])[-1].items() if name.startswith("eval/")}
-    assert len(last) == 3 and ppo.json.loads(printed) == last
+    assert len(last) == 3 and json.loads(printed) == last
 
 
 def test_learning_rate_falls_to_zero(short_runs, tmp_path):

@@ -328,7 +328,7 @@ def test_update_equals_a_second_implementation(learned):
     losses = listened(sac.critic_loss, 2), listened(sac.actor_loss, 2)
     for step in range(4):
         batch = make_batch(step)
-        numbers = sac.update(agent, optimizers, batch, generator, args, losses)
+        numbers = sac.update(agent, optimizers, batch, generator, args, *losses)
         next_noise, noise = noises[-2:]
         own = own_update(p, moments, batch, noise, next_noise, learned)
         for name, tensor in agent.state_dict().items():
@@ -737,8 +737,8 @@ def test_train_takes_every_update(probe_run):
     folder, calls, untrained = probe_run
     updates = 3 * (160 - 40)  # steps 42, 44, .. 160, twice each
     assert len(calls) == updates
-    agent, optimizers, _, _, args, losses = calls[0]
-    assert args.target_entropy == -2 and losses == (sac.critic_loss, sac.actor_loss)
+    agent, optimizers, _, _, args, *losses = calls[0]
+    assert args.target_entropy == -2 and losses == [sac.critic_loss, sac.actor_loss]
     for optimizer, part in zip(optimizers, (agent.actor.parameters(), agent.critics.parameters(), [agent.log_alpha])):
         (group,) = optimizer.param_groups
         assert [id(x) for x in group["params"]] == [id(x) for x in part]

@@ -64,7 +64,7 @@ def ours(inputs: dict, learned: bool) -> dict[str, torch.Tensor]:
         losses = (lambda agent, batch, _, gamma, noise=next_noise: sac.critic_loss(agent, batch, noise, gamma),
                   lambda agent, obs, _, noise=noise: sac.actor_loss(agent, obs, noise))  # fmt: skip
         sac.update(
-            agent, sac.Optimizers(*adam[:2], adam[2] if learned else None), batch, torch.Generator(), args, losses
+            agent, sac.Optimizers(*adam[:2], adam[2] if learned else None), batch, torch.Generator(), args, *losses
         )
         state = {name: t.detach().clone() for name, t in agent.state_dict().items()}
         states.append(state | ({"log_alpha_gradient": agent.log_alpha.grad.clone()} if learned else {}))

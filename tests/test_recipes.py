@@ -146,7 +146,7 @@ def arguments(recipe: Recipe) -> dict:
     """As the run would have them: what the command leaves at None comes from the preset."""
     module = importlib.import_module(f"algos.{recipe.script}")
     given = vars(tyro.cli(module.Args, args=command(recipe)))
-    table = getattr(module, "PRESETS", None) or getattr(module, "DOMAINS", {})
+    table = getattr(module, "PRESETS", {})
     return given | {k: v for k, v in table.get(recipe.preset, {}).items() if given.get(k) is None}
 
 

@@ -42,7 +42,6 @@ every_case = pytest.mark.parametrize("case", CASES)
 def no_plots(monkeypatch):
     """No picture is drawn of these runs: it would take most of their time."""
     monkeypatch.setattr(run_module, "plot", lambda *_: None)
-    monkeypatch.setattr(dt, "plot_targets", lambda *_: None)
 
 
 @pytest.fixture(scope="session")
