@@ -1,44 +1,22 @@
 r"""Direct Preference Optimization (DPO), and other losses on the same reference-relative log-ratios.
 
 Rafailov et al. 2023, "Direct Preference Optimization: Your Language Model is Secretly a Reward Model" (arXiv
-2305.18290, section 4, equation 7). From pairs of a preferred completion y_w and a dispreferred one y_l of a prompt x,
-chosen before training, minimises
+2305.18290, section 4, equation 7).
+
+Learns from pairs of a preferred and a dispreferred answer. It makes the preferred one more likely than the other,
+measured from where the policy began, which solves the KL-constrained reward problem without a reward model. Minimises
 
     L(theta) = - E_(x, y_w, y_l)  log sigmoid( beta [ h(x, y_w) - h(x, y_l) ] )
 
-    h(x, y) = log pi_theta(y | x) - log pi_ref(y | x)   log-ratio, each log-probability the sum over the tokens of y up
-                                                        to and including the first EOS
-    beta    strength of the KL constraint of the problem that this solves: maximise E r(x, y) - beta KL(pi || pi_ref)
-    pi_ref  the policy as it was before the first step
+    x, y_w, y_l   a prompt, its preferred and its dispreferred completion, chosen before training
+    h(x, y) = log pi_theta(y | x) - log pi_ref(y | x)   log-ratio; each term sums over the tokens of y up to and
+                                                        including the first EOS
+    beta     --beta: strength of the constraint in the problem it solves: maximise E r(x, y) - beta KL(pi || pi_ref)
+    pi_ref   the policy before the first step
 
-beta h is the implicit reward. With labels drawn from the Bradley-Terry model of a reward r, the minimum over all
-policies is pi_ref exp(r / beta) / Z; with labels that are always the same there is none, and margins grow for ever
-(tests/test_exact_dpo.py). The other values of --loss stand in LOSSES, each with its formula and paper.
-
-Differences
-    - Log-probabilities are summed over tokens in every loss, as in the papers. TRL's DPOTrainer and HALOs average them
-      over tokens in IPO; OpenRLHF, oat and TRL's OnlineDPO sum there. --average-logps divides h by the number of tokens
-      in any loss: with ipo that is TRL's, with sigmoid and --beta 5 the length-normalised DPO of Tulu 3.
-    - The reference is the starting policy. Its log-probabilities are computed once, before training, and kept in the
-      checkpoints: no second model is loaded. TRL keeps one unless precompute_ref_log_probs.
-    - AdamW, as TRL and most code of today; the paper uses RMSprop.
-    - Dropout is off, as in TRL, so that the first margins are 0.
-    - --sft-coef adds the negative log-likelihood of y_w per token, averaged over each completion, then over pairs
-      (iterative RPO, arXiv 2404.19733). RPO (arXiv 2405.16436) writes the sum over tokens; TRL's "sft" averages over
-      all tokens of the batch.
-    - Completions longer than --max-length permits are cut at the end and lose their EOS; their number is printed.
-      Longer prompts are refused. TRL cuts, too.
-    - Means are those of the whole optimizer step, so micro-batches do not change the result.
-
-Metrics
-    accuracy       share of the step's pairs with a larger h for y_w; ties count half, so 0.5 at the start; rises
-    margin         mean of beta [h(y_w) - h(y_l)]; 0 at the start, rises
-    chosen_logratio, rejected_logratio   means of h in nats. Both may fall, for only their difference is trained: a
-                   chosen one that falls far means likelihood goes to answers in neither; see --loss dpop, --sft-coef
-    eval/pair_accuracy, eval/pair_margin   the same on held-out pairs: far below the training ones is overfitting
-    eval/greedy, eval/pass@1, eval/pass@8  as in grpo.py, for the embedded tasks
-    grad_norm      before clipping; falls as pairs are told apart
-    There is no kl column: an estimate needs samples of the policy, scored by the reference.
+beta h is the implicit reward. If the labels follow the Bradley-Terry model of a reward r, the minimum over all policies
+is pi_ref exp(r / beta) / Z. If they never contradict each other there is no minimum, and margins grow for ever. The
+other values of --loss stand in LOSSES, each with its formula and paper.
 
 Run
     python algos/dpo.py                                                 the embedded model learns countdown
@@ -52,13 +30,35 @@ Run
     python algos/dpo.py --model ORG/NAME --task pairs.jsonl --lora-rank 32 --gradient-checkpointing
 
 Expect
-    The default run: held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8 0.42 to greedy 0.41, pass@1 0.21,
-    pass@8 0.73 (seed 1, 128 prompts), in about 50 seconds on one CPU core; with --sft-coef 1 --learning-rate 5e-5 to
-    0.52, 0.34, 0.83. GRPO gets to 0.52, 0.48, 0.66 there.
+    The default run takes about 50 seconds on one CPU core. Held-out countdown goes from greedy 0.01, pass@1 0.07,
+    pass@8 0.42 to greedy 0.41, pass@1 0.21, pass@8 0.73 (seed 1, 128 prompts); with --sft-coef 1 --learning-rate 5e-5
+    to 0.52, 0.34, 0.83. GRPO gets to 0.52, 0.48, 0.66 there.
     --task sort --max-steps 40: greedy 0.23 to 0.92, pass@1 0.41 to 0.73, pass@8 0.91 to 0.99, in about half a minute.
-    Held-out pairs are all ranked right in every one of these runs, and that is no measure of answers: with
-    --learning-rate 1e-4 --lr-schedule constant they are, too, but sort ends at greedy 0.13, pass@1 0.14, pass@8 0.27,
-    for chosen answers have become e^9 times less likely. A real model: not measured.
+    All these runs rank every held-out pair right, which says little about answers: with --learning-rate 1e-4
+    --lr-schedule constant sort does so too and ends at greedy 0.13, pass@1 0.14, pass@8 0.27, because chosen answers
+    have become e^9 times less likely. Real models: not measured.
+
+Metrics
+    accuracy       share of the step's pairs with a larger h for y_w; ties count half, so 0.5 at the start; rises
+    margin         mean of beta [h(y_w) - h(y_l)]; 0 at the start, rises
+    chosen_logratio, rejected_logratio   means of h in nats. Only their difference is trained, so both may fall. If the
+                   chosen one falls far, probability goes to answers in neither: see --loss dpop, --sft-coef
+    eval/pair_accuracy, eval/pair_margin   the same on held-out pairs; far below the training ones is overfitting
+    eval/greedy, eval/pass@1, eval/pass@8  as in grpo.py, for the embedded tasks
+    grad_norm      before clipping; falls as pairs are told apart
+    There is no kl column: an estimate needs samples of the policy, scored by the reference.
+
+Differences
+    - Every loss sums log-probabilities over tokens, as the papers do. --average-logps divides h by the number of
+      tokens. With ipo that is the IPO of TRL's DPOTrainer and HALOs; with sigmoid and --beta 5 it is the
+      length-normalised DPO of Tulu 3.
+    - The reference's log-probabilities are computed once, before training, and kept in the checkpoints. No second model
+      is loaded. TRL keeps one unless precompute_ref_log_probs is set.
+    - AdamW, as TRL and most code of today; the paper uses RMSprop.
+    - Dropout is off, as in TRL, so that the first margins are 0.
+    - Completions beyond --max-length are cut at the end and lose their EOS; their number is printed. Prompts beyond it
+      are refused. TRL cuts, too.
+    - Means are those of the whole optimizer step, so micro-batches do not change the result.
 """
 
 import math
@@ -73,7 +73,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu, sigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.errors import UserError, check_numbers
+from utils.checkpoint import restore
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate, show
 from utils.lm import (
     TINY_MODEL,
@@ -81,17 +82,19 @@ from utils.lm import (
     check_cache,
     completion_logps,
     eos_ids,
-    load_model,
+    load_policy,
     pad_left,
+    resolve_for,
     save_model,
+    trained_parameters,
     trained_state,
     without_dropout,
 )
-from utils.preferences import encode_pair, load_preferences
+from utils.preferences import Batches, encode_pair, encode_rows, load_preferences
 from utils.run import Run, RunArgs, main, prepare
-from utils.schedule import learning_rate
-from utils.tasks import epochs
+from utils.schedule import set_learning_rate
 
+NAME, TITLE = "dpo", "DPO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
     "tiny": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=64, max_length=64, precision="float32",
                  eval_max_new_tokens=20, sample_batch_size=512),
@@ -100,73 +103,67 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
     "lora": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=2, max_length=1024, precision="bfloat16",
                  eval_max_new_tokens=512, sample_batch_size=64),
 }  # fmt: skip
-RANGES = {  # what numbers must be
-    "at least 1": "num_pairs max_steps batch_size micro_batch_size max_length eval_prompts eval_samples "
-    "eval_max_new_tokens sample_batch_size",
-    "at least 0": "label_smoothing dpop_lambda sft_coef warmup_steps weight_decay lora_rank eval_every",
-    "above 0": "beta discopop_tau learning_rate max_grad_norm",
-}
 SMOOTHED = ("sigmoid", "robust", "exo")  # the losses that --label-smoothing changes
 
 
 @dataclass
-class Args(RunArgs):
+class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every --keep --resume --track
     model: str = TINY_MODEL
     """folder or hub name of a causal language model; also the reference"""
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt (or none), chosen, rejected"""
-    num_pairs: int = 2048
+    num_pairs: PositiveInt = 2048
     """pairs that countdown and sort make for training; a dataset brings its own"""
-    max_steps: int = 100
+    max_steps: PositiveInt = 100
     """optimizer steps"""
-    batch_size: int | None = None
+    batch_size: PositiveInt | None = None
     """pairs in one optimizer step"""
-    micro_batch_size: int | None = None
+    micro_batch_size: PositiveInt | None = None
     """pairs in one forward and backward pass; changes memory, not the result"""
-    max_length: int | None = None
+    max_length: PositiveInt | None = None
     """prompt and completion tokens at most; completions are cut there, and longer prompts refused"""
     loss: Literal["sigmoid", "robust", "ipo", "hinge", "apo-zero", "apo-down", "sppo-hard", "dpop", "nca", "exo",
                   "discopop"] = "sigmoid"  # fmt: skip
     """what is minimised; sigmoid is DPO"""
-    beta: float = 0.1
+    beta: PositiveFloat = 0.1
     """how strongly the policy is held to the reference"""
-    label_smoothing: float = 0.0
+    label_smoothing: NonNegativeFloat = 0.0
     """probability that a label is wrong, below 0.5: cDPO with sigmoid; robust; exo, which needs it above 0"""
-    dpop_lambda: float = 50.0
+    dpop_lambda: NonNegativeFloat = 50.0
     """weight of dpop's penalty on chosen completions that became less likely"""
-    discopop_tau: float = 0.05
+    discopop_tau: PositiveFloat = 0.05
     """temperature of discopop's mixture"""
     average_logps: bool = False
     """divide each log-ratio by its completion's number of tokens"""
-    sft_coef: float = 0.0
-    """weight of the negative log-likelihood per token of chosen completions"""
-    learning_rate: float | None = None
+    sft_coef: NonNegativeFloat = 0.0
+    """weight of the negative log-likelihood per token of chosen completions (iterative RPO, arXiv 2404.19733)"""
+    learning_rate: PositiveFloat | None = None
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """decay after the warm-up"""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """steps of linear warm-up"""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """decoupled weight decay"""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """gradients are clipped to this norm"""
     precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
     """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
-    lora_rank: int = 0
+    lora_rank: NonNegativeInt = 0
     """train LoRA adapters of this rank instead of all weights (needs peft)"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     trust_remote_code: bool = False
     """run code that comes with the model"""
-    eval_every: int = 20
+    eval_every: NonNegativeInt = 20
     """steps between evaluations; 0: at the start and the end only"""
-    eval_prompts: int = 128
+    eval_prompts: PositiveInt = 128
     """held-out prompts and pairs per evaluation"""
-    eval_samples: int = 8
+    eval_samples: PositiveInt = 8
     """sampled answers per held-out prompt"""
-    eval_max_new_tokens: int | None = None
+    eval_max_new_tokens: PositiveInt | None = None
     """length limit of answers in evaluation"""
-    sample_batch_size: int | None = None
+    sample_batch_size: PositiveInt | None = None
     """answers sampled at once in evaluation, rounded to whole prompts; limits the cache's memory"""
 
 
@@ -184,65 +181,64 @@ class Pair(NamedTuple):
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
     """-(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D), e = label_smoothing: DPO, arXiv 2305.18290 equation 7, and
-    with e > 0 Mitchell's conservative DPO (2023), whose minimum is where sigmoid(beta D) = 1 - e. Sums; open-instruct
-    and TRL's sigmoid_norm have a mean over tokens. TRL has dropped e here."""
+    with e > 0 Mitchell's conservative DPO (2023), whose minimum is where sigmoid(beta D) = 1 - e. TRL has dropped e
+    here."""
     logits, e = args.beta * (chosen - rejected), args.label_smoothing
     return -(1 - e) * logsigmoid(logits) - e * logsigmoid(-logits)
 
 
 def robust_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
     """[-(1 - e) log sigmoid(beta D) + e log sigmoid(-beta D)] / (1 - 2 e): over labels that are flipped with
-    probability e, its mean is DPO on the true ones (Chowdhury et al. 2024, arXiv 2403.00409). Sums, as TRL."""
+    probability e, its mean is DPO on the true ones (Chowdhury et al. 2024, arXiv 2403.00409)."""
     logits, e = args.beta * (chosen - rejected), args.label_smoothing
     return (-(1 - e) * logsigmoid(logits) + e * logsigmoid(-logits)) / (1 - 2 * e)
 
 
 def ipo_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
-    """(D - 1 / (2 beta))^2, beta being the paper's tau: Azar et al. 2023, arXiv 2310.12036 equation 17. Sums, as
-    OpenRLHF, oat and the DPO authors' code; TRL's DPOTrainer and HALOs have means over tokens (--average-logps)."""
+    """(D - 1 / (2 beta))^2, beta being the paper's tau: Azar et al. 2023, arXiv 2310.12036 equation 17."""
     return (chosen - rejected - 1 / (2 * args.beta)) ** 2
 
 
 def hinge_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
-    """max(0, 1 - beta D): SLiC's hinge on log-ratios, Liu et al. 2023 (RSO), arXiv 2309.06657. Sums, as TRL."""
+    """max(0, 1 - beta D): SLiC's hinge on log-ratios, Liu et al. 2023 (RSO), arXiv 2309.06657."""
     return relu(1 - args.beta * (chosen - rejected))
 
 
 def apo_zero_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
     """1 - sigmoid(beta h_w) + sigmoid(beta h_l): chosen up, rejected down; for a policy worse than the chosen ones.
-    D'Oosterlinck et al. 2024, arXiv 2408.06266 equation 7, plus a constant 1. Sums, as TRL."""
+    D'Oosterlinck et al. 2024, arXiv 2408.06266 equation 7, plus a constant 1."""
     return 1 - sigmoid(args.beta * chosen) + sigmoid(args.beta * rejected)
 
 
 def apo_down_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
     """sigmoid(beta h_w) + 1 - sigmoid(beta D): both down, rejected more; for a policy better than the chosen ones.
-    arXiv 2408.06266 equation 8, plus a constant 1. Sums, as TRL."""
+    arXiv 2408.06266 equation 8, plus a constant 1."""
     return sigmoid(args.beta * chosen) + 1 - sigmoid(args.beta * (chosen - rejected))
 
 
 def sppo_hard_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
     """(h_w - 1 / (2 beta))^2 + (h_l + 1 / (2 beta))^2: Wu et al. 2024, arXiv 2405.00675 equation 4.7, with the
-    probability to win, which the paper estimates, set to 1 and 0. Sums, as TRL."""
+    probability to win, which the paper estimates, set to 1 and 0."""
     target = 1 / (2 * args.beta)
     return (chosen - target) ** 2 + (rejected + target) ** 2
 
 
 def dpop_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
     """-log sigmoid(beta (D - lambda max(0, -h_w))): DPO that does not gain by making both less likely. Pal et al. 2024
-    (DPO-Positive), arXiv 2402.13228. Sums, as oat; not in TRL."""
+    (DPO-Positive), arXiv 2402.13228. TRL lacks it."""
     return -logsigmoid(args.beta * (chosen - rejected - args.dpop_lambda * relu(-chosen)))
 
 
 def nca_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
     """-log sigmoid(beta h_w) - 1/2 log sigmoid(-beta h_w) - 1/2 log sigmoid(-beta h_l): noise contrastive alignment
-    with two completions, Chen et al. 2024, arXiv 2402.05369. Sums, as TRL's nca_pair."""
+    with two completions, Chen et al. 2024, arXiv 2402.05369. TRL's nca_pair."""
     chosen, rejected = args.beta * chosen, args.beta * rejected
     return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
 
 
 def exo_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
     """q log(q / (1 - e)) + (1 - q) log((1 - q) / e), q = sigmoid(beta D): KL between the policy's preference and the
-    smoothed label, cDPO's turned round. Ji et al. 2024, arXiv 2402.00856 equation 16. Sums, as TRL's exo_pair."""
+    smoothed label, cDPO's turned round. Ji et al. 2024, arXiv 2402.00856 equation 16. TRL's exo_pair."""
     logits, e = args.beta * (chosen - rejected), args.label_smoothing
     right, wrong = logsigmoid(logits), logsigmoid(-logits)
     return right.exp() * (right - math.log1p(-e)) + wrong.exp() * (wrong - math.log(e))
@@ -250,8 +246,8 @@ def exo_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
 
 def discopop_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
     """-(1 - m) log sigmoid(beta D) + m exp(-beta D), m = sigmoid(beta D / tau): found by a language model's search.
-    Lu et al. 2024, arXiv 2406.08414 equation 5. Sums, as TRL. Not convex: for tau below 0.102, as the paper's 0.05
-    is, it rises at D = 0, so training begins by ranking pairs the wrong way."""
+    Lu et al. 2024, arXiv 2406.08414 equation 5. Not convex: at tau below 0.102, such as the paper's 0.05, it
+    rises at D = 0, so training begins by ranking pairs the wrong way."""
     logits = args.beta * (chosen - rejected)
     mixed = logits / args.discopop_tau
     exponential = (logsigmoid(mixed) - logits).exp()  # in one exponent: m is 0 where exp(-beta D) overflows
@@ -314,7 +310,7 @@ def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
         logps, lengths = pair_logps(model, pairs, args)
         ratios.append(log_ratios(logps, pairs, lengths, args))
         loss = LOSSES[args.loss](*ratios[-1].unbind(1), args)
-        if args.sft_coef:
+        if args.sft_coef:  # per token of each completion; RPO (arXiv 2405.16436) sums, TRL's "sft" averages over all
             loss = loss - args.sft_coef * logps[:, 0] / lengths[:, 0]
         (loss.sum() / len(batch)).backward()
         ratios[-1] = ratios[-1].detach()
@@ -349,59 +345,25 @@ def check_loss(args: Args) -> None:
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    check_numbers(args, RANGES)
     check_loss(args)
     data = load_preferences(args.task, args.num_pairs, args.seed)
-    model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
-                                  args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
+    model, tokenizer = load_policy(args, device)
+    settings = resolve_for(model, args, PRESETS)
     without_dropout(model)
-    size = sum(p.numel() for p in model.parameters())
-    preset = "lora" if args.lora_rank else "tiny" if size < 10e6 else "full"
-    resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
-    for name, value in resolved.items():
-        setattr(args, name, value)
     check_cache(model)
-    eos = eos_ids(model, tokenizer)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
-
-    rows, order = data.train + data.heldout[: args.eval_prompts], epochs(range(len(data.train)))
-    heldout = list(range(len(data.train), len(rows)))
-
-    def batch_rows(step: int) -> list[int]:
-        first = (step - 1) * args.batch_size
-        return [order(i, args.seed) for i in range(first, first + args.batch_size)]
-
-    # tokens of every pair that the run will see: those of the first epoch, as far as it comes, and the held-out ones
-    first_epoch, left = [], len(data.train)
-    for step in range(1, args.max_steps + 1):
-        first_epoch.append(batch_rows(step)[:left])
-        left -= len(first_epoch[-1])
-        if left == 0:
-            break
-    pairs, cut, too_long = {}, 0, []
-    for row in [row for some in (heldout, *first_epoch) for row in some]:
-        prompt, *completions = encode_pair(rows[row], tokenizer, eos)
-        if (room := args.max_length - len(prompt)) < 1:
-            too_long.append(len(prompt))
-            continue
-        cut += any(len(completion) > room for completion in completions)
-        pairs[row] = Pair(prompt, *(completion[:room] for completion in completions))
-    if too_long:
-        raise UserError(
-            f"{len(too_long)} prompts have {args.max_length} tokens or more, up to {max(too_long)}: raise --max-length "
-            "above that, or drop them from the dataset"
-        )
-    run = Run(args, "dpo", data.name, args.max_steps, ("accuracy", "margin", "eval/pair_accuracy", "eval/greedy"),
+    optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
+                                  fused=True)  # fmt: skip
+    rows, batches = data.train + data.heldout[: args.eval_prompts], Batches(len(data.train), args.batch_size, args.seed)
+    heldout, first_epoch = list(range(len(data.train), len(rows))), batches.first_epoch(args.max_steps)
+    tokens, cut = encode_rows(rows, [heldout, *first_epoch], encode_pair, tokenizer, eos_ids(model, tokenizer),
+                              args.max_length)  # fmt: skip
+    pairs = {row: Pair(*ids) for row, ids in tokens.items()}
+    run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "eval/pair_accuracy", "eval/greedy"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
-    run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
+    run.print(settings)
     run.print(f"{len(data.train)} pairs, {len(heldout)} held-out ones; {cut} pairs have a completion cut off")
     shown = pairs[first_epoch[0][0]]
     run.print(show(tokenizer, shown.prompt, [shown.chosen, shown.rejected], [1, 0], {}))
-    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
-        run.print(
-            "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
-        )
     model.train()
 
     # reference log-probabilities, while the policy still is the reference; a resumed run has them, but for pairs that
@@ -420,43 +382,37 @@ def train(args: Args) -> list[dict]:
         ratios = score_pairs(model, [pairs[row] for row in heldout], args)[1]
         columns = {f"eval/pair_{name}": value for name, value in preference_metrics(ratios, args.beta).items()}
         if data.task is not None:
-            with autocast(device, args.precision):
-                columns |= evaluate(model, tokenizer, data.task, None, args.eval_prompts, args.eval_samples,
-                                    args.eval_max_new_tokens, 1.0, args.seed,
-                                    rows_at_once=args.sample_batch_size)  # fmt: skip
+            columns |= evaluate(model, tokenizer, data.task, None, args.eval_prompts, args.eval_samples,
+                                args.eval_max_new_tokens, 1.0, args.seed, rows_at_once=args.sample_batch_size,
+                                precision=args.precision)  # fmt: skip
         return columns
 
     def state() -> dict:
         return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "reference": reference}
 
-    step = 0
-    if run.state is not None:
-        model.load_state_dict(run.state["model"], strict=False)
-        optimizer.load_state_dict(run.state["optimizer"])
-        step = run.state["step"]
-    else:
+    if run.state is None:
         run.log(0, **evaluation())
         run.save(0, state())
+    else:
+        restore(run.state, model=model, optimizer=optimizer)
     run.restore_rng()
-    while step < args.max_steps:
-        step, start = step + 1, time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args.learning_rate, args.lr_schedule, args.warmup_steps, args.max_steps)
+    while run.step < args.max_steps:
+        step, start = run.step + 1, time.perf_counter()
+        rate = set_learning_rate(optimizer, step, args)
 
         # update
-        columns = update(model, optimizer, [pairs[row] for row in batch_rows(step)], args)
-        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/step": time.perf_counter() - start}
+        columns = update(model, optimizer, [pairs[row] for row in batches(step)], args)
+        columns |= {"learning_rate": rate, "time/step": time.perf_counter() - start}
 
         # evaluate
-        if step == args.max_steps or (args.eval_every and step % args.eval_every == 0):
+        if run.due(step, args.eval_every):
             columns |= evaluation()
         run.log(step, **columns)
         run.end_step(step, state)
 
-    answers = tuple(name for name in run.history[-1] if name.startswith("eval/") and "pair" not in name)
-    curves = {"pairs ranked right": ("accuracy", "eval/pair_accuracy"), "margin": ("margin", "eval/pair_margin")}
-    curves |= {"held-out accuracy": answers} if answers else {}
-    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"DPO on {data.name}")
+    curves = {"pairs ranked right": ("accuracy", "eval/pair_accuracy"), "margin": ("margin", "eval/pair_margin"),
+              "held-out accuracy": ("eval/greedy*", "eval/pass*")}  # fmt: skip
+    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {data.name}")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,14 @@
 r"""Supervised fine-tuning (SFT) on prompt/completion pairs.
 
 Behaviour cloning of text, as in Ouyang et al. 2022, "Training language models to follow instructions with human
-feedback" (arXiv 2203.02155, section 3.5 step 1). Minimises
+feedback" (arXiv 2203.02155, section 3.5 step 1).
+
+The model imitates given completions token by token. It sees the prompt but is never trained to predict it. Minimises
 
     L(theta) = - 1/N  sum_i sum_t  log pi_theta(y_it | x_i, y_i,<t)
 
-over pairs of a prompt x_i and a completion y_i, whose tokens t run up to and including the first EOS; N is the number
-of completion tokens in the optimizer step. Prompt tokens are conditioned on and never predicted.
-
-Differences
-    - N counts the tokens of the whole optimizer step, however it is split into micro-batches; trainers that average the
-      means of micro-batches weight tokens by the split.
-    - TRL's SFTTrainer packs or trains on the prompt by configuration; here prompts never enter the loss.
-    - The paper does not mask the prompt explicitly; masking it is today's convention.
-    - Dropout is what the model's own configuration says: none in most models of today, 0.1 in GPT-2.
-    - Chat completions are cut after their first EOS, so that a template's trailing newline is not trained.
-
-Metrics
-    loss            nats per completion token of the step's batch; falls, then flattens
-    grad_norm       before clipping; steady, no spikes
-    eval/*          as in grpo.py, for tasks that score answers; with several tasks eval/<task>/*
+    x_i, y_i   a prompt and its completion; t runs over the tokens of y_i up to and including the first EOS
+    N          number of completion tokens in the optimizer step
 
 Run
     python algos/sft.py --threads 1                                 makes the embedded model from nothing
@@ -32,9 +21,21 @@ Run
                                                                     and with a decay to 0 instead of 10 %
 
 Expect
-    The default run: the embedded model, in 3 minutes on one CPU core, 2 on two. Held out, greedy / pass@1 /
+    The default run makes the embedded model, in 3 minutes on one CPU core, 2 on two. Held out, greedy / pass@1 /
     pass@8: countdown 0.01 / 0.09 / 0.46, sort 0.23 / 0.41 / 0.91. That is meant to be low: three in four demonstrations
-    of both tasks are wrong (utils/tasks.py), so that RL has something to do that sharpening cannot.
+    of both tasks are wrong (utils/tasks.py), so that RL has something to learn beyond sharpening.
+
+Metrics
+    loss            nats per completion token of the step's batch; falls, then flattens
+    grad_norm       before clipping; steady, no spikes
+    eval/*          as in grpo.py, for tasks that score answers; with several tasks eval/<task>/*
+
+Differences
+    - N counts the tokens of the whole optimizer step, however it is split. Trainers that average the means of
+      micro-batches weight tokens by the split.
+    - Masking the prompt is today's convention; the paper does not mention it. TRL's SFTTrainer can train on prompts.
+    - Dropout is what the model's own configuration says: none in most models of today, 0.1 in GPT-2.
+    - Chat completions are cut after their first EOS, so that a template's trailing newline is not trained.
 """
 
 import sys
@@ -47,14 +48,27 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.errors import UserError, check_numbers
+from utils.checkpoint import restore
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate
-from utils.lm import autocast, check_cache, completion_logps, eos_ids, load_model, pad_left, save_model, trained_state
+from utils.lm import (
+    autocast,
+    check_cache,
+    completion_logps,
+    eos_ids,
+    load_policy,
+    pad_left,
+    resolve_for,
+    save_model,
+    trained_parameters,
+    trained_state,
+)
 from utils.run import Run, RunArgs, main, prepare
-from utils.schedule import learning_rate
-from utils.tasks import encode_completion, load_task
+from utils.schedule import set_learning_rate
+from utils.tasks import encode_row, load_task
 from utils.tiny import new_tiny_model
 
+NAME, TITLE = "sft", "SFT"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
     "tiny": dict(learning_rate=2e-3, batch_size=128, micro_batch_size=128, max_length=64, precision="float32",
                  eval_max_new_tokens=32, sample_batch_size=512),
@@ -63,16 +77,10 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
     "lora": dict(learning_rate=1e-4, batch_size=32, micro_batch_size=4, max_length=2048, precision="bfloat16",
                  eval_max_new_tokens=512, sample_batch_size=64),
 }  # fmt: skip
-RANGES = {  # what numbers must be
-    "at least 1": "max_steps batch_size micro_batch_size max_length eval_prompts eval_samples eval_max_new_tokens "
-    "sample_batch_size",
-    "at least 0": "warmup_steps weight_decay lora_rank eval_every",
-    "above 0": "learning_rate max_grad_norm",
-}
 
 
 @dataclass
-class Args(RunArgs):
+class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every --keep --resume --track
     model: str = "new"
     """folder or hub name of a causal language model; new: a tiny character model with random weights"""
     task: tuple[str, ...] = ("countdown", "countdown", "sort")
@@ -80,50 +88,42 @@ class Args(RunArgs):
     twice comes twice as often"""
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
-    max_steps: int = 800
+    max_steps: PositiveInt = 800
     """optimizer steps"""
-    batch_size: int | None = None
+    batch_size: PositiveInt | None = None
     """pairs in one optimizer step"""
-    micro_batch_size: int | None = None
+    micro_batch_size: PositiveInt | None = None
     """pairs in one forward and backward pass; changes memory, not the result"""
-    max_length: int | None = None
+    max_length: PositiveInt | None = None
     """prompt and completion tokens at most; completions are cut there, and longer prompts refused"""
-    learning_rate: float | None = None
+    learning_rate: PositiveFloat | None = None
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """decay after the warm-up"""
-    warmup_steps: int = 20
+    warmup_steps: NonNegativeInt = 20
     """steps of linear warm-up"""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """decoupled weight decay"""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """gradients are clipped to this norm"""
     precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
     """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
-    lora_rank: int = 0
+    lora_rank: NonNegativeInt = 0
     """train LoRA adapters of this rank instead of all weights (needs peft)"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     trust_remote_code: bool = False
     """run code that comes with the model"""
-    eval_every: int = 200
+    eval_every: NonNegativeInt = 200
     """steps between evaluations; 0: at the end only"""
-    eval_prompts: int = 128
+    eval_prompts: PositiveInt = 128
     """held-out prompts per evaluation"""
-    eval_samples: int = 8
+    eval_samples: PositiveInt = 8
     """sampled answers per held-out prompt"""
-    eval_max_new_tokens: int | None = None
+    eval_max_new_tokens: PositiveInt | None = None
     """length limit of answers in evaluation"""
-    sample_batch_size: int | None = None
+    sample_batch_size: PositiveInt | None = None
     """answers sampled at once in evaluation, rounded to whole prompts; limits the cache's memory"""
-
-
-def completion_ids(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt and of the completion, which ends with its first EOS. Raises UserError where the row has
-    no completion or the chat template does not continue its own prompt."""
-    if not row.get("completion"):
-        raise UserError(f"SFT needs a column completion: this dataset has {', '.join(sorted(row))}")
-    return encode_completion(row, row["completion"], tokenizer, eos)
 
 
 def update(model, optimizer, batch: list[tuple[list[int], list[int]]], args: Args) -> dict[str, float]:
@@ -156,51 +156,40 @@ def sft_loss(logps: Tensor, mask: Tensor, total: int) -> Tensor:
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    check_numbers(args, RANGES)
     tasks = [load_task(spec, args.prompt_column) for spec in args.task]
     if args.model == "new":
         model, tokenizer = new_tiny_model(args.seed)
         model.to(device)
     else:
-        model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
-                                      args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
-    size = sum(p.numel() for p in model.parameters())
-    preset = "lora" if args.lora_rank else "tiny" if size < 10e6 else "full"
-    resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
-    for name, value in resolved.items():
-        setattr(args, name, value)
+        model, tokenizer = load_policy(args, device)
+    settings = resolve_for(model, args, PRESETS)
     eos = eos_ids(model, tokenizer)
     names = list(dict.fromkeys(task.name for task in tasks))
     scored = {task.name: task for task in tasks if task.score is not None}
     if scored:
         check_cache(model)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
+                                  fused=True)  # fmt: skip
 
     def pairs(step: int) -> list[tuple[list[int], list[int]]]:
         first = (step - 1) * args.batch_size
         rows = [(tasks[i % len(tasks)], i // len(tasks)) for i in range(first, first + args.batch_size)]
-        tokens = [completion_ids(task.train(index, args.seed), tokenizer, eos) for task, index in rows]
+        tokens = [encode_row(task.train(index, args.seed), tokenizer, eos) for task, index in rows]
         if (longest := max(len(prompt) for prompt, _ in tokens)) >= args.max_length:
             raise UserError(f"a prompt has {longest} tokens: raise --max-length above it, or drop it from the dataset")
         return [(prompt, completion[: args.max_length - len(prompt)]) for prompt, completion in tokens]
 
     pairs(1)  # a dataset that cannot be used says so before there is a folder
-    run = Run(args, "sft", "+".join(names), args.max_steps, ("loss", "eval/pass@1", "eval/sort/pass@1"),
+    run = Run(args, NAME, "+".join(names), args.max_steps, ("loss", "eval/pass@1", "eval/sort/pass@1"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
-    run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
-    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
-        run.print(
-            "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
-        )
+    run.print(settings)
 
     def evaluation() -> dict[str, float]:
         columns = {}
         for task in scored.values():
-            with autocast(device, args.precision):
-                scores = evaluate(model, tokenizer, task, None, args.eval_prompts, args.eval_samples,
-                                  args.eval_max_new_tokens, 1.0, args.seed,
-                                  rows_at_once=args.sample_batch_size)  # fmt: skip
+            scores = evaluate(model, tokenizer, task, None, args.eval_prompts, args.eval_samples,
+                              args.eval_max_new_tokens, 1.0, args.seed, rows_at_once=args.sample_batch_size,
+                              precision=args.precision)  # fmt: skip
             prefix = f"eval/{task.name}/" if len(scored) > 1 else "eval/"
             columns |= {name.replace("eval/", prefix, 1): value for name, value in scores.items()}
         return columns
@@ -208,31 +197,26 @@ def train(args: Args) -> list[dict]:
     def state() -> dict:
         return {"model": trained_state(model), "optimizer": optimizer.state_dict()}
 
-    step = 0
     if run.state is not None:
-        model.load_state_dict(run.state["model"], strict=False)
-        optimizer.load_state_dict(run.state["optimizer"])
-        step = run.state["step"]
+        restore(run.state, model=model, optimizer=optimizer)
     run.restore_rng()
     model.train()
-    while step < args.max_steps:
-        step, start = step + 1, time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args.learning_rate, args.lr_schedule, args.warmup_steps, args.max_steps)
+    while run.step < args.max_steps:
+        step, start = run.step + 1, time.perf_counter()
+        rate = set_learning_rate(optimizer, step, args)
 
         # update
         columns = update(model, optimizer, pairs(step), args)
-        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/step": time.perf_counter() - start}
+        columns |= {"learning_rate": rate, "time/step": time.perf_counter() - start}
 
         # evaluate
-        if step == args.max_steps or (args.eval_every and step % args.eval_every == 0):
+        if run.due(step, args.eval_every):
             columns |= evaluation()
         run.log(step, **columns)
         run.end_step(step, state)
 
-    evals = [name for name in run.history[-1] if name.startswith("eval/")]
-    curves = {"loss": ("loss",)} | ({"held-out accuracy": tuple(evals)} if evals else {})
-    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"SFT on {', '.join(names)}")
+    curves = {"loss": ("loss",), "held-out accuracy": ("eval/*",)}
+    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,10 @@ rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in h
 print("RESULT" + json.dumps({"rows": rows, "weights": digests}))
 """
 FLIPPED = {"rloo-sort-learned": 0.0, "rloo-sort-flipped": 1.0}
-MORE = {"ppo_atari-short": dict(env_id="ALE/KungFuMaster-v5", total_timesteps=2_048, eval_every=0, eval_episodes=1)}
+MORE = {  # of scripts whose recorded curves are long
+    "ppo_atari-short": dict(env_id="ALE/KungFuMaster-v5", total_timesteps=2_048, eval_every=0, eval_episodes=1),
+    "dt-short": dict(max_steps=120, context_length=3, batch_size=64, eval_episodes=2, target_returns=[2_400.0, 300.0]),
+}
 
 
 def record(folder: tyro.conf.Positional[Path], checkout: Path = ROOT, only: tuple[str, ...] = ()) -> None:

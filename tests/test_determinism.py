@@ -23,7 +23,6 @@ import torch
 from every_script import every_script, options, script
 from helpers import metrics, new_run, runs_in, start, weights
 
-from algos import dt
 from utils import run as run_module
 
 

@@ -1,4 +1,5 @@
-"""utils/envs.py and utils/rollouts.py: any environment as a vector, restored inside its episodes, and evaluated without a trace."""
+"""utils/envs.py and utils/rollouts.py: any environment as a vector, restored inside its episodes, evaluated without a
+trace."""
 
 import json
 import random

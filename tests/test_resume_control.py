@@ -262,7 +262,7 @@ def test_an_exception_in_a_real_process(tmp_path):
 
 @pytest.mark.parametrize("algo, vector", BROKEN)
 def test_numbers_that_are_not_finite(algo, vector, tmp_path):
-    """One sentence, exit code 2, a checkpoint from before the step; and with the environment mended, the run goes on."""
+    """One sentence, exit code 2, a checkpoint from before the step; with the environment mended, the run goes on."""
     module, args = SCRIPTS[algo], walk_that_breaks(tmp_path, algo, vector, "reward")
     reference = new_run(module, tmp_path / "reference", *args)
     (tmp_path / "broken").touch()

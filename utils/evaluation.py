@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from utils.checkpoint import rng_state, set_rng_state
-from utils.lm import eos_ids, pad_left, sample
+from utils.lm import Samples, autocast, eos_ids, pad_left, sample
 from utils.tasks import Task, encode_prompt, present
 
 
@@ -17,8 +17,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: int, num_samples: int,
-             max_new_tokens: int, temperature: float, seed: int, step: int = 0,
-             rows_at_once: int = 512) -> dict[str, float]:  # fmt: skip
+             max_new_tokens: int, temperature: float, seed: int, step: int = 0, rows_at_once: int = 512,
+             precision: str = "float32") -> dict[str, float]:  # fmt: skip
     """Scores greedy answers and `num_samples` sampled ones for each of the first `num_prompts` held-out rows.
 
     Where the task scores itself: eval/greedy, eval/pass@1 and eval/pass@n, and the task's further scores of greedy
@@ -34,13 +34,13 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: 
         prompts = [present(row, tokenizer) for row in some]
         ids, mask = pad_left([encode_prompt(prompt, tokenizer) for prompt in prompts], model.device)
         for count, at, into in ((1, 0.0, greedy), (num_samples, temperature, sampled)):
-            samples = sample(model, ids, mask, count, max_new_tokens, eos_ids(model, tokenizer), at, generator)
+            with autocast(model.device, precision):
+                samples = sample(model, ids, mask, count, max_new_tokens, eos_ids(model, tokenizer), at, generator)
             texts, token_lists = decode(samples, tokenizer)
             repeated = [row for row in some for _ in range(count)]
             if task.score is None:
                 shown = [prompt for prompt in prompts for _ in range(count)]
-                with torch.autocast(model.device.type, enabled=False):  # the caller's is the policy's; as in training
-                    scored = score(repeated, shown, texts, token_lists, step)
+                scored = score(repeated, shown, texts, token_lists, step)
                 scores = [{"reward": r} for r in scored.rewards.tolist()]
             else:
                 scores = [task.score(row, text) for row, text in zip(repeated, texts)]
@@ -82,6 +82,13 @@ def show(tokenizer, prompt_ids: list[int], token_lists: list[list[int]], rewards
         more = "".join(f"  {name}={values[i]!r}" for name, values in extra.items())
         lines.append(f"completion  {tokenizer.decode(tokens)!r}  reward {reward:g}{more}")
     return "\n".join(lines)
+
+
+def show_samples(tokenizer, samples: Samples, rewards: list[float], extra: dict) -> str:
+    """`show` of the first prompt and its first two completions."""
+    prompt = samples.prompt_ids[0][samples.prompt_mask[0]].tolist()
+    token_lists = [ids[mask].tolist() for ids, mask in zip(samples.completion_ids[:2], samples.completion_mask[:2])]
+    return show(tokenizer, prompt, token_lists, rewards, extra)
 
 
 def advice(history: list[dict]) -> str | None:

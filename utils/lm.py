@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from utils.errors import UserError
+from utils.run import resolve
 
 TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")
 CHUNK_ELEMENTS = 2**25  # float32 logits that are normalised at once: 128 MiB
@@ -38,13 +39,7 @@ def load_model(path: str, device: torch.device | str = "cpu", precision: str = "
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if Path(path).expanduser().exists():
-        path = str(Path(path).expanduser())
-        for name, what in (("config.json", "model"), ("tokenizer_config.json", "tokenizer")):
-            if not (Path(path) / name).is_file():
-                raise UserError(f"--model {path} has no {name}: a folder with a saved {what} is needed")
-    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise UserError(f"there is no model folder {path}: give a folder with config.json or a hub name ORG/NAME")
+    path = locate(path, "--model")
     dtype = torch.bfloat16 if precision == "pure-bfloat16" else torch.float32
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -57,25 +52,72 @@ def load_model(path: str, device: torch.device | str = "cpu", precision: str = "
         ) from error
     if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
         raise UserError(
-            f"--model {path} lacks {len(missing)} of its weights ({missing[0]}, ...): a folder with all of a causal "
-            "language model is needed"
+            f"--model {path} lacks {len(missing)} of its weights ({missing[0]}, ...): give a folder with all of a "
+            "causal language model"
         )
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of --model {path} has no EOS token: completions could never end")
+    return for_training(model, lora_rank, gradient_checkpointing, "CAUSAL_LM").to(device), tokenizer
+
+
+def locate(path: str, flag: str) -> str:
+    """The model folder `path`, expanded, or a hub name. Raises UserError, which names `flag`, where it is neither."""
+    folder = Path(path).expanduser()
+    if folder.exists():
+        inside = " (a run's model is in RUN/model)" if (folder / "model").is_dir() else ""
+        for name, what in (("config.json", "model"), ("tokenizer_config.json", "tokenizer")):
+            if not (folder / name).is_file():
+                raise UserError(f"{flag} {path} has no {name}: give a folder with a saved {what}{inside}")
+        return str(folder)
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise UserError(
+            f"there is no model folder {flag} {path}: give a folder with config.json or a hub name ORG/NAME"
+        )
+    return path
+
+
+def for_training(model, lora_rank: int, gradient_checkpointing: bool, task_type: str):
+    """The model with LoRA adapters on all linear layers, where lora_rank > 0, and gradient checkpointing."""
     if lora_rank:
         try:
             import peft
         except ImportError as error:
             raise UserError("--lora-rank needs peft: pip install peft") from error
         config = peft.LoraConfig(
-            r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type=task_type
         )
         model = peft.get_peft_model(model, config)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if lora_rank:
             model.enable_input_require_grads()
-    return model.to(device), tokenizer
+    return model
+
+
+def load_policy(args, device: torch.device):
+    """The model to train and its tokenizer, by the flags of `args`. Weights are float32 unless --precision says
+    pure-bfloat16, so it may still be open here."""
+    return load_model(args.model, device, args.precision or "float32", args.lora_rank, args.gradient_checkpointing,
+                      args.trust_remote_code)  # fmt: skip
+
+
+def load_reference(args, device: torch.device):
+    """The frozen starting policy; None with LoRA, where the policy without its adapters is that."""
+    if args.lora_rank:
+        return None
+    model, _ = load_model(args.model, device, args.precision, trust_remote_code=args.trust_remote_code)
+    return model.eval().requires_grad_(False)
+
+
+def resolve_for(model, args, presets: dict[str, dict]) -> str:
+    """Fills in every argument that was left at None from the row of `presets` for this model: lora, tiny (below 10
+    million parameters) or full. Returns what to print."""
+    size = sum(p.numel() for p in model.parameters())
+    settings = resolve(args, presets, "lora" if args.lora_rank else "tiny" if size < 10e6 else "full")
+    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
+        settings += "\nwarning: small updates round to nothing in bfloat16 weights: raise the learning rate or use "
+        settings += "--precision bfloat16"
+    return f"{size / 1e6:.2f}M parameters, {settings}"
 
 
 def save_model(model, tokenizer, folder: Path) -> None:
@@ -99,6 +141,10 @@ def without_dropout(model) -> None:
 def trained_state(model) -> dict[str, Tensor]:
     """What a checkpoint needs of a model: the parameters that are trained. The frozen rest comes from --model again."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def trained_parameters(model) -> list[torch.nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 def autocast(device: torch.device, precision: str):
@@ -253,3 +299,21 @@ def token_logps(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor
     with torch.no_grad():
         entropy = normaliser - ((logits - normaliser[..., None]).exp() * logits).sum(-1)
     return logits.gather(-1, ids[..., None])[..., 0] - normaliser, entropy
+
+
+class Means:
+    """Means of per-token values over the micro-batches of an optimizer step. They stay on the device until the end: to
+    read them earlier would make the CPU wait."""
+
+    def __init__(self, count: Tensor | int):
+        """count: how many values the whole step has, over all its micro-batches."""
+        self.count, self.sums = count, {}
+
+    @torch.no_grad()
+    def add(self, mask: Tensor | int, **values: Tensor) -> None:
+        """The values of one micro-batch where `mask` is true, both (B, T)."""
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + (value * mask).sum() / self.count
+
+    def read(self) -> dict[str, float]:
+        return {name: total.item() for name, total in self.sums.items()}

@@ -12,7 +12,17 @@ from itertools import count, islice
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.tasks import HELDOUT_ROWS, Task, encode_completion, hold_out, load_task, named, read_splits, without
+from utils.tasks import (
+    HELDOUT_ROWS,
+    Task,
+    encode_completion,
+    epochs,
+    hold_out,
+    load_task,
+    named,
+    read_splits,
+    without,
+)
 
 
 @dataclass(frozen=True)
@@ -179,3 +189,43 @@ def encode_pair(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[i
     chat template does not continue its own prompt."""
     (prompt, chosen), (_, rejected) = (encode_completion(row, row[c], tokenizer, eos) for c in ("chosen", "rejected"))
     return prompt, chosen, rejected
+
+
+class Batches:
+    """Which rows each optimizer step takes. Every epoch goes through all rows in a new order, a function of `seed`."""
+
+    def __init__(self, rows: int, batch_size: int, seed: int):
+        self.rows, self.batch_size, self.seed, self.order = rows, batch_size, seed, epochs(range(rows))
+
+    def __call__(self, step: int) -> list[int]:
+        """The rows of a step, which counts from 1."""
+        first = (step - 1) * self.batch_size
+        return [self.order(i, self.seed) for i in range(first, first + self.batch_size)]
+
+    def first_epoch(self, max_steps: int) -> list[list[int]]:
+        """The rows of the first epoch, step by step, as far as the run comes: all rows that it will see."""
+        steps = range(1, 1 + min(max_steps, -(-self.rows // self.batch_size)))
+        left = self.rows - (len(steps) - 1) * self.batch_size  # of the last step
+        return [self(step)[: left if step == steps[-1] else None] for step in steps]
+
+
+def encode_rows(rows: list[dict], wanted: list[list[int]], encode: Callable, tokenizer, eos: list[int],
+                max_length: int) -> tuple[dict[int, tuple[list[int], ...]], int]:  # fmt: skip
+    """Row number -> token ids of the prompt and of each completion, cut at `max_length` tokens with the prompt; and in
+    how many rows a completion was cut. encode: `encode_pair`, or `encode_row` of utils/tasks.py.
+
+    Raises UserError where a prompt leaves no room for a completion."""
+    tokens, cut, too_long = {}, 0, []
+    for row in [row for some in wanted for row in some]:
+        prompt, *completions = encode(rows[row], tokenizer, eos)
+        if (room := max_length - len(prompt)) < 1:
+            too_long.append(len(prompt))
+            continue
+        cut += any(len(completion) > room for completion in completions)
+        tokens[row] = (prompt, *(completion[:room] for completion in completions))
+    if too_long:
+        raise UserError(
+            f"{len(too_long)} prompts have {max_length} tokens or more, up to {max(too_long)}: raise --max-length "
+            "above that, or drop them from the dataset"
+        )
+    return tokens, cut

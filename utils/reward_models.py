@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from utils.errors import UserError
+from utils.lm import locate
 from utils.tasks import encode_completion, present
 
 SCORED_AT_ONCE = 64  # sequences in one forward pass of a model that is a reward
@@ -27,14 +28,7 @@ def load_reward_model(path: str, device: torch.device | str = "cpu", flag: str =
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if Path(path).expanduser().exists():
-        path = str(Path(path).expanduser())
-        inside = " (a run's model is in RUN/model)" if (Path(path) / "model").is_dir() else ""
-        for name, what in (("config.json", "model"), ("tokenizer_config.json", "tokenizer")):
-            if not (Path(path) / name).is_file():
-                raise UserError(f"{flag} {path} has no {name}: a folder with a saved {what} is needed{inside}")
-    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise UserError(f"{flag}: there is no model folder {path}: give a folder with config.json or a hub name")
+    path = locate(path, flag)
     wanted = "a reward model, which algos/reward_model.py trains, is a sequence classifier with one label"
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what is said of a missing head is said by us

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -172,8 +173,9 @@ class Run:
             )
         from tqdm import tqdm
 
-        self.logged = self.ended = self.state["step"] if self.state is not None else 0  # last row, last iteration's end
-        self.bar = tqdm(total=total, initial=self.ended, unit="step", dynamic_ncols=True, disable=None)
+        self.step = self.state["step"] if self.state is not None else 0  # where the last iteration ended
+        self.logged = self.step  # the last row's
+        self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True, disable=None)
         self.print(f"run folder: {self.dir}")
 
     def lock(self) -> None:
@@ -254,13 +256,13 @@ class Run:
 
     def due(self, step: int, every: int) -> bool:
         """Whether something that comes every `every` steps (0: never) and at the end is due after this iteration."""
-        return step >= self.total or (every > 0 and crosses(step, self.ended, every))
+        return step >= self.total or (every > 0 and crosses(step, self.step, every))
 
     def end_step(self, step: int, state: Callable[[], dict]) -> None:
         """Called where an iteration ends: saves when it is time, and leaves when a signal asked for it."""
         if self.due(step, self.args.save_every) or self.signal is not None:
             self.save(step, state())
-        self.ended = step
+        self.step = step
         if self.signal is not None and step < self.total:
             self.bar.close()
             print(f"stopped after step {step}; continue with --resume {self.dir}", flush=True)
@@ -279,8 +281,9 @@ class Run:
             set_rng_state(self.state["rng"])
 
     def finish(self, model: Callable[[Path], None] | dict[str, torch.Tensor], curves: dict, title: str) -> list[dict]:
-        """Writes RUN/model, which `model(folder)` fills or whose weights it is, and RUN/curve.png; returns the history.
-        curves: title of a panel -> its columns, or numbers on its x axis -> their columns of the last row."""
+        """Writes RUN/model, which `model(folder)` fills or whose weights `model` is, and RUN/curve.png; returns the
+        history. curves: title of a panel -> its columns, `eval/*` for all that begin so, or {x: column} for the last
+        row's numbers over x."""
         self.bar.close()
         part, folder = self.dir / "model.tmp", self.dir / "model"
         part.mkdir(exist_ok=True)
@@ -305,24 +308,26 @@ def crosses(step: int, before: int, every: int) -> bool:
 
 
 def plot(history: list[dict], curves: dict, title: str, path: Path) -> None:
-    """A PNG with one panel for each entry of `curves` (see Run.finish)."""
+    """A PNG with one panel for each entry of `curves` whose columns were logged."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(curves), figsize=(5 * len(curves), 3.6), squeeze=False)
-    for axis, (panel, columns) in zip(axes[0], curves.items()):
+    logged = dict.fromkeys(column for row in history for column in row)
+    names = {panel: columns.values() if isinstance(columns, dict) else columns for panel, columns in curves.items()}
+    found = {panel: [c for c in logged if any(fnmatch(c, name) for name in names[panel])] for panel in curves}
+    found = {panel: columns for panel, columns in found.items() if columns}
+    figure, axes = plt.subplots(1, max(1, len(found)), figsize=(5 * max(1, len(found)), 3.6), squeeze=False)
+    for axis, (panel, columns) in zip(axes[0], found.items()):
         lines = {column: [(row["step"], row[column]) for row in history if column in row] for column in columns}
-        if isinstance(columns, dict):
-            last = {x: history[-1][column] for x, column in sorted(columns.items()) if column in history[-1]}
-            lines = {"achieved": list(last.items()), "as asked": [(x, x) for x in last]}
+        over_steps = not isinstance(curves[panel], dict)
+        if not over_steps:
+            lines = {"last row": [(x, history[-1][c]) for x, c in sorted(curves[panel].items()) if c in history[-1]]}
         for label, points in lines.items():
-            if points:
-                axis.plot(*zip(*points), marker="o" if len(points) < 40 else None, markersize=3, label=label)
-        axis.set(title=panel, xlabel="target" if isinstance(columns, dict) else "step")
-        if axis.has_data():
-            axis.legend(fontsize=8)
+            axis.plot(*zip(*points), marker="o" if len(points) < 40 else None, markersize=3, label=label)
+        axis.set(title=panel, xlabel="step" if over_steps else "")
+        axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
     figure.suptitle(title)
     figure.tight_layout()

@@ -295,3 +295,10 @@ def encode_completion(row: dict, completion: str | list[dict], tokenizer, eos: l
         tokens = whole[len(prompt_tokens) :]
     end = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
     return prompt_tokens, tokens[:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
+
+
+def encode_row(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], ...]:
+    """`encode_completion` of the row's own completion. Raises UserError where it has none."""
+    if not row.get("completion"):
+        raise UserError(f"a row has no completion, its columns are {', '.join(sorted(row))}: give a column completion")
+    return encode_completion(row, row["completion"], tokenizer, eos)
