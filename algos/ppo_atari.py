@@ -359,8 +359,8 @@ def check(args: Args, space: gym.Space) -> None:
         raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs {wanted}")
     rows = args.num_envs * args.num_steps
     if rows % args.num_minibatches or rows // args.num_minibatches < 2:
-        right = f"it must divide the {rows} rows of a rollout (num_envs * num_steps) into parts of at least 2"
-        raise UserError(f"--num-minibatches is {args.num_minibatches}: {right}")
+        parts = f"the {rows} rows of a rollout (num_envs * num_steps) into parts of at least 2"
+        raise UserError(f"--num-minibatches {args.num_minibatches} must divide {parts}")
     if args.total_timesteps < rows:
         raise UserError(f"--total-timesteps {args.total_timesteps} is less than one rollout of {rows} steps")
 

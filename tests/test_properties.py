@@ -6,6 +6,7 @@ Hypothesis draws the same examples in every run and keeps no database.
 """
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import json
@@ -16,6 +17,7 @@ from collections import Counter
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated
 
 import gymnasium as gym
 import numpy as np
@@ -31,7 +33,7 @@ from torch.testing import assert_close
 
 from algos import dpo, dt, iql, ppo, ppo_lm, rloo, sac
 from utils import tasks
-from utils.errors import RULES, UserError, check_numbers
+from utils.errors import BOUNDS, UserError, check_numbers
 from utils.evaluation import mean, pass_at_k
 from utils.lm import Samples, join, pad_left, positions, token_logps
 from utils.normalize import RunningMeanStd
@@ -954,9 +956,10 @@ def test_learning_rates(total, warmup, schedule, base):
 
 
 @quick
-@given(st.sampled_from(sorted(RULES)), st.one_of(st.none(), st.floats(), st.integers(-3, 3)))
-def test_check_numbers(rule, value):
-    """None passes; what is not finite never does; the sentence names flag, value and rule."""
+@given(st.sampled_from(["finite", *BOUNDS]), st.one_of(st.none(), st.floats(), st.integers(-3, 3)), st.booleans())
+def test_check_numbers(rule, value, optional):
+    """None passes; what is not finite never does; the sentence names flag, value and rule. Of a tuple, each number is
+    checked."""
     bounds = {
         "finite": (-math.inf, math.inf, "()"),
         "at least 0": (0, math.inf, "[)"),
@@ -968,17 +971,23 @@ def test_check_numbers(rule, value):
         "above 0 and below 1": (0, 1, "()"),
     }
     low, high, ends = bounds[rule]
-    args = SimpleNamespace(some_number=value)
+    kind = float if rule == "finite" else Annotated[float, rule]
+    single = dataclasses.make_dataclass("Single", [("some_number", kind | None if optional else kind)])(value)
+    several = dataclasses.make_dataclass("Several", [("some_number", tuple[float, ...])])((1.0, value))
     if value is None or (
         math.isfinite(value)
         and (value > low or value == low and ends[0] == "[")
         and (value < high or value == high and ends[1] == "]")
     ):
-        check_numbers(args, {rule: "some_number"})
+        check_numbers(single)
+        check_numbers(several)
     else:
         with pytest.raises(UserError) as error:
-            check_numbers(args, {rule: "some_number"})
+            check_numbers(single)
         assert f"--some-number is {value}" in str(error.value) and rule in str(error.value)
+        if not math.isfinite(value):
+            with pytest.raises(UserError, match="--some-number is .*finite"):
+                check_numbers(several)
 
 
 @quick

@@ -144,9 +144,8 @@ class Run:
             self.lock()
             self.state = load_newest(self.dir / "checkpoints")
             if self.state["step"] > total:
-                raise UserError(
-                    f"--{budget.replace('_', '-')} is {total} but the run is at step {self.state['step']}: give no less"
-                )
+                flag = f"--{budget.replace('_', '-')} is {total}"
+                raise UserError(f"{flag} but the run is at step {self.state['step']}: give no less")
         else:
             name = f"{algo}-{task}-{args.seed}-{datetime.now().strftime('%Y%m%d-%H%M%S-%f')}"
             name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # wandb's ids and other people's file systems take no more
@@ -189,10 +188,8 @@ class Run:
     def rewind_metrics(self, size: int) -> None:
         """Rows written after the checkpoint are computed again: drop them. Raises UserError where earlier ones lack."""
         if self.metrics.seek(0, os.SEEK_END) < size:
-            raise UserError(
-                f"{self.dir / 'metrics.jsonl'} has lost rows that the checkpoint counts: put it back as it was, or "
-                "start afresh without --resume"
-            )
+            lost = f"{self.dir / 'metrics.jsonl'} has lost rows that the checkpoint counts"
+            raise UserError(f"{lost}: put it back as it was, or start afresh without --resume")
         self.metrics.truncate(size)
         self.metrics.seek(0)
         self.history = [json.loads(line) for line in self.metrics]
