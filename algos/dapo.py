@@ -1,43 +1,49 @@
-r"""Group Relative Policy Optimization (GRPO).
+r"""Decoupled Clip and Dynamic sAmpling Policy Optimization (DAPO).
 
-Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models" (arXiv
-2402.03300, section 4.1, equations 3 and 4).
+Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv 2503.14476, section 3,
+equations 8 and 13).
 
-The policy answers each prompt several times. An answer is reinforced by how much better its reward is than the rewards
-of the other answers to the same prompt, so no value network is needed. Maximises
+Parent: grpo.py. Groups that teach nothing are replaced by further ones, and answers near the length limit lose reward.
 
-    J(theta) = E  1/G sum_i 1/T_i sum_t { min[ rho_it A_i, clip(rho_it, 1 - eps, 1 + eps_high) A_i ] - beta k3_it }
+A group whose rewards are all equal has no advantage, so prompts are drawn until enough groups have different rewards.
+The loss is a mean over all tokens of the batch, the upper clip is wider, there is no KL penalty, and reward falls
+over the last tokens before the length limit. Maximises
+
+    J(theta) = E  1/sum_i T_i  sum_i sum_t min[ rho_it A_i, clip(rho_it, 1 - eps, 1 + eps_high) A_i ]
+               over groups in which not all R_i are equal
 
     x, y_i   a prompt, and the i-th of G completions that pi_old samples for it, with reward R_i
-    A_i      = (R_i - mean(R_1..R_G)) / std(R_1..R_G)                 advantage, the same for every token of y_i
+    R'_i     = R_i + max(-1, min(0, (L_max - L_cache - T_i) / L_cache))   reward with the overlong penalty
+    A_i      = (R'_i - mean(R'_1..R'_G)) / std(R'_1..R'_G)            advantage, the same for every token of y_i
     rho_it   = pi_theta(y_it | x, y_i,<t) / pi_old(y_it | x, y_i,<t)  probability ratio
-    k3_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1         estimate of KL(pi_theta || pi_ref) at the token
     T_i      number of tokens of y_i up to and including the first EOS
-    eps, eps_high, beta   --epsilon, --epsilon-high, --beta
+    eps, eps_high   --epsilon, --epsilon-high
+    L_max, L_cache  --max-completion-length, --overlong-buffer
+
+What refilling does: groups with equal rewards have no gradient, so leaving them out does not turn the expected gradient
+of a prompt. Without --scale-rewards and with constant denominators it is divided by the share of groups that are kept.
+The gain is a larger batch where answers are mostly all right or all wrong, at the price of more samples.
 
 Run
-    python algos/grpo.py                                                            the embedded model learns countdown
-    python algos/grpo.py --task sort --max-steps 40                                 a smaller task
-    python algos/grpo.py --model deepseek-ai/deepseek-math-7b-instruct --task gsm8k --num-prompts 16 \
-        --num-generations 64 --max-completion-length 1024 --learning-rate 1e-6 --beta 0.04
-                                                                                the paper's hyper-parameters (section
-                                                                                4.2; it used a learned reward model)
-    python algos/grpo.py --aggregation constant --scale-rewards none --beta 0       Dr. GRPO (arXiv 2503.20783)
-    python algos/grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
-    python algos/grpo.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy rewards.py:format \
-        --reward-weights 1 0.2
+    python algos/dapo.py                                                            the embedded model learns countdown
+    python algos/dapo.py --task sort --max-steps 16                                 a smaller task
+    python algos/dapo.py --max-completion-length 14 --overlong-buffer 2             answers must become shorter
+    python algos/dapo.py --model Qwen/Qwen2.5-32B --task prompts.jsonl --reward rewards.py:accuracy \
+        --num-prompts 512 --num-generations 16 --max-completion-length 20480 --overlong-buffer 4096 \
+        --learning-rate 1e-6 --warmup-steps 20
+                                                                                    the paper's hyper-parameters
+                                                                                    (section 4.1)
+    python algos/dapo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
 
 Expect
-    The default run takes about 1 minute on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8
-    0.42 to greedy 0.52, pass@1 0.48, pass@8 0.66 (seed 1, 128 prompts; greedy 0.50 to 0.58 over 8 seeds). Most of it
-    comes in the first 20 steps (0.49, 0.38, 0.73): the embedded model has mostly seen answers that are one too high.
-    It unlearns that. After that pass@1 closes up to greedy and pass@8 falls: the policy sharpens. Sharpening alone
-    (minimising entropy) ends at greedy 0.00.
-    --task sort --max-steps 16: greedy 0.23 to 1.00, pass@1 0.41 to 0.97, pass@8 0.91 to 1.00, in about 10 seconds.
+    (measured below)
 
 Metrics
-    reward         mean over the batch; rises. reward_std: mean within groups
-    frac_zero_std  share of groups with equal rewards, which teach nothing; below 0.9
+    reward         mean over all completions that were sampled, without the penalty; rises
+    sampled        completions that were sampled in the step. num_prompts * num_generations of them are trained
+    frac_zero_std  share of trained groups with equal rewards: 0 unless --max-sampling-rounds were not enough
+    reward_std     mean within the trained groups
+    overlong_penalty  mean over the trained completions; towards 0
     reward/task    the task's own score, where --reward is given. It falls while reward rises: over-optimisation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
                    pass@1 rises and greedy stays, the policy only sharpens. A rising greedy can be sharpening, too
@@ -47,18 +53,23 @@ Metrics
     clip_fraction  share of tokens whose gradient is cut; 0 in the first epoch, below 0.3
     sampler_gap    mean |log pi_theta - log pi_old| in the first epoch; 1e-6 in float32, more means a bug
     entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
-    The loss is not logged: at rho = 1 its value is 0 whatever its gradient.
+    length, truncated, entropy describe the trained completions. The loss is not logged: at rho = 1 its value is 0
+    whatever its gradient.
 
 Differences
-    - beta is 0 for the embedded model, which then needs no reference; 0.04 as in the paper for others. TRL: 0.
+    - The paper takes 16 optimizer steps on each batch, here it is one per update epoch. With one epoch rho is 1 and
+      the clip does nothing: give --num-iterations above 1.
+    - The paper samples until the batch is full. Here it is at most --max-sampling-rounds times, and what is missing is
+      filled up with groups of equal rewards.
+    - Groups are judged by their rewards before the penalty: the paper asks for right and wrong answers in each group.
+    - The paper's rewards are 1 and -1. The tasks' own are 1 and 0, against which the penalty weighs twice as much.
+    - The formula divides by the tokens of each group. Here, as in TRL and verl, by those of the whole step.
+    - beta is 0, as in the paper. --beta above 0 adds GRPO's penalty.
     - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16) and saves
       a forward pass. TRL recomputes it, or takes rho = 1.
     - Dropout is off, so that the updated policy is the one that sampled. TRL keeps the model's own.
     - Sampling and scoring both divide logits by --temperature. There is no top-k or top-p.
-    - One optimizer step per update epoch, on the whole batch. Denominators are those of the whole step, so
-      micro-batches do not change the result.
-    - Completions without EOS are trained unless --mask-truncated-completions. Masked ones still count in the number of
-      completions, as in TRL.
+    - --mask-truncated-completions is the paper's overlong filtering. Masked completions still count in their group.
     - A sample whose reward functions all return None has advantage 0, and does not count in its group's mean and std.
 """
 
@@ -226,7 +237,7 @@ def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) ->
 
     sequence: 1 / (B T_i), the paper's. Biased: at rho = 1, beta = 0 and --scale-rewards none its expected gradient is
     (G-1)/G E[(R - J) / T grad log pi], which is no policy gradient; scaling by the group's deviation adds a bias too.
-    token: 1 / sum of all T_i of the step, as TRL and verl; the formula of DAPO divides by each group's.
+    token: 1 / sum of all T_i of the step, as TRL and verl; equation 8 divides by each group's.
     constant: 1 / (B L_max), Dr. GRPO. Without scaling it is (G-1) / (G L_max) times the policy gradient.
     """
     if aggregation == "sequence":

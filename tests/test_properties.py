@@ -13,9 +13,11 @@ import math
 import random
 import tempfile
 from collections import Counter
+from dataclasses import make_dataclass
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated
 
 import gymnasium as gym
 import numpy as np
@@ -31,7 +33,7 @@ from torch.testing import assert_close
 
 from algos import dpo, dt, iql, ppo, ppo_lm, rloo, sac
 from utils import tasks
-from utils.errors import RULES, UserError, check_numbers
+from utils.errors import BOUNDS, UserError, check_numbers
 from utils.evaluation import mean, pass_at_k
 from utils.lm import Samples, join, pad_left, positions, token_logps
 from utils.normalize import RunningMeanStd
@@ -413,19 +415,26 @@ def content(samples: Samples, rewards: Tensor, size: int = 2) -> list:
     return [(prompt, rows[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
 
 
-@every("merge", "groups", "size")
+@every("refill", "more", "first", "args")
 @quick
-@given(st.lists(sampled(), min_size=1, max_size=3), data)
-def test_merged_groups_keep_what_they_hold(merge, rounds, data):
-    """Whatever the widths of the rounds that they come from, and in the order in which they are named."""
-    rewards = [torch.arange(len(s.completion_ids)) + 100.0 * i for i, s in enumerate(rounds)]
-    there = [(i, g) for i, s in enumerate(rounds) for g in range(len(s.prompt_ids))]
-    chosen = data.draw(st.lists(st.sampled_from(there), min_size=1, max_size=5))
-    samples, scored = merge([(rounds[i], Scored(rewards[i], {}, {}), g) for i, g in chosen], 2)
-    held = [content(s, r) for s, r in zip(rounds, rewards)]
-    assert content(samples, scored.rewards) == [held[i][g] for i, g in chosen]
+@given(st.lists(sampled(), min_size=1, max_size=4), data)
+def test_refilled_groups_keep_what_they_hold(refill, rounds, data):
+    """Whatever the widths of the rounds that they come from: in the order of sampling, groups without variance last."""
+    wanted, rewards, varies = data.draw(st.integers(1, 4)), [], []
+    for i, samples in enumerate(rounds):
+        different = torch.tensor([data.draw(st.booleans()) for _ in samples.prompt_ids])
+        rewards.append(torch.stack([different * 1.0, torch.zeros(len(different))], 1).flatten() + 100.0 * i)
+        varies += different.tolist()
+    parts = [(samples, Scored(r, {}, {})) for samples, r in zip(rounds, rewards)]
+    args = SimpleNamespace(num_prompts=wanted, num_generations=2, max_sampling_rounds=len(parts))
+    chosen, scored, seen, following = refill(lambda first: parts[first // wanted], 0, args)
+    used = following // wanted
+    assert torch.equal(seen, torch.cat(rewards[:used]))
+    held = sum([content(s, r) for s, r in zip(rounds[:used], rewards)], [])
+    order = [i for i in range(len(held)) if varies[i]] + [i for i in range(len(held)) if not varies[i]]
+    assert content(chosen, scored.rewards) == [held[i] for i in order[:wanted]]
     whole = join(rounds)
-    assert content(whole, torch.cat(rewards)) == sum(held, [])
+    assert content(whole, torch.cat(rewards)) == sum([content(s, r) for s, r in zip(rounds, rewards)], [])
 
 
 @every("select", "batch", "prompts", "group_size")
@@ -954,11 +963,10 @@ def test_learning_rates(total, warmup, schedule, base):
 
 
 @quick
-@given(st.sampled_from(sorted(RULES)), st.one_of(st.none(), st.floats(), st.integers(-3, 3)))
+@given(st.sampled_from(sorted(BOUNDS)), st.one_of(st.none(), st.floats(), st.integers(-3, 3)))
 def test_check_numbers(rule, value):
     """None passes; what is not finite never does; the sentence names flag, value and rule."""
     bounds = {
-        "finite": (-math.inf, math.inf, "()"),
         "at least 0": (0, math.inf, "[)"),
         "at least 1": (1, math.inf, "[)"),
         "above 0": (0, math.inf, "()"),
@@ -968,16 +976,17 @@ def test_check_numbers(rule, value):
         "above 0 and below 1": (0, 1, "()"),
     }
     low, high, ends = bounds[rule]
-    args = SimpleNamespace(some_number=value)
+    fields = [("some_number", Annotated[float, rule] | None, value), ("text", str, "x"), ("any_number", float, -1.0)]
+    args = make_dataclass("Args", fields)()
     if value is None or (
         math.isfinite(value)
         and (value > low or value == low and ends[0] == "[")
         and (value < high or value == high and ends[1] == "]")
     ):
-        check_numbers(args, {rule: "some_number"})
+        check_numbers(args)
     else:
         with pytest.raises(UserError) as error:
-            check_numbers(args, {rule: "some_number"})
+            check_numbers(args)
         assert f"--some-number is {value}" in str(error.value) and rule in str(error.value)
 
 
