@@ -1,23 +1,23 @@
 r"""Online Direct Preference Optimization (Online DPO, OAIF), and Exploratory Preference Optimization (XPO).
 
-Parent: grpo.py. The loop is its own, the loss that of dpo.py. Changed: PRESETS, RANGES, Args (num_generations, beta,
-adam_beta2; new: loss, xpo_alpha; gone: num_iterations, epsilon, epsilon_high, scale_rewards, aggregation,
-mask_truncated_completions), update, collect, check_groups, train (always a reference; the columns; the names of the run
-and its curves). Gone: advantages, token_weights, policy_loss, k3, STD_DDOF, STD_EPSILON. Added: preferences,
-preference_loss, from_policy, draw.
-
 Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback" (arXiv 2402.04792, section 3, algorithm 1).
-For each prompt x the policy samples two completions y_1 and y_2; the one with the higher reward is y_w, the other y_l.
-One step of gradient descent, then new samples, on DPO's loss (arXiv 2305.18290, equation 7)
+XPO: Xie et al. 2024, "Exploratory Preference Optimization" (arXiv 2405.21046, algorithm 1).
+
+Parent: grpo.py. Answers are compared in pairs, with DPO's loss on the pairs in place of a policy gradient.
+
+The policy answers each prompt twice, and the answer with the higher reward is preferred. One step of gradient descent
+on DPO's loss (arXiv 2305.18290, equation 7), then new answers. Minimises
 
     L(theta) = - mean over pairs  log sigmoid( beta [ h(x, y_w) - h(x, y_l) ] )
 
-    h(x, y) = log pi_theta(y | x) - log pi_ref(y | x)   log-ratio, each log-probability the sum over the tokens of y up
-                                                        to and including the first EOS
-    pi_ref  the policy as it was before the first step; beta: how strongly the policy is held to it
+    y_w, y_l  the preferred and the other answer to the prompt x
+    h(x, y)   = log pi_theta(y | x) - log pi_ref(y | x)   log-ratio, each log-probability the sum over the tokens of y
+                                                          up to and including the first EOS
+    pi_ref    the policy as it was before the first step
+    beta      --beta: how strongly the policy is held to pi_ref
 
---loss ipo has (h(x, y_w) - h(x, y_l) - 1/(2 beta))^2 instead. --xpo-alpha above 0 is Xie et al. 2024, "Exploratory
-Preference Optimization" (arXiv 2405.21046, algorithm 1): y_1 is the policy's, y_2 the reference's, and the loss is
+--loss ipo has (h(x, y_w) - h(x, y_l) - 1/(2 beta))^2 instead. With --xpo-alpha above 0 (XPO) y_1 is the policy's, y_2
+the reference's, and the loss is
 
     L(theta) + alpha mean over pairs  log pi_theta(y_2 | x)
 
@@ -26,26 +26,25 @@ bonus for leaving the reference, flat where the two are equal.
 
 Where pi_theta = pi_ref the expected gradient of L is -2 beta times the policy gradient of the probability that y beats
 an independent sample y', ties counted half; with ipo -4/beta times. For rewards that are 0 or 1 that is -beta times the
-policy gradient of the mean reward itself: the first step is REINFORCE (tests/test_exact_online_dpo.py).
+policy gradient of the mean reward itself: the first step is REINFORCE.
 
-Differences
-    - Rewards rank: functions, reward models or the task's score stand where OAIF has a language model that is asked.
-      How far apart they are does not count.
-    - Pairs with equal rewards, or where all functions returned None for one, have no rank: they give no gradient, but
-      count in L's denominator; accuracy and margin leave them out. TRL prefers the first of equal ones, which is noise
-      with the weight of a preference, and takes unknown rewards for 0. oat leaves out equal texts only, whose gradient
-      is 0 by itself, and counts them, too. XPO's term counts every pair, as in the paper; in oat not equal texts.
-    - Two completions a prompt by default. More are G/2 disjoint pairs; open-instruct compares the best of G with the
-      worst, and oat can choose two by a reward model of its own.
-    - Log-probabilities are summed over tokens with both losses, as in the papers, oat and TRL's OnlineDPO.
-    - The reference stays the starting policy. One optimizer step on each batch; XPO's algorithm 1 minimises over all
-      pairs so far, and its guarantee is for that. oat takes one step, too, and so did TRL's XPO trainer, which
-      1.16 has no more.
-    - Sampling and scoring both divide logits by --temperature; TRL's log-probabilities are those at 1. TRL's positions
-      count padding, which matters where they are learned, as in GPT-2, and not where they are rotary.
-    - Dropout is off, as in TRL. AdamW, as in TRL; the paper uses Adafactor.
-    - --dynamic-sampling draws further prompts in place of those whose rewards are all equal (DAPO), at most
-      --max-sampling-rounds times; groups still missing then are filled with such groups.
+Run
+    python algos/online_dpo.py                                                      the embedded model learns countdown
+    python algos/online_dpo.py --task sort --max-steps 16                           a smaller task
+    python algos/online_dpo.py --xpo-alpha 1e-3                                     XPO
+    python algos/online_dpo.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy --num-prompts 128 \
+        --learning-rate 5e-7 --warmup-steps 150 --temperature 0.9
+                                                                                    the paper's hyper-parameters
+    python algos/online_dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k      a real model, on a GPU
+
+Expect
+    The default run takes 1.5 minutes on one CPU thread. Held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8
+    0.42 to greedy 0.51, pass@1 0.43, pass@8 0.66 (seed 1, 128 prompts). Most of it comes in the first 20 steps (0.52,
+    0.35, 0.78). After that the policy sharpens. --num-prompts 256, in twice the time: 0.55, 0.47, 0.67. grpo.py gets to
+    0.52, 0.48, 0.66, with as many completions as the latter.
+    --task sort --max-steps 16: greedy 0.23 to 0.99, pass@1 0.41 to 0.94, pass@8 0.91 to 1.00, in about 12 seconds.
+    --loss ipo: 1.00, 0.95, 1.00. --xpo-alpha 1e-3: 0.90, 0.77, 0.98, for half of the completions are those of the
+    reference, which explores nothing that sort needs; 1e-2: 0.66, 0.56, 0.84. A real model: not measured.
 
 Metrics
     reward         mean over the policy's completions; rises. Columns of single functions include the reference's
@@ -54,70 +53,72 @@ Metrics
                    in the first step. New samples each time: it does not go to 1 as in dpo.py, but measures what the
                    policy still gets wrong. margin: mean of beta [h(y_w) - h(y_l)]
     frac_ties      share of pairs without a rank, which teach nothing; below 0.9. frac_zero_std: share of prompts whose
-                   rewards are all equal, the same for two completions a prompt, of all that were sampled
+                   rewards are all equal, the same for two completions a prompt
     kl             nats per completion of the policy against the reference, k1; grows
-    reward/task    the task's own score, where --reward is given: falling while reward rises it is over-optimised
-    eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: likeliest answer, a sample, the best of eight. pass@1
-                   that rises towards a flat greedy is sharpening; greedy that rises may still be
+    reward/task    the task's own score, where --reward is given. It falls while reward rises: over-optimisation
+    eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
+                   pass@1 rises and greedy stays, the policy only sharpens. A rising greedy can be sharpening, too
     grad_norm      before clipping; falls with the share of ranked pairs. ipo's is 1/beta in size, so always clipped
-    sampler_gap    mean |log pi_theta - log pi_old|, old = as sampled; 1e-6 in float32, more means a bug
-    entropy        nats per token; falls, should not hit 0. length: tokens. truncated: share without EOS; below 0.9
+    sampler_gap    mean |log pi_theta - log pi_old|, old as sampled; 1e-6 in float32, more means a bug
+    entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
 
-Run
-    python algos/online_dpo.py                                                      the embedded model learns countdown
-    python algos/online_dpo.py --task sort --max-steps 16                           the small task of the tests
-    python algos/online_dpo.py --xpo-alpha 1e-3                                     XPO
-    python algos/online_dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --dynamic-sampling
-                                                                                    a real model, on a GPU
-    python algos/online_dpo.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy --num-prompts 128 \
-        --learning-rate 5e-7 --warmup-steps 150 --temperature 0.9
-                                                                                    the paper's hyper-parameters
-
-Expect
-    The default run: held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8 0.42 to greedy 0.51, pass@1 0.43,
-    pass@8 0.66 (seed 1, 128 prompts), in about 1.5 minutes on one thread of a CPU. Most of it comes in the first 20
-    steps (0.52, 0.35, 0.78); from then on it is sharpening. --num-prompts 256, in twice the time: 0.55, 0.47, 0.67.
-    GRPO gets to 0.52, 0.48, 0.66 there, with as many completions as the latter.
-    --task sort --max-steps 16: greedy 0.23 to 0.99, pass@1 0.41 to 0.94, pass@8 0.91 to 1.00, in about 12 seconds.
-    --loss ipo: 1.00, 0.95, 1.00. --xpo-alpha 1e-3: 0.90, 0.77, 0.98, for half of the completions are those of the
-    reference, which explores nothing that sort needs; 1e-2: 0.66, 0.56, 0.84. A real model: not measured.
+Differences
+    - Rewards rank: functions, reward models or the task's score stand where OAIF asks a language model. How far apart
+      they are does not count.
+    - Two completions a prompt by default. More are G/2 disjoint pairs. open-instruct compares the best of G with the
+      worst.
+    - Pairs without a rank (equal rewards, or None from all functions) give no gradient, but count in L's denominator.
+      accuracy and margin leave them out. TRL prefers the first of equal ones, which is noise with the weight of a
+      preference, and takes unknown rewards for 0. XPO's term counts every pair, as in the paper.
+    - The reference stays the starting policy. One optimizer step on each batch. XPO's algorithm 1 minimises over all
+      pairs so far, and its guarantee is for that. oat takes one step, too.
+    - Sampling and scoring both divide logits by --temperature. TRL's log-probabilities are those at 1.
+    - TRL's positions count padding. That matters where they are learned, as in GPT-2, and not where they are rotary.
+    - Dropout is off, as in TRL. AdamW, as in TRL; the paper uses Adafactor.
 """
 
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state
-from utils.errors import UserError, check_numbers
-from utils.evaluation import advice, decode, evaluate, show
+from utils.checkpoint import restore, rng_state
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
+from utils.evaluation import advice, decode, evaluate, show_samples
 from utils.lm import (
     TINY_MODEL,
+    Means,
     Samples,
     autocast,
     check_cache,
     completion_logps,
     eos_ids,
     join,
-    load_model,
+    load_policy,
+    load_reference,
     pad_left,
+    resolve_for,
     sample,
     save_model,
+    trained_parameters,
     trained_state,
     without_dropout,
 )
 from utils.rewards import Scored, make_scorer
 from utils.run import Run, RunArgs, main, prepare
-from utils.schedule import learning_rate
+from utils.schedule import set_learning_rate
 from utils.tasks import Task, encode_prompt, load_task, present
 
+NAME, TITLE = "online_dpo", "Online DPO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
     "tiny": dict(learning_rate=1e-4, num_prompts=128, sample_batch_size=512, micro_batch_size=256,
                  max_completion_length=20, precision="float32"),
@@ -126,17 +127,10 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
     "lora": dict(learning_rate=5e-6, num_prompts=64, sample_batch_size=64, micro_batch_size=4,
                  max_completion_length=512, precision="bfloat16"),
 }  # fmt: skip
-RANGES = {  # what numbers must be
-    "at least 1": "max_steps num_prompts sample_batch_size max_completion_length micro_batch_size max_sampling_rounds "
-    "eval_prompts eval_samples",
-    "at least 0": "xpo_alpha warmup_steps weight_decay lora_rank eval_every",
-    "above 0": "beta temperature learning_rate max_grad_norm",
-    "at least 0 and below 1": "adam_beta2",
-}
 
 
 @dataclass
-class Args(RunArgs):
+class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every --keep --resume --track
     model: str = TINY_MODEL
     """folder or hub name of a causal language model"""
     task: str = "countdown"
@@ -148,55 +142,51 @@ class Args(RunArgs):
     hub name (an ensemble's with :mean, :worst-case or :uncertainty=L behind it); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
-    max_steps: int = 100
+    max_steps: PositiveInt = 100
     """steps, each of which samples and updates"""
-    num_prompts: int | None = None
+    num_prompts: PositiveInt | None = None
     """prompts per step"""
-    num_generations: int = 2
+    num_generations: PositiveInt = 2
     """completions per prompt, G, an even number: the first is compared with the second, the third with the fourth"""
-    sample_batch_size: int | None = None
+    sample_batch_size: PositiveInt | None = None
     """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
-    max_completion_length: int | None = None
+    max_completion_length: PositiveInt | None = None
     """new tokens at most"""
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """of sampling and of the policy that is trained"""
-    micro_batch_size: int | None = None
+    micro_batch_size: PositiveInt | None = None
     """completions in one forward and backward pass: an even multiple or divisor of G; changes memory, not the result"""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """what is minimised: DPO's loss or IPO's"""
-    beta: float = 0.1
+    beta: PositiveFloat = 0.1
     """how strongly the policy is held to the reference"""
-    xpo_alpha: float = 0.0
+    xpo_alpha: NonNegativeFloat = 0.0
     """above 0 (XPO): each second completion is the reference's; weight of its log-probability in the loss"""
-    dynamic_sampling: bool = False
-    """replace groups without variance by groups of further prompts"""
-    max_sampling_rounds: int = 4
-    """rounds of sampling per step at most, with --dynamic-sampling"""
-    learning_rate: float | None = None
+    learning_rate: PositiveFloat | None = None
     """peak learning rate of AdamW"""
-    adam_beta2: float = 0.999
+    adam_beta2: Annotated[float, "at least 0 and below 1"] = 0.999
     """second-moment decay of AdamW (the first is 0.9)"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """decay after the warm-up"""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """steps of linear warm-up"""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """decoupled weight decay"""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """gradients are clipped to this norm"""
     precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
     """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
-    lora_rank: int = 0
+    lora_rank: NonNegativeInt = 0
     """train LoRA adapters of this rank instead of all weights (needs peft)"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     trust_remote_code: bool = False
     """run code that comes with the model, and with models of --reward"""
-    eval_every: int = 20
+    eval_every: NonNegativeInt = 20
     """steps between evaluations; 0: at the start and the end only"""
-    eval_prompts: int = 128
+    eval_prompts: PositiveInt = 128
     """held-out prompts per evaluation"""
-    eval_samples: int = 8
+    eval_samples: PositiveInt = 8
     """sampled answers per held-out prompt"""
 
 
@@ -244,8 +234,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     samples, label = batch.samples, preferences(batch.rewards)
     mask, decided = samples.completion_mask, label.abs()
     tokens = from_policy(mask, args).sum().clamp(min=1)
-    sums = dict.fromkeys(("sampler_gap", "entropy"), torch.zeros((), device=mask.device))
-    log_ratios = []
+    means, log_ratios = Means(tokens), []
     optimizer.zero_grad(set_to_none=True)
     for rows, inputs in micro_batches(batch, args.num_generations, args.micro_batch_size):
         with autocast(model.device, args.precision):
@@ -259,16 +248,14 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
             loss = loss + args.xpo_alpha * (logps * valid).sum(1)[1::2]
         (loss.sum() / len(label)).backward()
         log_ratios.append(log_ratio.detach())
-        with torch.no_grad():
-            gap = (logps - samples.logps[rows, :width]).abs()
-            for name, size in (("sampler_gap", gap), ("entropy", entropy)):
-                sums[name] = sums[name] + from_policy(size * valid, args).sum() / tokens
+        gap = (logps.detach() - samples.logps[rows, :width]).abs()
+        means.add(from_policy(valid, args), sampler_gap=from_policy(gap, args), entropy=from_policy(entropy, args))
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     optimizer.step()
     log_ratio = torch.cat(log_ratios)
     first, second = log_ratio.view(-1, 2).unbind(1)
     margin = (label * (first - second))[decided > 0]
-    return {name: value.item() for name, value in sums.items()} | {
+    return means.read() | {
         "accuracy": ((margin > 0).to(margin.dtype) + (margin == 0) / 2).mean().item(),
         "margin": args.beta * margin.mean().item(),
         "kl": from_policy(log_ratio, args).mean().item(),
@@ -288,46 +275,28 @@ def draw(model, ref_model, prompts: list[list[int]], eos: list[int], generator, 
     if not args.xpo_alpha:
         return some(model, args.num_generations)
     ours = some(model, args.num_generations // 2)
-    if ref_model is None:
-        with model.disable_adapter():
-            theirs = some(model, args.num_generations // 2)
-    else:
-        theirs = some(ref_model, args.num_generations // 2)
+    with nullcontext() if ref_model else model.disable_adapter():
+        theirs = some(ref_model or model, args.num_generations // 2)
     both = join([ours, theirs])
     in_turn = torch.arange(len(both.ended), device=model.device).view(2, -1).T.flatten()
     return Samples(*ours[:2], *(x[in_turn] for x in both[2:]))
 
 
-def collect(model, ref_model, tokenizer, task: Task, score: Callable, first: int, step: int, generator, args: Args):
-    """Samples and scores G completions for each of P prompts, from row `first` of the task on.
-
-    Returns samples, what `score` said, the next row, and the share of groups without variance among all sampled ones.
-    """
-    kept, without_variance, seen = [], [], 0
-    at_once = max(1, args.sample_batch_size // args.num_generations)
-    for _ in range(args.max_sampling_rounds if args.dynamic_sampling else 1):
-        rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
-        first += args.num_prompts
-        prompts = [present(row, tokenizer) for row in rows]
-        tokens = [encode_prompt(prompt, tokenizer) for prompt in prompts]
-        with autocast(model.device, args.precision):
-            samples = join([
-                draw(model, ref_model, tokens[i : i + at_once], eos_ids(model, tokenizer), generator, args)
-                for i in range(0, len(tokens), at_once)
-            ])  # fmt: skip
-        texts, token_lists = decode(samples, tokenizer)
-        repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
-        scored = score(repeated, shown, texts, token_lists, step)
-        flat = zero_std(scored.rewards.view(-1, args.num_generations))
-        seen += len(flat)
-        if not args.dynamic_sampling:
-            return samples, scored, first, flat.float().mean().item()
-        for group in range(len(flat)):
-            (without_variance if flat[group] else kept).append((samples, scored, group))
-        if len(kept) >= args.num_prompts:
-            break
-    samples, scored = merge((kept + without_variance)[: args.num_prompts], args.num_generations)
-    return samples, scored, first, len(without_variance) / seen
+def collect(model, ref_model, tokenizer, task: Task, score: Callable, step: int, generator: torch.Generator,
+            args: Args) -> tuple[Samples, Scored]:  # fmt: skip
+    """Samples and scores G completions for each of the step's P prompts."""
+    first, at_once = (step - 1) * args.num_prompts, max(1, args.sample_batch_size // args.num_generations)
+    rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
+    prompts = [present(row, tokenizer) for row in rows]
+    tokens = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+    with autocast(model.device, args.precision):
+        samples = join([
+            draw(model, ref_model, tokens[i : i + at_once], eos_ids(model, tokenizer), generator, args)
+            for i in range(0, len(tokens), at_once)
+        ])  # fmt: skip
+    texts, token_lists = decode(samples, tokenizer)
+    repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
+    return samples, score(repeated, shown, texts, token_lists, step)
 
 
 def zero_std(groups: Tensor) -> Tensor:
@@ -336,28 +305,13 @@ def zero_std(groups: Tensor) -> Tensor:
     return ~(high > low)
 
 
-def merge(groups: list[tuple[Samples, Scored, int]], size: int) -> tuple[Samples, Scored]:
-    """One Samples and one Scored of the chosen groups. The logged columns of reward functions are those of the last
-    round of sampling, discarded groups included."""
-    parts = [
-        Samples(*(x[g : g + 1] for x in samples[:2]), *(x[g * size : (g + 1) * size] for x in samples[2:]))
-        for samples, _, g in groups
-    ]
-    rewards = torch.cat([scored.rewards[g * size : (g + 1) * size] for _, scored, g in groups])
-    return join(parts), Scored(rewards, groups[-1][1].columns, {})
-
-
 @torch.no_grad()
 def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
     """Log-probabilities (B, T) under the reference: `ref_model`, or the policy without its LoRA adapters."""
     out = torch.zeros_like(batch.samples.logps)
-    with autocast(model.device, args.precision):
+    with autocast(model.device, args.precision), nullcontext() if ref_model else model.disable_adapter():
         for rows, inputs in micro_batches(batch, args.num_generations, args.micro_batch_size):
-            if ref_model is None:
-                with model.disable_adapter():
-                    logps, _ = completion_logps(model, *inputs, args.temperature)
-            else:
-                logps, _ = completion_logps(ref_model, *inputs, args.temperature)
+            logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
             out[rows, : logps.shape[1]] = logps
     return out
 
@@ -376,77 +330,46 @@ def check_groups(args: Args) -> None:
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    check_numbers(args, RANGES)
     task = load_task(args.task, args.prompt_column)
     score = make_scorer(task, args.reward, args.reward_weights, args.max_steps, device, args.trust_remote_code)
-    model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
-                                  args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
+    model, tokenizer = load_policy(args, device)
+    settings = resolve_for(model, args, PRESETS)
     without_dropout(model)
-    size = sum(p.numel() for p in model.parameters())
-    preset = "lora" if args.lora_rank else "tiny" if size < 10e6 else "full"
-    resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
-    for name, value in resolved.items():
-        setattr(args, name, value)
     check_groups(args)
     check_cache(model)
     encode_prompt(present(task.train(0, args.seed), tokenizer), tokenizer)  # prompts that cannot be rendered fail here
-    ref_model = None
-    if not args.lora_rank:
-        ref_model = load_model(args.model, device, args.precision, trust_remote_code=args.trust_remote_code)[0].eval()
-        ref_model.requires_grad_(False)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, betas=(0.9, args.adam_beta2),
+    ref_model = load_reference(args, device)
+    optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
     generator = torch.Generator(device).manual_seed(args.seed)
-    run = Run(args, "online_dpo", task.name, args.max_steps, ("reward", "accuracy", "eval/greedy", "eval/pass@1"),
+    evaluation = partial(evaluate, model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
+                         args.max_completion_length, args.temperature, args.seed,
+                         rows_at_once=args.sample_batch_size, precision=args.precision)  # fmt: skip
+    run = Run(args, NAME, task.name, args.max_steps, ("reward", "accuracy", "eval/greedy", "eval/pass@1"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
-    run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
-    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
-        run.print(
-            "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
-        )
-
-    def evaluation(step: int) -> dict[str, float]:
-        with autocast(device, args.precision):
-            return evaluate(model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
-                            args.max_completion_length, args.temperature, args.seed, step,
-                            args.sample_batch_size)  # fmt: skip
+    run.print(settings)
 
     def state() -> dict:
-        return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "next_row": next_row,
-                "generator": generator.get_state()}  # fmt: skip
+        return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "generator": generator.get_state()}
 
-    step, next_row = 0, 0
-    if run.state is not None:
-        model.load_state_dict(run.state["model"], strict=False)
-        optimizer.load_state_dict(run.state["optimizer"])
-        generator.set_state(run.state["generator"].cpu())
-        step, next_row = run.state["step"], run.state["next_row"]
-    else:
-        run.log(0, **evaluation(0))
+    if run.state is None:
+        run.log(0, **evaluation())
         run.save(0, state())
+    else:
+        restore(run.state, model=model, optimizer=optimizer, generator=generator)
     run.restore_rng()
     model.train()
-    while step < args.max_steps:
-        start, before = time.perf_counter(), (step, state(), rng_state())
-        step += 1
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args.learning_rate, args.lr_schedule, args.warmup_steps, args.max_steps)
+    while run.step < args.max_steps:
+        start, before = time.perf_counter(), (run.step, state(), rng_state())
+        step = run.step + 1
+        rate = set_learning_rate(optimizer, step, args)
 
         # collect
-        try:
-            samples, scored, next_row, frac_zero_std = collect(
-                model, ref_model, tokenizer, task, score, next_row, step, generator, args
-            )
-        except Exception:
-            run.save(*before)  # nothing has been trained in this step: a resumed run repeats it
-            raise
-        sampled = time.perf_counter()
-        due = step == args.max_steps or (args.eval_every and step % args.eval_every == 0)
+        with run.saving(*before):
+            samples, scored = collect(model, ref_model, tokenizer, task, score, step, generator, args)
+        sampled, due = time.perf_counter(), run.due(step, args.eval_every)
         if step == 1 or due:
-            shown = [ids[mask].tolist() for ids, mask in zip(samples.completion_ids[:2], samples.completion_mask[:2])]
-            prompt = samples.prompt_ids[0][samples.prompt_mask[0]].tolist()
-            run.print(show(tokenizer, prompt, shown, scored.rewards.tolist(), scored.extra))
+            run.print(show_samples(tokenizer, samples, scored.rewards.tolist(), scored.extra))
         batch = Batch(samples, scored.rewards.to(device), None)
         batch = batch._replace(ref_logps=reference_logps(model, ref_model, batch, args))
 
@@ -454,33 +377,28 @@ def train(args: Args) -> list[dict]:
         columns = update(model, optimizer, batch, args)
 
         # evaluate
-        lengths = samples.completion_mask.sum(1).float()
+        groups, lengths = batch.rewards.view(-1, args.num_generations), samples.completion_mask.sum(1).float()
         columns |= {
             "reward": from_policy(batch.rewards, args).nanmean().item(),
-            "frac_zero_std": frac_zero_std,
+            "frac_zero_std": zero_std(groups).float().mean().item(),
             "length": from_policy(lengths, args).mean().item(),
             "truncated": 1 - from_policy(samples.ended, args).float().mean().item(),
-            "learning_rate": optimizer.param_groups[0]["lr"],
+            "learning_rate": rate,
             **scored.columns,
             "time/sample": sampled - start,
             "time/step": time.perf_counter() - start,
         }
         columns["time/tokens_per_second"] = lengths.sum().item() / columns["time/step"]
         if due:
-            try:
-                columns |= evaluation(step)
-            except Exception:  # a reward function of the user's: the update is done, only its evaluation is lost
-                run.log(step, **columns)
-                run.save(step, state())
-                raise
+            with run.saving(step, state, columns=columns):
+                columns |= evaluation(step=step)
         run.log(step, **columns)
         if line := advice(run.history):
             run.print(f"step {step}: {line}")
         run.end_step(step, state)
 
-    evals = tuple(name for name in run.history[-1] if name.startswith("eval/"))
-    curves = {"reward": ("reward",), "held-out": evals, "nats from the reference": ("kl",)}
-    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"Online DPO on {task.name}")
+    curves = {"reward": ("reward",), "held-out": ("eval/*",), "nats from the reference": ("kl",)}
+    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {task.name}")
 
 
 if __name__ == "__main__":

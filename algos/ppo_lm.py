@@ -1,107 +1,115 @@
 r"""Proximal Policy Optimization (PPO) for language models.
 
-Parent: grpo.py. Changed: PRESETS, RANGES, Args (num_generations, num_iterations, beta, aggregation; new:
-num_minibatches, critic, critic_learning_rate, vf_coef, clip_value, gamma, gae_lambda, whiten_advantages; gone:
-scale_rewards, mask_truncated_completions, dynamic_sampling, max_sampling_rounds), Batch, update, collect, check_groups,
-train. Gone: advantages, STD_DDOF, STD_EPSILON, merge, zero_std. Added: Critic, token_rewards, gae, whiten, value_loss,
-select, old_values.
-
 Schulman et al. 2017 (arXiv 1707.06347, equations 7 and 9) as in Ziegler et al. 2019, "Fine-Tuning Language Models from
 Human Preferences" (arXiv 1909.08593, section 2) and Stiennon et al. 2020, "Learning to summarize from human feedback"
-(arXiv 2009.01325, section 3.4). Each token is an action; a critic V says what return to expect before it. Maximises
+(arXiv 2009.01325, section 3.4).
+
+Parent: grpo.py. A learned critic says what each token was worth, in place of the other answers of a group.
+
+Each token is an action. A critic V predicts the return before it, and a token is reinforced by how much better things
+went than V predicted. Maximises
 
     J = mean over tokens of  min[ rho_t A_t, clip(rho_t, 1 - eps, 1 + eps_high) A_t ]
                              - c_vf/2 max[ (V_t - R_t)^2, (clip(V_t, V_old,t +- eps_v) - R_t)^2 ]
 
-    rho_t = pi_theta(y_t | x, y_<t) / pi_old(y_t | x, y_<t)
-    r_t   = -beta log(pi_old(y_t | .) / pi_ref(y_t | .)), plus the reward of the completion at its last token
-    A_t   = sum_k (gamma lambda)^k (r_t+k + gamma V_old,t+k+1 - V_old,t+k)    V after the last token is 0; whitened
-    R_t   = A_t + V_old,t, before whitening
+    rho_t   = pi_theta(y_t | x, y_<t) / pi_old(y_t | x, y_<t)    probability ratio, old = as sampled
+    r_t     = -beta log(pi_old(y_t | .) / pi_ref(y_t | .)), plus the reward of the completion at its last token
+    A_t     = sum_k (gamma lambda)^k (r_t+k + gamma V_old,t+k+1 - V_old,t+k)    V after the last token is 0; whitened
+    R_t     = A_t + V_old,t                                      return, before whitening
+    eps, eps_high, eps_v, c_vf   --epsilon, --epsilon-high, --clip-value, --vf-coef
+    beta, gamma, lambda          --beta, --gamma, --gae-lambda
 
 At rho = 1 and gamma 1, without whitening and with a constant denominator, lambda = 1 gives exactly the gradient of
-E[reward] - beta KL(pi_theta || pi_ref), the divergence of whole completions, whatever V is; a smaller lambda does where
-V is the exact value. Whitening and the mean over tokens, both on by default, bend it (tests/test_exact_ppo_lm.py).
-
-Differences
-    - The KL penalty is k1 in the reward, per token, with pi_old, as in the papers; there is no adaptive beta.
-    - --critic separate: a copy of the model with a scalar head that starts at zero. Stiennon et al. start it from the
-      reward model. --critic shared: the head alone, on the policy's own last hidden states (Ziegler et al.).
-    - Whitening subtracts the mean and divides by the unbiased standard deviation over the tokens of the whole batch of
-      completions, before it is cut into minibatches, as in TRL's PPOTrainer, which TRL 1.16 has no more.
-    - Denominators are those of a minibatch, which is one optimizer step, so micro-batches do not change the result.
-      TRL's masked means depend on the split.
-    - A completion without an EOS gets no penalty of its own, and V after it is 0 as after any other.
-    - One gradient norm is clipped over policy and critic. Dropout is off.
-    - pi_old is the sampler's own log-probability, so a difference between sampler and scorer (bfloat16) is corrected.
-    - A sample for which every reward function returns None is left out.
-
-Metrics
-    reward              mean over the batch, without the penalty; rises. reward_std: over the batch
-    reward/task          the task's own score, where --reward is given: falling while reward rises it is over-optimised
-    eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: likeliest answer, a sample, the best of eight. pass@1
-                        that rises towards a flat greedy is sharpening; greedy that rises may still be
-    explained_variance  of R_t by V_old,t over tokens; rises towards 1, below 0 is worse than a constant
-    grad_norm           before clipping, mean over optimizer steps; steady
-    kl                  nats per completion against the reference (beta > 0 only); grows slowly
-    approx_kl           k3 of new against old, per token, in the last update epoch; 0.001 to 0.03
-    clip_fraction       share of tokens whose gradient is cut in the last update epoch; below 0.3
-    sampler_gap         mean |log pi_theta - log pi_old| before the first update; 1e-6 in float32, more means a bug
-    entropy             nats per token; falls, should not hit 0. length: tokens. truncated: share without EOS; below 0.9
+E[reward] - beta KL(pi_theta || pi_ref), the divergence of whole completions, whatever V is. A smaller lambda does where
+V is the exact value. Whitening and the mean over tokens, both on by default, bend it.
 
 Run
     python algos/ppo_lm.py                                                          the embedded model learns countdown
-    python algos/ppo_lm.py --task sort --max-steps 40                               the small task of the tests
-    python algos/ppo_lm.py --critic shared --task sort
-    python algos/ppo_lm.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k          a real model, on a GPU
+    python algos/ppo_lm.py --task sort --max-steps 40                               a smaller task
+    python algos/ppo_lm.py --critic shared --task sort                              one model, with a head for the value
     python algos/ppo_lm.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy --num-prompts 512 \
         --num-iterations 4 --num-minibatches 1 --learning-rate 1.5e-5 --critic-learning-rate 1.5e-5 \
         --lr-schedule linear --max-steps 1953
                                                                                     Stiennon et al.'s settings (appendix
                                                                                     B.1, 1.3B model, a million episodes)
+    python algos/ppo_lm.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k          a real model, on a GPU
 
 Expect
-    The default run: held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8 0.42 to greedy 0.55, pass@1 0.50,
-    pass@8 0.70 (seed 1, 128 prompts), nearly all of the greedy gain in the first 20 steps; 12 minutes on one thread of
-    a busy CPU.
+    The default run takes 12 minutes on one thread of a busy CPU. Held-out countdown goes from greedy 0.01, pass@1 0.07,
+    pass@8 0.42 to greedy 0.55, pass@1 0.50, pass@8 0.70 (seed 1, 128 prompts). Nearly all of the greedy gain comes in
+    the first 20 steps. grpo.py gets to 0.52, 0.48, 0.66.
     --task sort --max-steps 16: greedy 0.23 to 0.98, pass@1 0.41 to 0.96 (seed 1), in about a minute on a CPU.
+
+Metrics
+    reward              mean over the batch, without the penalty; rises. reward_std: over the batch
+    reward/task         the task's own score, where --reward is given. It falls while reward rises: over-optimisation
+    eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
+                        pass@1 rises and greedy stays, the policy only sharpens. A rising greedy can be sharpening, too
+    explained_variance  of R_t by V_old,t over tokens; rises towards 1, below 0 is worse than a constant
+    grad_norm           before clipping, mean over optimizer steps; steady
+    kl                  nats per completion against the reference (beta > 0 only); grows slowly
+    approx_kl           k3 of new against old policy per token in the last update epoch; 0.001 to 0.03
+    clip_fraction       share of tokens whose gradient is cut in the last update epoch; below 0.3
+    sampler_gap         mean |log pi_theta - log pi_old| before the first optimizer step; 1e-6 in float32
+    entropy             nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS
+
+Differences
+    - The KL penalty is k1 in the reward, per token, with pi_old, as in the papers. There is no adaptive beta.
+    - --critic separate: a copy of the model with a scalar head that starts at zero. Stiennon et al. start it from the
+      reward model. --critic shared: the head alone, on the policy's own last hidden states (Ziegler et al.).
+    - Whitening is over the tokens of the whole batch, before it is cut into minibatches, as TRL's PPOTrainer did.
+    - A minibatch is one optimizer step, and denominators are those of a minibatch, so micro-batches do not change the
+      result. TRL's masked means depend on the split.
+    - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16).
+    - A completion without EOS gets no penalty of its own, and V after it is 0 as after any other.
+    - Dropout is off, so that the updated policy is the one that sampled.
+    - Sampling and scoring both divide logits by --temperature. There is no top-k or top-p.
+    - A sample whose reward functions all return None is left out.
 """
 
 import copy
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state
-from utils.errors import UserError, check_numbers
-from utils.evaluation import advice, decode, evaluate, show
+from utils.checkpoint import restore, rng_state
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
+from utils.evaluation import advice, decode, evaluate, show_samples
 from utils.lm import (
     TINY_MODEL,
+    Means,
     Samples,
     autocast,
     check_cache,
     completion_logps,
     eos_ids,
     join,
-    load_model,
+    load_policy,
+    load_reference,
     pad_left,
     positions,
+    resolve_for,
     sample,
     save_model,
+    trained_parameters,
     trained_state,
     without_dropout,
 )
-from utils.rewards import make_scorer
+from utils.rewards import Scored, make_scorer
 from utils.run import Run, RunArgs, main, prepare
 from utils.schedule import learning_rate
 from utils.tasks import Task, encode_prompt, load_task, present
 
+NAME, TITLE = "ppo_lm", "PPO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
     "tiny": dict(learning_rate=1e-4, critic_learning_rate=1e-3, adam_beta2=0.999, num_prompts=512,
                  sample_batch_size=512, micro_batch_size=256, max_completion_length=20, precision="float32"),
@@ -110,18 +118,10 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
     "lora": dict(learning_rate=1e-5, critic_learning_rate=1e-5, adam_beta2=0.999, num_prompts=128,
                  sample_batch_size=64, micro_batch_size=4, max_completion_length=512, precision="bfloat16"),
 }  # fmt: skip
-RANGES = {  # what numbers must be
-    "at least 1": "max_steps num_prompts num_generations sample_batch_size max_completion_length micro_batch_size "
-    "num_iterations num_minibatches eval_prompts eval_samples",
-    "at least 0": "beta warmup_steps weight_decay lora_rank eval_every vf_coef",
-    "above 0": "temperature epsilon epsilon_high learning_rate critic_learning_rate max_grad_norm clip_value",
-    "from 0 to 1": "gamma gae_lambda",
-    "at least 0 and below 1": "adam_beta2",
-}
 
 
 @dataclass
-class Args(RunArgs):
+class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every --keep --resume --track
     model: str = TINY_MODEL
     """folder or hub name of a causal language model"""
     task: str = "countdown"
@@ -133,72 +133,72 @@ class Args(RunArgs):
     hub name (an ensemble's with :mean, :worst-case or :uncertainty=L behind it); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
-    max_steps: int = 100
+    max_steps: PositiveInt = 100
     """steps, each of which samples and updates"""
-    num_prompts: int | None = None
+    num_prompts: PositiveInt | None = None
     """prompts per step"""
-    num_generations: int = 1
+    num_generations: PositiveInt = 1
     """completions per prompt: G"""
-    sample_batch_size: int | None = None
+    sample_batch_size: PositiveInt | None = None
     """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
-    max_completion_length: int | None = None
+    max_completion_length: PositiveInt | None = None
     """new tokens at most"""
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """of sampling and of the policy that is trained"""
-    micro_batch_size: int | None = None
+    micro_batch_size: PositiveInt | None = None
     """completions in one forward and backward pass: a multiple or a divisor of G; changes memory, not the result"""
-    num_iterations: int = 2
+    num_iterations: PositiveInt = 2
     """update epochs per batch of completions"""
-    num_minibatches: int = 2
+    num_minibatches: PositiveInt = 2
     """optimizer steps per update epoch"""
-    epsilon: float = 0.2
+    epsilon: PositiveFloat = 0.2
     """lower clip of the ratio: 1 - epsilon"""
-    epsilon_high: float | None = None
+    epsilon_high: PositiveFloat | None = None
     """upper clip of the ratio: 1 + epsilon_high; None: epsilon"""
-    beta: float = 0.05
+    beta: NonNegativeFloat = 0.05
     """weight of the KL penalty in the reward; 0 loads no reference model"""
     critic: Literal["separate", "shared"] = "separate"
     """a model of its own for the value, or a head on the policy's hidden states"""
-    critic_learning_rate: float | None = None
+    critic_learning_rate: PositiveFloat | None = None
     """peak learning rate of the critic"""
-    vf_coef: float = 0.1
+    vf_coef: NonNegativeFloat = 0.1
     """weight of the value loss: c_vf"""
-    clip_value: float = 0.2
+    clip_value: PositiveFloat = 0.2
     """clip of the change of the value: eps_v"""
-    gamma: float = 1.0
+    gamma: UnitInterval = 1.0
     """discount"""
-    gae_lambda: float = 0.95
+    gae_lambda: UnitInterval = 0.95
     """lambda of the advantages"""
     whiten_advantages: bool = True
     """bring the advantages of the batch's tokens to mean 0 and standard deviation 1"""
     aggregation: Literal["token", "constant"] = "token"
     """mean over a minibatch's tokens; sum over its number of completions * max_completion_length"""
-    learning_rate: float | None = None
-    """peak learning rate of AdamW"""
-    adam_beta2: float | None = None
+    learning_rate: PositiveFloat | None = None
+    """peak learning rate of the policy"""
+    adam_beta2: Annotated[float, "at least 0 and below 1"] | None = None
     """second-moment decay of AdamW (the first is 0.9)"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """decay after the warm-up"""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """steps of linear warm-up"""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """decoupled weight decay"""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """gradients are clipped to this norm"""
     precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
     """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
-    lora_rank: int = 0
+    lora_rank: NonNegativeInt = 0
     """train LoRA adapters of this rank instead of all the policy's weights (needs peft); a separate critic is trained
     in full"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     trust_remote_code: bool = False
     """run code that comes with the model, and with models of --reward"""
-    eval_every: int = 20
+    eval_every: NonNegativeInt = 20
     """steps between evaluations; 0: at the start and the end only"""
-    eval_prompts: int = 128
+    eval_prompts: PositiveInt = 128
     """held-out prompts per evaluation"""
-    eval_samples: int = 8
+    eval_samples: PositiveInt = 8
     """sampled answers per held-out prompt"""
 
 
@@ -276,7 +276,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) -> Tensor:
     """What each token's loss counts in the step's loss: the denominator over all B rows. (B, T) of 0 and 1 -> (B, T).
 
-    sequence: 1 / (B T_i) (DeepSeekMath); token: 1 / sum T_i (DAPO); constant: 1 / (B L_max) (Dr. GRPO).
+    token: 1 / sum of all T_i. constant: 1 / (B L_max), with which lambda = 1 and no whitening give the policy gradient.
     """
     if aggregation == "sequence":
         return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))
@@ -294,8 +294,7 @@ def policy_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, low: float
 
 
 def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Estimate of KL(pi_theta || pi_ref) at tokens of pi_theta: non-negative, unbiased in value. arXiv 2402.03300,
-    equation 4."""
+    """Estimate of KL(pi_theta || pi_ref) at tokens of pi_theta: non-negative, unbiased in value. A metric here."""
     difference = ref_logps - logps
     return difference.exp() - difference - 1
 
@@ -327,12 +326,15 @@ def update(model, critic, optimizer, batch: Batch, generator: torch.Generator, a
         advantages = whiten(advantages, known)
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    prompts, metrics, norms = len(batch.samples.prompt_ids), {}, []
+    tokens = known.sum().clamp(min=1)
+    prompts, norms = len(batch.samples.prompt_ids), []
     for _ in range(args.num_iterations):
-        sums = dict.fromkeys(("clip_fraction", "approx_kl", "entropy"), torch.zeros((), device=known.device))
+        means = Means(tokens)
         for part in torch.randperm(prompts, generator=generator, device=known.device).chunk(args.num_minibatches):
             minibatch, chosen = select(batch, part, args.num_generations)
-            mask, gap = known[chosen], 0.0
+            mask = known[chosen]
+            if not norms:
+                first = Means(mask.sum().clamp(min=1))
             weights = token_weights(mask.to(returns.dtype), args.aggregation, args.max_completion_length)
             optimizer.zero_grad(set_to_none=True)
             for rows, inputs in micro_batches(minibatch, args.num_generations, args.micro_batch_size):
@@ -344,27 +346,24 @@ def update(model, critic, optimizer, batch: Batch, generator: torch.Generator, a
                 loss, clipped = policy_loss(logps, old_logps, advantages[here, :width], args.epsilon, high)
                 errors = value_loss(values, batch.values[here, :width], returns[here, :width], args.clip_value)
                 ((loss + args.vf_coef * errors) * weights[rows, :width]).sum().backward()
-                with torch.no_grad():
-                    sizes = {"clip_fraction": clipped, "approx_kl": k3(old_logps, logps), "entropy": entropy}
-                    for name, size in sizes.items():
-                        sums[name] = sums[name] + (size * valid).sum() / known.sum().clamp(min=1)
-                    gap = gap + ((logps - old_logps).abs() * valid).sum() / mask.sum().clamp(min=1)
-            metrics.setdefault("sampler_gap", gap.item())
+                logps = logps.detach()
+                means.add(valid, clip_fraction=clipped, approx_kl=k3(old_logps, logps), entropy=entropy)
+                if not norms:
+                    first.add(valid, sampler_gap=(logps - old_logps).abs())
             norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm))
             optimizer.step()
+    unexplained = (returns - batch.values)[known].var() / returns[known].var().clamp(min=1e-12)
+    metrics = first.read() | means.read()
+    metrics |= {"explained_variance": 1 - unexplained.item(), "grad_norm": torch.stack(norms).mean().item()}
     if batch.ref_logps is not None:
         metrics["kl"] = ((batch.samples.logps - batch.ref_logps) * batch.samples.completion_mask).sum(1).mean().item()
-    unexplained = (returns - batch.values)[known].var() / returns[known].var().clamp(min=1e-12)
-    return metrics | {name: value.item() for name, value in sums.items()} | {
-        "explained_variance": 1 - unexplained.item(), "grad_norm": torch.stack(norms).mean().item()}  # fmt: skip
+    return metrics
 
 
-def collect(model, tokenizer, task: Task, score: Callable, first: int, step: int, generator, args: Args):
-    """Samples and scores G completions for each of P prompts, from row `first` of the task on.
-
-    Returns samples, what `score` said, and the next row.
-    """
-    at_once = max(1, args.sample_batch_size // args.num_generations)
+def collect(model, tokenizer, task: Task, score: Callable, step: int, generator: torch.Generator,
+            args: Args) -> tuple[Samples, Scored]:  # fmt: skip
+    """Samples and scores G completions for each of the step's P prompts."""
+    first, at_once = (step - 1) * args.num_prompts, max(1, args.sample_batch_size // args.num_generations)
     rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
     prompts = [present(row, tokenizer) for row in rows]
     tokens = [encode_prompt(prompt, tokenizer) for prompt in prompts]
@@ -376,7 +375,7 @@ def collect(model, tokenizer, task: Task, score: Callable, first: int, step: int
         ])  # fmt: skip
     texts, token_lists = decode(samples, tokenizer)
     repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
-    return samples, score(repeated, shown, texts, token_lists, step), first + args.num_prompts
+    return samples, score(repeated, shown, texts, token_lists, step)
 
 
 @torch.no_grad()
@@ -393,13 +392,9 @@ def old_values(model, critic: Critic, batch: Batch, args: Args) -> Tensor:
 def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
     """Log-probabilities (B, T) under the reference: `ref_model`, or the policy without its LoRA adapters."""
     out = torch.zeros_like(batch.samples.logps)
-    with autocast(model.device, args.precision):
+    with autocast(model.device, args.precision), nullcontext() if ref_model else model.disable_adapter():
         for rows, inputs in micro_batches(batch, args.num_generations, args.micro_batch_size):
-            if ref_model is None:
-                with model.disable_adapter():
-                    logps, _ = completion_logps(model, *inputs, args.temperature)
-            else:
-                logps, _ = completion_logps(ref_model, *inputs, args.temperature)
+            logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
             out[rows, : logps.shape[1]] = logps
     return out
 
@@ -417,78 +412,51 @@ def check_groups(args: Args) -> None:
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    check_numbers(args, RANGES)
     task = load_task(args.task, args.prompt_column)
     score = make_scorer(task, args.reward, args.reward_weights, args.max_steps, device, args.trust_remote_code)
-    model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
-                                  args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
+    model, tokenizer = load_policy(args, device)
+    settings = resolve_for(model, args, PRESETS)
     without_dropout(model)
-    size = sum(p.numel() for p in model.parameters())
-    preset = "lora" if args.lora_rank else "tiny" if size < 10e6 else "full"
-    resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
-    for name, value in resolved.items():
-        setattr(args, name, value)
     check_groups(args)
     check_cache(model)
     encode_prompt(present(task.train(0, args.seed), tokenizer), tokenizer)  # prompts that cannot be rendered fail here
-    ref_model = None
-    if args.beta > 0 and not args.lora_rank:
-        ref_model = load_model(args.model, device, args.precision, trust_remote_code=args.trust_remote_code)[0].eval()
-        ref_model.requires_grad_(False)
+    ref_model = load_reference(args, device) if args.beta > 0 else None
     critic = Critic(model, args.critic == "shared").to(device)
-    parts = [{"params": [p for p in part.parameters() if p.requires_grad]} for part in (model, critic)]
+    parts = [{"params": trained_parameters(part)} for part in (model, critic)]
     optimizer = torch.optim.AdamW(parts, lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
     generator = torch.Generator(device).manual_seed(args.seed)
-    run = Run(args, "ppo_lm", task.name, args.max_steps, ("reward", "eval/greedy", "eval/pass@1", "grad_norm"),
+    evaluation = partial(evaluate, model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
+                         args.max_completion_length, args.temperature, args.seed,
+                         rows_at_once=args.sample_batch_size, precision=args.precision)  # fmt: skip
+    run = Run(args, NAME, task.name, args.max_steps, ("reward", "eval/greedy", "eval/pass@1", "grad_norm"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
-    run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
-    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
-        run.print(
-            "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
-        )
-
-    def evaluation(step: int) -> dict[str, float]:
-        with autocast(device, args.precision):
-            return evaluate(model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
-                            args.max_completion_length, args.temperature, args.seed, step,
-                            args.sample_batch_size)  # fmt: skip
+    run.print(settings)
 
     def state() -> dict:
         return {"model": trained_state(model), "critic": critic.state_dict(), "optimizer": optimizer.state_dict(),
-                "next_row": next_row, "generator": generator.get_state()}  # fmt: skip
+                "generator": generator.get_state()}  # fmt: skip
 
-    step, next_row = 0, 0
-    if run.state is not None:
-        model.load_state_dict(run.state["model"], strict=False)
-        critic.load_state_dict(run.state["critic"])
-        optimizer.load_state_dict(run.state["optimizer"])
-        generator.set_state(run.state["generator"].cpu())
-        step, next_row = run.state["step"], run.state["next_row"]
-    else:
-        run.log(0, **evaluation(0))
+    if run.state is None:
+        run.log(0, **evaluation())
         run.save(0, state())
+    else:
+        restore(run.state, model=model, critic=critic, optimizer=optimizer, generator=generator)
     run.restore_rng()
     model.train()
     critic.train()  # a copy of a model in evaluation mode, in which gradient checkpointing does nothing
-    while step < args.max_steps:
-        start, before = time.perf_counter(), (step, state(), rng_state())
-        step += 1
+    while run.step < args.max_steps:
+        start, before = time.perf_counter(), (run.step, state(), rng_state())
+        step = run.step + 1
         for group, peak in zip(optimizer.param_groups, (args.learning_rate, args.critic_learning_rate)):
             group["lr"] = learning_rate(step, peak, args.lr_schedule, args.warmup_steps, args.max_steps)
 
         # collect
-        try:
-            samples, scored, next_row = collect(model, tokenizer, task, score, next_row, step, generator, args)
-        except Exception:
-            run.save(*before)  # nothing has been trained in this step: a resumed run repeats it
-            raise
-        sampled = time.perf_counter()
-        due = step == args.max_steps or (args.eval_every and step % args.eval_every == 0)
+        with run.saving(*before):
+            samples, scored = collect(model, tokenizer, task, score, step, generator, args)
+        sampled, due = time.perf_counter(), run.due(step, args.eval_every)
         if step == 1 or due:
-            shown = [ids[mask].tolist() for ids, mask in zip(samples.completion_ids[:2], samples.completion_mask[:2])]
-            prompt = samples.prompt_ids[0][samples.prompt_mask[0]].tolist()
-            run.print(show(tokenizer, prompt, shown, scored.rewards.tolist(), scored.extra))
+            run.print(show_samples(tokenizer, samples, scored.rewards.tolist(), scored.extra))
         batch = Batch(samples, scored.rewards.to(device), None, samples.logps)
         batch = batch._replace(values=old_values(model, critic, batch, args))
         if args.beta > 0:
@@ -511,20 +479,15 @@ def train(args: Args) -> list[dict]:
         }
         columns["time/tokens_per_second"] = lengths.sum().item() / columns["time/step"]
         if due:
-            try:
-                columns |= evaluation(step)
-            except Exception:  # a reward function of the user's: the update is done, only its evaluation is lost
-                run.log(step, **columns)
-                run.save(step, state())
-                raise
+            with run.saving(step, state, columns=columns):
+                columns |= evaluation(step=step)
         run.log(step, **columns)
         if line := advice(run.history):
             run.print(f"step {step}: {line}")
         run.end_step(step, state)
 
-    evals = tuple(name for name in run.history[-1] if name.startswith("eval/"))
-    curves = {"reward": ("reward",), "held-out": evals, "explained variance": ("explained_variance",)}
-    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"PPO on {task.name}")
+    curves = {"reward": ("reward",), "held-out": ("eval/*",), "explained variance": ("explained_variance",)}
+    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {task.name}")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ LANGUAGE = (
 OFFLINE = "--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32".split()
 SMALL = {  # runs of about a second
     "grpo": LANGUAGE,
+    "dapo": [*LANGUAGE, "--overlong-buffer", "14"],
     "rloo": LANGUAGE,
     "online_dpo": [*LANGUAGE, "--xpo-alpha", "1e-3"],
     "ppo_lm": LANGUAGE,

@@ -204,7 +204,8 @@ def test_binary_reward_with_population_std(monkeypatch):
 
     Given k successes, E sum_i A_i grad log pi_i = G s grad p (1/p + 1/(1-p)) with s^2 = k/G (1 - k/G).
     """
-    monkeypatch.setattr(grpo, "STD_DDOF", 0)
+    std = torch.Tensor.std
+    monkeypatch.setattr(torch.Tensor, "std", lambda values, correction: std(values, correction=0))
     monkeypatch.setattr(grpo, "STD_EPSILON", 0.0)
     size, expected = 3, np.zeros_like(TABLE)
     for p in range(P):

@@ -15,6 +15,7 @@ from tabular import COMPLETIONS, EOS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, gra
 from tabular import random_table as random_logits
 from test_exact_grpo import OTHER, REWARDS, TABLE, P, close, make_batch, rewards_of
 
+import utils.lm
 from algos import online_dpo
 from utils.errors import UserError
 from utils.lm import TINY_MODEL as TINY
@@ -430,11 +431,6 @@ def test_rewards_that_are_never_known(tmp_path):
         assert not {"reward", "accuracy", "margin"} & row.keys()
 
 
-def test_dynamic_sampling_leaves_no_ties(tmp_path):
-    history = run(tmp_path, dynamic_sampling=True, max_sampling_rounds=20)
-    assert all(row["frac_ties"] == 0.0 < row["frac_zero_std"] for row in history[1:])
-
-
 @pytest.mark.parametrize(
     "settings, words",
     [
@@ -458,8 +454,8 @@ def test_the_reference_stays_where_the_run_began(tmp_path, monkeypatch):
     """Its numbers for the last batch are those of the model that was loaded, with all weights trained and with LoRA;
     with LoRA no second model is loaded."""
     kept, calls = [], []
-    load, update = online_dpo.load_model, online_dpo.update
-    monkeypatch.setattr(online_dpo, "load_model", lambda *a, **k: calls.append(a) or load(*a, **k))
+    load, update = utils.lm.load_model, online_dpo.update
+    monkeypatch.setattr(utils.lm, "load_model", lambda *a, **k: calls.append(a) or load(*a, **k))
 
     def noted(model, optimizer, batch, args):
         kept.append(batch)

@@ -15,7 +15,7 @@ from helpers import SMALL, command_line
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import utils.lm
-from algos import grpo
+from algos import dapo, grpo
 from utils.errors import UserError
 from utils.lm import TINY_MODEL, Samples, completion_logps, eos_ids, load_model, pad_left, sample, without_dropout
 from utils.rewards import make_scorer
@@ -25,7 +25,7 @@ G, T = 4, 6
 PROMPTS = [[5, 6, 7], [4, 8, 9, 10, 11, 12], [3], [13, 5]]
 P, B = len(PROMPTS), len(PROMPTS) * G
 SIZES = [1, 2, 4, 8, 12, B]
-ONLINE = ["grpo", "rloo", "ppo_lm", "online_dpo"]  # scripts that sample
+ONLINE = ["grpo", "dapo", "rloo", "ppo_lm", "online_dpo"]  # scripts that sample
 AGGREGATIONS = ["sequence", "token", "constant"]
 
 
@@ -155,11 +155,12 @@ def test_metrics_do_not_depend_on_micro_batches(case):
 
 
 def test_merged_groups_keep_their_gradient(case):
-    """Groups of two samplings with other widths, put together by merge, give the gradient of the original batch."""
+    """Groups of several samplings with other widths, put together by refill, give the gradient of one batch."""
     model, tolerance = case
     batch = make_batch(model)._replace(ref_logps=None)
     scored = grpo.Scored(batch.rewards, {}, {})
-    samples, merged = grpo.merge([(batch.samples, scored, g) for g in range(P)], G)
+    args = dapo.Args(num_prompts=P, num_generations=G, max_sampling_rounds=P)
+    samples, merged, *_ = dapo.refill(lambda first: (batch.samples, scored), 0, args)
     assert relative(gradient(model, grpo.Batch(samples, merged.rewards, None)), gradient(model, batch)) < tolerance
     parts = []
     for g in range(P):  # each group alone, without the padding that the others caused
@@ -168,8 +169,9 @@ def test_merged_groups_keep_their_gradient(case):
         completions = [x[rows, :right] for x in (s.completion_ids, s.completion_mask, s.logps)]
         prompt = s.prompt_ids[g : g + 1, left:], s.prompt_mask[g : g + 1, left:]
         alone = Samples(*prompt, *completions, s.ended[rows])
-        parts.append((alone, grpo.Scored(batch.rewards[rows], {}, {}), 0))
-    samples, merged = grpo.merge(parts, G)
+        parts.append((alone, grpo.Scored(batch.rewards[rows], {}, {})))
+    samples, merged, *_ = dapo.refill(lambda first: parts.pop(0), 0, args)
+    assert not parts
     assert relative(gradient(model, grpo.Batch(samples, merged.rewards, None)), gradient(model, batch)) < tolerance
 
 
@@ -285,7 +287,8 @@ def test_completions_are_sampled_at_the_temperature_that_scores_them(script):
                        max_completion_length=8, precision="float32")  # fmt: skip
     task, more = load_task("sort"), (None,) if script == "online_dpo" else ()
     score = make_scorer(task, (), (), 1)
-    samples, *_ = module.collect(model, *more, tokenizer, task, score, 0, 1, torch.Generator().manual_seed(0), args)
+    first = (0,) if script == "dapo" else ()
+    samples, _ = module.collect(model, *more, tokenizer, task, score, 1, torch.Generator().manual_seed(0), args, *first)
     logps, _ = completion_logps(model, *samples[:4], 2.0)
     assert (logps - samples.logps).abs().max() < 1e-4
 

@@ -415,19 +415,26 @@ def content(samples: Samples, rewards: Tensor, size: int = 2) -> list:
     return [(prompt, rows[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
 
 
-@every("merge", "groups", "size")
+@every("refill", "more", "first", "args")
 @quick
-@given(st.lists(sampled(), min_size=1, max_size=3), data)
-def test_merged_groups_keep_what_they_hold(merge, rounds, data):
-    """Whatever the widths of the rounds that they come from, and in the order in which they are named."""
-    rewards = [torch.arange(len(s.completion_ids)) + 100.0 * i for i, s in enumerate(rounds)]
-    there = [(i, g) for i, s in enumerate(rounds) for g in range(len(s.prompt_ids))]
-    chosen = data.draw(st.lists(st.sampled_from(there), min_size=1, max_size=5))
-    samples, scored = merge([(rounds[i], Scored(rewards[i], {}, {}), g) for i, g in chosen], 2)
-    held = [content(s, r) for s, r in zip(rounds, rewards)]
-    assert content(samples, scored.rewards) == [held[i][g] for i, g in chosen]
+@given(st.lists(sampled(), min_size=1, max_size=4), data)
+def test_refilled_groups_keep_what_they_hold(refill, rounds, data):
+    """Whatever the widths of the rounds that they come from: in the order of sampling, groups without variance last."""
+    wanted, rewards, varies = data.draw(st.integers(1, 4)), [], []
+    for i, samples in enumerate(rounds):
+        different = torch.tensor([data.draw(st.booleans()) for _ in samples.prompt_ids])
+        rewards.append(torch.stack([different * 1.0, torch.zeros(len(different))], 1).flatten() + 100.0 * i)
+        varies += different.tolist()
+    parts = [(samples, Scored(r, {}, {})) for samples, r in zip(rounds, rewards)]
+    args = SimpleNamespace(num_prompts=wanted, num_generations=2, max_sampling_rounds=len(parts))
+    chosen, scored, seen, following = refill(lambda first: parts[first // wanted], 0, args)
+    used = following // wanted
+    assert torch.equal(seen, torch.cat(rewards[:used]))
+    held = sum([content(s, r) for s, r in zip(rounds[:used], rewards)], [])
+    order = [i for i in range(len(held)) if varies[i]] + [i for i in range(len(held)) if not varies[i]]
+    assert content(chosen, scored.rewards) == [held[i] for i in order[:wanted]]
     whole = join(rounds)
-    assert content(whole, torch.cat(rewards)) == sum(held, [])
+    assert content(whole, torch.cat(rewards)) == sum([content(s, r) for s, r in zip(rounds, rewards)], [])
 
 
 @every("select", "batch", "prompts", "group_size")
@@ -961,7 +968,6 @@ def test_check_numbers(rule, value, optional):
     """None passes; what is not finite never does; the sentence names flag, value and rule. Of a tuple, each number is
     checked."""
     bounds = {
-        "finite": (-math.inf, math.inf, "()"),
         "at least 0": (0, math.inf, "[)"),
         "at least 1": (1, math.inf, "[)"),
         "above 0": (0, math.inf, "()"),

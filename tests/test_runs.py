@@ -309,48 +309,6 @@ def test_bfloat16_trains_float32_weights(finished, tmp_path):
     assert sum(moved) / len(moved) > 0.5
 
 
-@pytest.mark.parametrize("every, rounds", [(2, 2), (4, 4), (0, 5), (1, 1)])
-def test_dynamic_sampling(every, rounds):
-    """Prompts are drawn until there are enough groups with variance, each group with its own rewards; at most
-    --max-sampling-rounds times, and what is missing then is filled with others. Here one prompt in `every` has one."""
-    model, tokenizer = load_model(TINY_MODEL)
-    args = grpo.Args(task="sort", num_prompts=4, num_generations=3, max_completion_length=6, precision="float32",
-                     sample_batch_size=12, dynamic_sampling=True, max_sampling_rounds=5)  # fmt: skip
-    calls = []
-
-    def of_row(ids, i, step_row):
-        varies = every and step_row % every == 0
-        return 100.0 * step_row + (i % 3 if varies else 0) + sum(ids) / 1000 * bool(varies)
-
-    by_tokens = {}
-
-    def score(rows, prompts, texts, completion_ids, step) -> Scored:
-        first = 4 * len(calls)
-        calls.append([row["prompt"] for row in rows[::3]])
-        rewards = [of_row(ids, i, first + i // 3) for i, ids in enumerate(completion_ids)]
-        by_tokens.update({reward: (rows[i]["prompt"], completion_ids[i]) for i, reward in enumerate(rewards) if every})
-        return Scored(torch.tensor(rewards, dtype=torch.float64), {}, {})
-
-    task = load_task("sort")
-    samples, scored, next_row, share = grpo.collect(
-        model, tokenizer, task, score, 8, 1, torch.Generator().manual_seed(1), args
-    )
-    assert (
-        sum(calls, []) == [task.train(i, 1)["prompt"] for i in range(8, 8 + 4 * rounds)] and next_row == 8 + 4 * rounds
-    )
-    varied = 4 * rounds // every if every else 0
-    assert share == pytest.approx(1 - varied / (4 * rounds))
-    groups = scored.rewards.view(4, 3)
-    assert len(samples.prompt_ids) == 4 and len(samples.completion_ids) == 12
-    assert (groups.std(1) > 0).sum() == min(4, varied)
-    for i, reward in enumerate(scored.rewards.tolist()):
-        prompt = tokenizer.decode(samples.prompt_ids[i // 3][samples.prompt_mask[i // 3]])
-        if (group := groups[i // 3]).std() > 0:
-            assert by_tokens[reward] == (prompt, samples.completion_ids[i][samples.completion_mask[i]].tolist())
-        else:
-            assert prompt == task.train(8 + int(group[0] // 100), 1)["prompt"]
-
-
 def test_a_diverged_run_is_seen(tmp_path, monkeypatch, capsys):
     """A number that is not finite is named in the terminal and left out of metrics.jsonl, which stays JSON."""
     update = grpo.update
@@ -370,7 +328,7 @@ def test_sampling_in_parts(monkeypatch):
     task = load_task("sort")
     for limit, prompts in ((11, [2, 2, 1]), (1, [1] * 5), (20, [5])):
         args, parts = grpo.Args(sample_batch_size=limit, **settings), []
-        samples, *_ = grpo.collect(model, tokenizer, task, score, 0, 1, torch.Generator().manual_seed(1), args)
+        samples, _ = grpo.collect(model, tokenizer, task, score, 1, torch.Generator().manual_seed(1), args)
         assert [len(part.prompt_ids) for part in parts] == prompts
         assert len({part.prompt_ids.shape[1] for part in parts}) > 1 or prompts == [5]
         texts = [tokenizer.decode(ids[mask]) for ids, mask in zip(samples.prompt_ids, samples.prompt_mask)]

@@ -1,0 +1,466 @@
+r"""Decoupled Clip and Dynamic sAmpling Policy Optimization (DAPO).
+
+Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv 2503.14476, section 3,
+equations 8 and 13).
+
+Parent: grpo.py. Groups that teach nothing are replaced by further ones, and answers near the length limit lose reward.
+
+A group whose rewards are all equal has no advantage, so prompts are drawn until enough groups have different rewards.
+The loss is a mean over all tokens of the batch, the upper clip is wider, there is no KL penalty, and reward falls
+over the last tokens before the length limit. Maximises
+
+    J(theta) = E  1/sum_i T_i  sum_i sum_t min[ rho_it A_i, clip(rho_it, 1 - eps, 1 + eps_high) A_i ]
+               over groups in which not all R_i are equal
+
+    x, y_i   a prompt, and the i-th of G completions that pi_old samples for it, with reward R_i
+    R'_i     = R_i + max(-1, min(0, (L_max - L_cache - T_i) / L_cache))   reward with the overlong penalty
+    A_i      = (R'_i - mean(R'_1..R'_G)) / std(R'_1..R'_G)            advantage, the same for every token of y_i
+    rho_it   = pi_theta(y_it | x, y_i,<t) / pi_old(y_it | x, y_i,<t)  probability ratio
+    T_i      number of tokens of y_i up to and including the first EOS
+    eps, eps_high   --epsilon, --epsilon-high
+    L_max, L_cache  --max-completion-length, --overlong-buffer
+
+What refilling does: groups with equal rewards have no gradient, so leaving them out does not turn the expected gradient
+of a prompt. Without --scale-rewards and with constant denominators it is divided by the share of groups that are kept.
+The gain is a larger batch where answers are mostly all right or all wrong, at the price of more samples.
+
+Run
+    python algos/dapo.py                                                            the embedded model learns countdown
+    python algos/dapo.py --task sort --max-steps 16                                 a smaller task
+    python algos/dapo.py --max-completion-length 14 --overlong-buffer 2             answers must become shorter
+    python algos/dapo.py --model Qwen/Qwen2.5-32B --task prompts.jsonl --reward rewards.py:accuracy \
+        --num-prompts 512 --num-generations 16 --max-completion-length 20480 --overlong-buffer 4096 \
+        --learning-rate 1e-6 --warmup-steps 20
+                                                                                    the paper's hyper-parameters
+                                                                                    (section 4.1)
+    python algos/dapo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
+
+Expect
+    (measured below)
+
+Metrics
+    reward         mean over all completions that were sampled, without the penalty; rises
+    sampled        completions that were sampled in the step. num_prompts * num_generations of them are trained
+    frac_zero_std  share of trained groups with equal rewards: 0 unless --max-sampling-rounds were not enough
+    reward_std     mean within the trained groups
+    overlong_penalty  mean over the trained completions; towards 0
+    reward/task    the task's own score, where --reward is given. It falls while reward rises: over-optimisation
+    eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
+                   pass@1 rises and greedy stays, the policy only sharpens. A rising greedy can be sharpening, too
+    grad_norm      before clipping; steady
+    kl             mean k3 (beta > 0 only); grows slowly
+    approx_kl      k3 of new against old policy in the last update epoch; near 0 with one epoch
+    clip_fraction  share of tokens whose gradient is cut; 0 in the first epoch, below 0.3
+    sampler_gap    mean |log pi_theta - log pi_old| in the first epoch; 1e-6 in float32, more means a bug
+    entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
+    length, truncated, entropy describe the trained completions. The loss is not logged: at rho = 1 its value is 0
+    whatever its gradient.
+
+Differences
+    - The paper takes 16 optimizer steps on each batch, here it is one per update epoch. With one epoch rho is 1 and
+      the clip does nothing: give --num-iterations above 1.
+    - The paper samples until the batch is full. Here it is at most --max-sampling-rounds times, and what is missing is
+      filled up with groups of equal rewards.
+    - Groups are judged by their rewards before the penalty: the paper asks for right and wrong answers in each group.
+    - The paper's rewards are 1 and -1. The tasks' own are 1 and 0, against which the penalty weighs twice as much.
+    - The formula divides by the tokens of each group. Here, as in TRL and verl, by those of the whole step.
+    - beta is 0, as in the paper. --beta above 0 adds GRPO's penalty.
+    - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16) and saves
+      a forward pass. TRL recomputes it, or takes rho = 1.
+    - Dropout is off, so that the updated policy is the one that sampled. TRL keeps the model's own.
+    - Sampling and scoring both divide logits by --temperature. There is no top-k or top-p.
+    - --mask-truncated-completions is the paper's overlong filtering. Masked completions still count in their group.
+    - A sample whose reward functions all return None has advantage 0, and does not count in its group's mean and std.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.checkpoint import restore, rng_state
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
+from utils.evaluation import advice, decode, evaluate, show_samples
+from utils.lm import (
+    TINY_MODEL,
+    Means,
+    Samples,
+    autocast,
+    check_cache,
+    completion_logps,
+    eos_ids,
+    join,
+    load_policy,
+    load_reference,
+    pad_left,
+    resolve_for,
+    sample,
+    save_model,
+    trained_parameters,
+    trained_state,
+    without_dropout,
+)
+from utils.rewards import Scored, make_scorer
+from utils.run import Run, RunArgs, main, prepare
+from utils.schedule import set_learning_rate
+from utils.tasks import Task, encode_prompt, load_task, present
+
+NAME, TITLE = "dapo", "DAPO"
+PRESETS = {  # what depends on the model: taken for every argument that is left at None
+    "tiny": dict(learning_rate=1e-4, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=512,
+                 micro_batch_size=256, max_completion_length=20, overlong_buffer=4, precision="float32"),
+    "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=16, num_generations=16, sample_batch_size=64,
+                 micro_batch_size=4, max_completion_length=512, overlong_buffer=102, precision="bfloat16"),
+    "lora": dict(learning_rate=1e-5, adam_beta2=0.999, num_prompts=16, num_generations=16, sample_batch_size=64,
+                 micro_batch_size=4, max_completion_length=512, overlong_buffer=102, precision="bfloat16"),
+}  # fmt: skip
+STD_EPSILON = 1e-4  # the paper names none; 1e-4 as in most code
+
+
+@dataclass
+class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every --keep --resume --track
+    model: str = TINY_MODEL
+    """folder or hub name of a causal language model"""
+    task: str = "countdown"
+    """countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset"""
+    prompt_column: str = "prompt"
+    """column of a dataset with the prompt: text or chat messages"""
+    reward: tuple[str, ...] = ()
+    """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them, and reward models, by folder or
+    hub name (an ensemble's with :mean, :worst-case or :uncertainty=L behind it); none: the task's own score"""
+    reward_weights: tuple[float, ...] = ()
+    """one weight per reward function; none: all 1"""
+    max_steps: PositiveInt = 100
+    """steps, each of which samples and updates"""
+    num_prompts: PositiveInt | None = None
+    """prompts per step"""
+    num_generations: PositiveInt | None = None
+    """completions per prompt: G"""
+    sample_batch_size: PositiveInt | None = None
+    """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
+    max_completion_length: PositiveInt | None = None
+    """new tokens at most"""
+    temperature: PositiveFloat = 1.0
+    """of sampling and of the policy that is trained"""
+    micro_batch_size: PositiveInt | None = None
+    """completions in one forward and backward pass: a multiple or a divisor of G; changes memory, not the result"""
+    num_iterations: PositiveInt = 1
+    """update epochs per batch of completions (mu in the paper)"""
+    epsilon: PositiveFloat = 0.2
+    """lower clip of the ratio: 1 - epsilon"""
+    epsilon_high: PositiveFloat = 0.28
+    """upper clip of the ratio: 1 + epsilon_high"""
+    beta: NonNegativeFloat = 0.0
+    """weight of the KL penalty; 0 loads no reference model"""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """divide advantages by the standard deviation of their group, of the batch, or not"""
+    aggregation: Literal["sequence", "token", "constant"] = "token"
+    """mean over each completion's tokens, then completions; mean over all tokens; sum over B * max_completion_length"""
+    mask_truncated_completions: bool = False
+    """leave completions that were cut off out of the loss"""
+    overlong_buffer: NonNegativeInt | None = None
+    """tokens before the length limit over which the penalty grows from 0 to 1: L_cache; 0: no penalty"""
+    max_sampling_rounds: PositiveInt = 4
+    """rounds of sampling per step at most, of which groups with equal rewards are replaced"""
+    learning_rate: PositiveFloat | None = None
+    """peak learning rate of AdamW"""
+    adam_beta2: Annotated[float, "at least 0 and below 1"] | None = None
+    """second-moment decay of AdamW (the first is 0.9)"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """decay after the warm-up"""
+    warmup_steps: NonNegativeInt = 0
+    """steps of linear warm-up"""
+    weight_decay: NonNegativeFloat = 0.0
+    """decoupled weight decay"""
+    max_grad_norm: PositiveFloat = 1.0
+    """gradients are clipped to this norm"""
+    precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
+    """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
+    lora_rank: NonNegativeInt = 0
+    """train LoRA adapters of this rank instead of all weights (needs peft)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, more time"""
+    trust_remote_code: bool = False
+    """run code that comes with the model, and with models of --reward"""
+    eval_every: NonNegativeInt = 20
+    """steps between evaluations; 0: at the start and the end only"""
+    eval_prompts: PositiveInt = 128
+    """held-out prompts per evaluation"""
+    eval_samples: PositiveInt = 8
+    """sampled answers per held-out prompt"""
+
+
+class Batch(NamedTuple):
+    """What one step learns from. P prompts, G completions of each, B = P * G rows."""
+
+    samples: Samples
+    rewards: Tensor  # (B,) float32, NaN: skipped
+    ref_logps: Tensor | None  # (B, T), None where beta is 0
+
+
+def advantages(rewards: Tensor, scale: str) -> Tensor:
+    """Rewards minus their group's mean, over (std + STD_EPSILON) of the group or batch. (P, G) -> (P, G).
+
+    NaN rewards are left out of means and deviations and get 0; so do all of a group of equal ones, whose mean may be
+    rounded. DeepSeekMath section 4.1.2; "none": arXiv 2503.20783.
+    """
+
+    def std(values: Tensor) -> Tensor:
+        known = values[~values.isnan()]
+        # the paper does not say which deviation: the unbiased one here, as in most code
+        return known.std(correction=1) if len(known) > 1 else values.new_zeros(())
+
+    centred = rewards - rewards.nanmean(1, keepdim=True)
+    if scale == "group":
+        centred = centred / (torch.stack([std(group) for group in rewards])[:, None] + STD_EPSILON)
+    elif scale == "batch":
+        centred = centred / (std(rewards) + STD_EPSILON)
+    return centred.nan_to_num(0.0).masked_fill(zero_std(rewards)[:, None], 0.0)
+
+
+def overlong_penalty(lengths: Tensor, max_completion_length: int, buffer: int) -> Tensor:
+    """What is added to the rewards of long completions: 0, and over the last `buffer` tokens before the limit linearly
+    down to -1. Equation 13. (B,) -> (B,)."""
+    return ((max_completion_length - buffer - lengths) / max(1, buffer)).clamp(-1, 0)
+
+
+def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) -> Tensor:
+    """What each token's loss counts in the step's loss: the denominator over all B rows. (B, T) of 0 and 1 -> (B, T).
+
+    sequence: 1 / (B T_i), the paper's. Biased: at rho = 1, beta = 0 and --scale-rewards none its expected gradient is
+    (G-1)/G E[(R - J) / T grad log pi], which is no policy gradient; scaling by the group's deviation adds a bias too.
+    token: 1 / sum of all T_i of the step, as TRL and verl; equation 8 divides by each group's.
+    constant: 1 / (B L_max), Dr. GRPO. Without scaling it is (G-1) / (G L_max) times the policy gradient.
+    """
+    if aggregation == "sequence":
+        return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))
+    if aggregation == "token":
+        return mask / mask.sum().clamp(min=1)
+    return mask / (len(mask) * max_completion_length)
+
+
+def policy_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Clipped surrogate per token, to be minimised, and where the clip cuts the gradient. arXiv 2402.03300,
+    equation 3, first term. logps, old_logps (B, T), advantages (B, 1) or (B, T) -> (B, T), (B, T) bool."""
+    ratio = (logps - old_logps).exp()
+    unclipped, clipped = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+    return -torch.min(unclipped, clipped), clipped < unclipped
+
+
+def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
+    """Estimate of KL(pi_theta || pi_ref) at tokens of pi_theta: non-negative, unbiased in value. Its gradient is that
+    of KL(pi_ref || pi_theta) instead. arXiv 2402.03300, equation 4."""
+    difference = ref_logps - logps
+    return difference.exp() - difference - 1
+
+
+def micro_batches(batch: Batch, group_size: int, size: int):
+    """Yields (rows, arguments of completion_logps) of `size` completions each, trimmed to their own longest."""
+    prompt_ids, prompt_mask, ids, mask, _, _ = batch.samples
+    for start in range(0, len(ids), size):
+        rows = slice(start, start + size)
+        prompts = slice(start // group_size, -(-min(start + size, len(ids)) // group_size))
+        left = prompt_mask.shape[1] - int(prompt_mask[prompts].sum(1).max())
+        right = int(mask[rows].sum(1).max())
+        yield rows, (prompt_ids[prompts, left:], prompt_mask[prompts, left:], ids[rows, :right], mask[rows, :right])
+
+
+def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
+    """`num_iterations` optimizer steps on one batch of completions. Returns metrics."""
+    samples, groups = batch.samples, batch.rewards.view(-1, args.num_generations)
+    advantage = advantages(groups, args.scale_rewards).view(-1, 1)
+    mask = samples.completion_mask
+    if args.mask_truncated_completions:
+        mask = mask & samples.ended[:, None]
+    weights = token_weights(mask.to(samples.logps.dtype), args.aggregation, args.max_completion_length)
+    tokens = mask.sum().clamp(min=1)
+    first = Means(tokens)
+    for epoch in range(args.num_iterations):
+        means = Means(tokens)
+        optimizer.zero_grad(set_to_none=True)
+        for rows, inputs in micro_batches(batch, args.num_generations, args.micro_batch_size):
+            with autocast(model.device, args.precision):
+                logps, entropy = completion_logps(model, *inputs, args.temperature)
+            width = logps.shape[1]
+            old_logps, valid = samples.logps[rows, :width], mask[rows, :width]
+            loss, clipped = policy_loss(logps, old_logps, advantage[rows], args.epsilon, args.epsilon_high)
+            if batch.ref_logps is not None:
+                kl = k3(logps, batch.ref_logps[rows, :width])
+                loss = loss + args.beta * kl
+                means.add(valid, kl=kl)
+            (loss * weights[rows, :width]).sum().backward()
+            logps = logps.detach()
+            means.add(valid, clip_fraction=clipped, approx_kl=k3(old_logps, logps), entropy=entropy)
+            if epoch == 0:
+                first.add(valid, sampler_gap=(logps - old_logps).abs())
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        optimizer.step()
+    return first.read() | means.read() | {"grad_norm": grad_norm.item()}
+
+
+def collect(model, tokenizer, task: Task, score: Callable, step: int, generator: torch.Generator, args: Args,
+            first: int) -> tuple[Samples, Scored]:  # fmt: skip
+    """Samples and scores G completions for each of P prompts, from row `first` of the task on."""
+    at_once = max(1, args.sample_batch_size // args.num_generations)
+    rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
+    prompts = [present(row, tokenizer) for row in rows]
+    tokens = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+    with autocast(model.device, args.precision):
+        samples = join([
+            sample(model, *pad_left(tokens[i : i + at_once], model.device), args.num_generations,
+                   args.max_completion_length, eos_ids(model, tokenizer), args.temperature, generator)
+            for i in range(0, len(tokens), at_once)
+        ])  # fmt: skip
+    texts, token_lists = decode(samples, tokenizer)
+    repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
+    return samples, score(repeated, shown, texts, token_lists, step)
+
+
+def refill(more: Callable[[int], tuple[Samples, Scored]], first: int,
+           args: Args) -> tuple[Samples, Scored, Tensor, int]:  # fmt: skip
+    """P groups whose rewards are not all equal (the constraint of equation 8), from as many rounds of P prompts as that
+    takes, at most --max-sampling-rounds. What is missing then is filled up with groups of equal rewards.
+
+    Returns the groups (of reward functions' columns the means over rounds), all rewards that were sampled, and the next
+    row of the task.
+    """
+    rounds, rewards, flat = [], torch.empty(0), torch.empty(0, dtype=torch.bool)
+    while len(rounds) < args.max_sampling_rounds and (~flat).sum() < args.num_prompts:
+        rounds.append(more(first))
+        first += args.num_prompts
+        rewards = torch.cat([scored.rewards for _, scored in rounds])
+        flat = zero_std(rewards.view(-1, args.num_generations))
+    samples = join([samples for samples, _ in rounds])
+    groups = flat.int().argsort(stable=True)[: args.num_prompts]  # in the order of sampling, flat ones last
+    rows = (groups[:, None] * args.num_generations + torch.arange(args.num_generations)).flatten()
+    samples = Samples(*(x[groups] for x in samples[:2]), *(x[rows] for x in samples[2:]))
+    columns = {name: sum(scored.columns[name] for _, scored in rounds) / len(rounds) for name in rounds[0][1].columns}
+    return samples, Scored(rewards[rows], columns, {}), rewards, first
+
+
+def zero_std(groups: Tensor) -> Tensor:
+    """Groups whose known rewards are all equal, or unknown. (P, G) -> (P,) bool."""
+    low, high = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
+    return ~(high > low)
+
+
+@torch.no_grad()
+def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
+    """Log-probabilities (B, T) under the reference: `ref_model`, or the policy without its LoRA adapters."""
+    out = torch.zeros_like(batch.samples.logps)
+    with autocast(model.device, args.precision), nullcontext() if ref_model else model.disable_adapter():
+        for rows, inputs in micro_batches(batch, args.num_generations, args.micro_batch_size):
+            logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
+            out[rows, : logps.shape[1]] = logps
+    return out
+
+
+def check_groups(args: Args) -> None:
+    """Raises UserError for groups that cannot be compared or split."""
+    if args.num_generations < 2:
+        raise UserError("--num-generations must be at least 2: a group of one has no other reward to compare with")
+    if args.micro_batch_size % args.num_generations and args.num_generations % args.micro_batch_size:
+        raise UserError(
+            f"--micro-batch-size {args.micro_batch_size} must be a multiple or a divisor of --num-generations "
+            f"{args.num_generations}"
+        )
+    if args.overlong_buffer > args.max_completion_length:
+        raise UserError(
+            f"--overlong-buffer {args.overlong_buffer} must be at most --max-completion-length "
+            f"{args.max_completion_length}: it is the last part of it"
+        )
+
+
+def train(args: Args) -> list[dict]:
+    device = prepare(args)
+    task = load_task(args.task, args.prompt_column)
+    score = make_scorer(task, args.reward, args.reward_weights, args.max_steps, device, args.trust_remote_code)
+    model, tokenizer = load_policy(args, device)
+    settings = resolve_for(model, args, PRESETS)
+    without_dropout(model)
+    check_groups(args)
+    check_cache(model)
+    encode_prompt(present(task.train(0, args.seed), tokenizer), tokenizer)  # prompts that cannot be rendered fail here
+    ref_model = load_reference(args, device) if args.beta > 0 else None
+    optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
+                                  weight_decay=args.weight_decay, fused=True)  # fmt: skip
+    generator = torch.Generator(device).manual_seed(args.seed)
+    evaluation = partial(evaluate, model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
+                         args.max_completion_length, args.temperature, args.seed,
+                         rows_at_once=args.sample_batch_size, precision=args.precision)  # fmt: skip
+    run = Run(args, NAME, task.name, args.max_steps, ("reward", "eval/greedy", "eval/pass@1", "grad_norm"),
+              schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
+    run.print(settings)
+
+    def state() -> dict:
+        return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "next_row": next_row,
+                "generator": generator.get_state()}  # fmt: skip
+
+    next_row = 0
+    if run.state is None:
+        run.log(0, **evaluation())
+        run.save(0, state())
+    else:
+        restore(run.state, model=model, optimizer=optimizer, generator=generator)
+        next_row = run.state["next_row"]
+    run.restore_rng()
+    model.train()
+    while run.step < args.max_steps:
+        start, before = time.perf_counter(), (run.step, state(), rng_state())
+        step = run.step + 1
+        rate = set_learning_rate(optimizer, step, args)
+
+        # collect
+        with run.saving(*before):
+            more = partial(collect, model, tokenizer, task, score, step, generator, args)
+            samples, scored, rewards, next_row = refill(more, next_row, args)
+        sampled, due = time.perf_counter(), run.due(step, args.eval_every)
+        if step == 1 or due:
+            run.print(show_samples(tokenizer, samples, scored.rewards.tolist(), scored.extra))
+        lengths = samples.completion_mask.sum(1).float()
+        penalty = overlong_penalty(lengths, args.max_completion_length, args.overlong_buffer)
+        batch = Batch(samples, scored.rewards.to(device) + penalty, None)
+        if args.beta > 0:
+            batch = batch._replace(ref_logps=reference_logps(model, ref_model, batch, args))
+
+        # update
+        columns = update(model, optimizer, batch, args)
+
+        # evaluate
+        groups = scored.rewards.view(-1, args.num_generations)
+        columns |= {
+            "reward": rewards.nanmean().item(),
+            "reward_std": (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean().item(),
+            "frac_zero_std": zero_std(groups).float().mean().item(),
+            "sampled": len(rewards),
+            "overlong_penalty": penalty.mean().item(),
+            "length": lengths.mean().item(),
+            "truncated": 1 - samples.ended.float().mean().item(),
+            "learning_rate": rate,
+            **scored.columns,
+            "time/sample": sampled - start,
+            "time/step": time.perf_counter() - start,
+        }
+        columns["time/tokens_per_second"] = lengths.sum().item() / columns["time/step"]
+        if due:
+            with run.saving(step, state, columns=columns):
+                columns |= evaluation(step=step)
+        run.log(step, **columns)
+        if line := advice(run.history):
+            run.print(f"step {step}: {line}")
+        run.end_step(step, state)
+
+    curves = {"reward": ("reward",), "held-out": ("eval/*",), "entropy per token": ("entropy",)}
+    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {task.name}")
+
+
+if __name__ == "__main__":
+    main(Args, train)

@@ -1,0 +1,205 @@
+"""What DAPO changes in GRPO: refilled groups, the overlong penalty, and its defaults, by hand and by enumeration."""
+
+import dataclasses
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from tabular import COMPLETIONS, EOS, PROMPTS, TabularLM, gradients, log_probs, probability, random_table
+
+from algos import dapo, grpo
+from utils.errors import UserError
+from utils.lm import Samples, pad_left
+from utils.rewards import Scored
+from utils.tasks import load_task
+
+P, G, L_MAX = len(PROMPTS), 2, 5
+TABLE, OLD = random_table(0), random_table(0) + 0.3 * random_table(1)
+REWARDS = [{c: float((i + p) % 3 == 0) for i, c in enumerate(COMPLETIONS)} for p in range(P)]
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def make_batch(groups, old=TABLE) -> dapo.Batch:
+    """One group of completions per prompt, scored by REWARDS; `old` is the table that sampled."""
+    rows = [(p, c) for p, group in enumerate(groups) for c in group]
+
+    def padded(values):
+        return torch.tensor(np.array([[*v, *[0] * (2 - len(v))] for v in values]))
+
+    samples = Samples(*pad_left(PROMPTS, "cpu"), padded([c for _, c in rows]),
+                      padded([[True] * len(c) for _, c in rows]).bool(), padded([log_probs(old, *row) for row in rows]),
+                      torch.tensor([EOS in c for _, c in rows]))  # fmt: skip
+    return dapo.Batch(samples, torch.tensor([REWARDS[p][c] for p, c in rows]), None)
+
+
+def run_update(batch, module=dapo, **settings) -> tuple[np.ndarray, dict]:
+    """The table's change in one call of update with plain gradient ascent at rate 1; and its metrics."""
+    model = TabularLM(TABLE)
+    args = module.Args(num_generations=G, micro_batch_size=P * G, max_completion_length=L_MAX, precision="float32",
+                       max_grad_norm=1e9, **settings)  # fmt: skip
+    metrics = module.update(model, torch.optim.SGD(model.parameters(), 1.0), batch, args)
+    return model.table.detach().numpy() - TABLE, metrics
+
+
+def own_movement(groups, old=TABLE) -> np.ndarray:
+    """The same in numpy, from equation 8: the mean over all tokens of the batch, clipped at 0.8 and 1.28."""
+    rows = [(p, group, c) for p, group in enumerate(groups) for c in group]
+    result = np.zeros_like(TABLE)
+    for p, group, c in rows:
+        rewards = [REWARDS[p][other] for other in group]
+        advantage = (REWARDS[p][c] - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-4)
+        ratio = np.exp(log_probs(TABLE, p, c) - log_probs(old, p, c))
+        inside = ratio <= 1.28 if advantage > 0 else ratio >= 0.8
+        result += np.einsum("t,tprv->prv", inside * ratio * advantage, gradients(TABLE, p, c))
+    return result / sum(len(c) for _, _, c in rows)
+
+
+def some_batches():
+    """Some pairs of groups with different rewards, which is what is left after refilling."""
+    kept = [[g for g in product(COMPLETIONS, repeat=G) if len({REWARDS[p][c] for c in g}) > 1] for p in range(P)]
+    return list(product(*kept))[::23]
+
+
+def test_the_gradient_is_the_mean_over_all_tokens_of_the_batch(float64):
+    """Also off-policy, where tokens leave the gradient above 1.28 or below 0.8, and only there."""
+    cut = 0
+    for groups in some_batches():
+        np.testing.assert_allclose(run_update(make_batch(groups))[0], own_movement(groups), rtol=0, atol=1e-10)
+        moved, metrics = run_update(make_batch(groups, OLD))
+        np.testing.assert_allclose(moved, own_movement(groups, OLD), rtol=0, atol=1e-10)
+        cut += metrics["clip_fraction"] > 0
+    assert 2 < cut < len(some_batches())
+
+
+def test_it_is_grpo_with_other_settings(float64):
+    """The defaults are token aggregation, a clip at 1.28 and no KL penalty. With them, update is that of grpo.py."""
+    for groups in some_batches()[::4]:
+        ours, our_metrics = run_update(make_batch(groups, OLD))
+        theirs, metrics = run_update(make_batch(groups, OLD), grpo, aggregation="token", epsilon_high=0.28, beta=0.0)
+        assert np.array_equal(ours, theirs) and our_metrics == metrics
+
+
+def test_kept_groups_scale_the_policy_gradient(float64):
+    """Without std and with a constant denominator, the expected gradient over the groups that are kept is the policy
+    gradient times (G - 1) / G / (1 - p^G - (1 - p)^G) / L_max, where p is the prompt's chance of a right answer."""
+    for p in range(P):
+        total = slope = 0.0
+        chance = sum(probability(TABLE, p, c) * REWARDS[p][c] for c in COMPLETIONS)
+        for c in COMPLETIONS:
+            slope = slope + probability(TABLE, p, c) * REWARDS[p][c] * gradients(TABLE, p, c).sum(0)
+        for group in product(COMPLETIONS, repeat=G):
+            groups = [group if q == p else (COMPLETIONS[0],) * G for q in range(P)]  # of the others no gradient
+            batch = make_batch(groups)
+            if not dapo.zero_std(batch.rewards.view(P, G))[p]:
+                weight = math.prod(probability(TABLE, p, c) for c in group)
+                total += weight * P * run_update(batch, aggregation="constant", scale_rewards="none")[0]
+        kept = 1 - chance**G - (1 - chance) ** G
+        np.testing.assert_allclose(total / kept, (G - 1) / G / kept / L_MAX * slope, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "buffer, penalties",
+    [
+        (4, {1: 0, 15: 0, 16: 0, 17: -0.25, 18: -0.5, 19: -0.75, 20: -1, 21: -1}),
+        (1, {19: 0, 20: -1}),
+        (20, {1: -0.05, 10: -0.5, 20: -1}),
+        (0, {1: 0, 20: 0}),
+    ],
+)
+def test_overlong_penalty_by_hand(buffer, penalties):
+    """Equation 13 at its corners, with L_max 20. A buffer of 0 turns it off."""
+    lengths = torch.tensor([float(n) for n in penalties])
+    assert dapo.overlong_penalty(lengths, 20, buffer).tolist() == pytest.approx(list(penalties.values()), abs=1e-6)
+
+
+def fake_rounds(*rounds):
+    """`more` for refill: each round a list of groups of two rewards; the completion of row i of all is (i,)."""
+    calls, rows = [], 0
+    parts = []
+    for groups in rounds:
+        n = len(groups)
+        ids = torch.arange(rows, rows + 2 * n)
+        rows += 2 * n
+        mask = torch.ones(2 * n, 1, dtype=torch.bool)
+        samples = Samples(ids[::2, None] // 2, mask[::2], ids[:, None], mask, -ids[:, None].float(), ids % 3 == 0)
+        parts.append((samples, Scored(torch.tensor(groups).flatten(), {"reward/f": float(len(parts))}, {})))
+    return lambda first: calls.append(first) or parts[len(calls) - 1], calls
+
+
+@pytest.mark.parametrize(
+    "rounds, kept, calls",
+    [
+        ([[[0.0, 1.0], [1.0, 0.0]]], [0, 1], [6]),  # nothing to refill
+        ([[[0.0, 0.0], [1.0, 0.0]], [[1.0, 1.0], [0.0, 1.0]]], [1, 3], [6, 8]),
+        ([[[0.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]], [1, 2], [6, 8]),  # one too many: the first are kept
+        ([[[0.0, 0.0], [1.0, 1.0]], [[1.0, 1.0], [0.0, 1.0]], [[1.0, 1.0], [0.0, 0.0]]], [3, 0], [6, 8, 10]),  # missing
+        ([[[0.0, 0.0], [1.0, 1.0]]] + [[[1.0, 1.0], [0.0, 0.0]]] * 2, [0, 1], [6, 8, 10]),  # none at all
+        ([[[torch.nan, 1.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]], [1, 2], [6, 8]),  # one known reward has no equal
+    ],
+)  # fmt: skip
+def test_refill_by_hand(rounds, kept, calls):
+    """Two groups wanted, at most three rounds, from row 6 on: which groups are kept, and which row is next."""
+    more, asked = fake_rounds(*rounds)
+    args = dapo.Args(num_prompts=2, num_generations=2, max_sampling_rounds=3)
+    samples, scored, rewards, following = dapo.refill(more, 6, args)
+    assert asked == calls and following == calls[-1] + 2
+    assert samples.prompt_ids.flatten().tolist() == kept
+    rows = [2 * group + i for group in kept for i in range(2)]
+    assert samples.completion_ids.flatten().tolist() == rows
+    assert samples.logps.flatten().tolist() == [-row for row in rows]
+    assert samples.ended.tolist() == [row % 3 == 0 for row in rows]
+    everything = torch.tensor(rounds).flatten()
+    assert rewards.equal(everything) or rewards.isnan().any()
+    assert scored.rewards.nan_to_num(9.0).tolist() == everything[rows].nan_to_num(9.0).tolist()
+    assert scored.columns == {"reward/f": (len(rounds) - 1) / 2}  # the mean over rounds
+
+
+def train(folder, **settings) -> list[dict]:
+    defaults = dict(task="sort", num_prompts=4, num_generations=4, sample_batch_size=64, max_steps=3, eval_every=0,
+                    eval_prompts=2, output_dir=str(folder), device="cpu")  # fmt: skip
+    return dapo.train(dapo.Args(**defaults | settings))
+
+
+def test_rows_are_used_once_and_a_resumed_run_goes_on_behind_them(tmp_path, monkeypatch):
+    task, rows = load_task("sort"), []
+    spied = dataclasses.replace(task, train=lambda index, seed: rows.append(index) or task.train(index, seed))
+    monkeypatch.setattr(dapo, "load_task", lambda *_: spied)
+    history = train(tmp_path)
+    assert rows == [0, *range(len(rows) - 1)]  # the first one is looked at before there is a run
+    sampled = [row["sampled"] for row in history[1:]]
+    assert sum(sampled) == 4 * (len(rows) - 1) and max(sampled) > 16  # a round has 16 completions
+    assert all(row["frac_zero_std"] == 0.0 for row, n in zip(history[1:], sampled) if n < 64)
+    following = len(rows) - 1
+    (folder,) = tmp_path.iterdir()
+    rows.clear()
+    train(tmp_path, resume=str(folder), max_steps=4)
+    assert rows[:2] == [0, following]
+
+
+def test_the_penalty_is_learnt_from_but_does_not_count_elsewhere(tmp_path, monkeypatch):
+    """Neither in which groups are replaced nor in the reward that is logged."""
+    update, batches = dapo.update, []
+    monkeypatch.setattr(dapo, "update", lambda model, optimizer, batch, args: batches.append(batch) or
+                        update(model, optimizer, batch, args))  # fmt: skip
+    (tmp_path / "rewards.py").write_text("def equal(completions, **kwargs):\n    return [0.25] * len(completions)\n")
+    history = train(tmp_path / "runs", max_steps=1, reward=(f"{tmp_path / 'rewards.py'}:equal",), overlong_buffer=20,
+                    max_completion_length=20, max_sampling_rounds=2, temperature=3.0)  # fmt: skip
+    lengths = batches[0].samples.completion_mask.sum(1)
+    assert len(set(lengths.tolist())) > 1
+    torch.testing.assert_close(batches[0].rewards, 0.25 - lengths / 20)
+    row = history[1]
+    assert row["reward"] == 0.25 and row["frac_zero_std"] == 1.0 and row["sampled"] == 32 and row["grad_norm"] > 0
+    assert row["overlong_penalty"] == pytest.approx(-(lengths / 20).mean().item())
+
+
+def test_a_buffer_longer_than_the_completion_is_refused(tmp_path):
+    with pytest.raises(UserError, match="--overlong-buffer 21 must be at most --max-completion-length 20"):
+        train(tmp_path, overlong_buffer=21)
