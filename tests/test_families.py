@@ -118,8 +118,8 @@ def test_a_new_script_comes_with_a_spec_and_a_test_that_fails(house):
 
 
 def test_a_change_of_the_root_reaches_the_grandchild(house):
-    replace(house, "root", "import dataclass\n", "import dataclass\nfrom math import pi\n")  # next to NAME and TITLE
-    replace(house, "root", "update(2, args)", "update(2 * pi, args)")
+    replace(house, "root", '"Root"\n', '"Root"\nWIDTH = 8\n')  # beside a line in which all differ
+    replace(house, "root", "update(2, args)", "update(WIDTH, args)")
     replace(house, "root", "The idea.", "Another word.")
     with pytest.raises(SystemExit, match="child.py misses a change of root.py: .* sync root"):
         family.diff(("child",), house)
@@ -127,13 +127,13 @@ def test_a_change_of_the_root_reaches_the_grandchild(house):
     family.sync("root", house)
     assert not family.behind(house)
     for script in ("child", "grandchild"):
-        assert "from math import pi" in text(house, script) and "update(2 * pi, args)" in text(house, script)
+        assert "WIDTH = 8" in text(house, script) and "update(WIDTH, args)" in text(house, script)
         assert "x**2" in text(house, script) and "Another word." not in text(house, script)
         assert family.diff_of(script, house).read_text().splitlines()[2:] == family.drawn(script, house)[1:]
     assert 'NAME, TITLE = "child", "Child"' in text(house, "child")
 
 
-def test_a_conflict_is_named_and_finished_by_drawing_the_diff(house, capsys):
+def test_a_conflict_is_named_and_finished_by_drawing_the_diff(house):
     replace(house, "root", "return args.beta * x  # why", "return args.beta * abs(x)")
     with pytest.raises(SystemExit) as stop:
         family.sync("root", house)
@@ -141,11 +141,13 @@ def test_a_conflict_is_named_and_finished_by_drawing_the_diff(house, capsys):
     assert f"algos/child.py:{number}" in str(stop.value) and "diff child" in str(stop.value)
     with pytest.raises(SystemExit, match="resolve"):
         family.diff(("child",), house)
+    conflict = text(house, "child")
     with pytest.raises(SystemExit, match="resolve"):
         family.sync("root", house)
+    assert text(house, "child") == conflict
     assert "child.py misses a change of root.py" in family.behind(house)[0]
 
-    before, after = re.split("<<<<<<<.*>>>>>>> root.py\n", text(house, "child"), flags=re.DOTALL)
+    before, after = re.split("<<<<<<<.*>>>>>>> root.py\n", conflict, flags=re.DOTALL)
     family.script_of("child", house).write_text(f"{before}    return args.beta * abs(x) ** 2\n{after}")
     replace(house, "root", "The idea.", "Another word.")  # after the merge: the child has yet to get it
     with pytest.raises(SystemExit, match="child.py misses a change of root.py"):
