@@ -31,7 +31,6 @@ Root = Annotated[Path, tyro.conf.Suppress]  # tests give another folder
 CONTEXT = 3  # unchanged lines around a change
 TITLE = re.compile(r'^NAME, TITLE = "(\w+)", "(.+)"\n', re.MULTILINE)
 DOCSTRING = re.compile(r'\Ar?""".*?"""\n', re.DOTALL)  # no syntax tree: a script with conflicts has none
-CONFLICT = re.compile(r"^(<{7}|>{7}) ")
 
 
 def script_of(name: str, root: Path = ROOT) -> Path:
@@ -136,18 +135,18 @@ def store(script: str, root: Path = ROOT) -> str:
     return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def behind(root: Path = ROOT) -> list[str]:
-    """One sentence for each child that misses a change of its parent."""
-    return [
-        f"{child}.py misses a change of {parent}.py: python tests/family.py sync {parent}"
+def behind(root: Path = ROOT) -> dict[str, str]:
+    """Children that miss a change of their parent -> what to say."""
+    return {
+        child: f"{child}.py misses a change of {parent}.py: python tests/family.py sync {parent}"
         for child, parent in families(root).items()
         if record_of(child, root)[0] != hash_of(parent, root)
-    ]
+    }
 
 
 def conflicts_in(child: str, root: Path = ROOT) -> list[str]:
     lines = script_of(child, root).read_text().splitlines()
-    return [f"algos/{child}.py:{number}" for number, line in enumerate(lines, 1) if CONFLICT.match(line)]
+    return [f"algos/{child}.py:{number}" for number, line in enumerate(lines, 1) if line.startswith("<<<<<<< ")]
 
 
 def merge(child: str, parent: str, base: str, root: Path = ROOT) -> bool:
@@ -201,7 +200,9 @@ def sync(parent: tyro.conf.Positional[str], root: Root = ROOT) -> None:
     if not script_of(parent, root).exists():
         raise SystemExit(f"there is no algos/{parent}.py")
     if left := carry(parent, root):
-        raise SystemExit("\n".join([*left, f"descendants of these wait: run sync {parent} again at the end"]))
+        raise SystemExit(
+            "\n".join([*left, f"At the end, run `sync {parent}` again: the children of these scripts still wait."])
+        )
 
 
 def diff(children: tyro.conf.Positional[tuple[str, ...]] = (), root: Root = ROOT) -> None:
@@ -215,7 +216,8 @@ def diff(children: tyro.conf.Positional[tuple[str, ...]] = (), root: Root = ROOT
         new = not diff_of(child, root).exists()
         base, to_finish = (store(known[child], root), None) if new else record_of(child, root)
         write_diff(child, drawn(child, root), to_finish or base, root=root)
-    if missing := behind(root):
+    drawn_now = set(children or known)
+    if missing := [line for child, line in behind(root).items() if drawn_now & {child, known[child]}]:
         raise SystemExit("\n".join(missing))
 
 
