@@ -199,6 +199,8 @@ def sync(parent: tyro.conf.Positional[str], root: Root = ROOT) -> None:
     """Merges a change of PARENT into its children, and on into theirs. Lists conflicts by file and line."""
     if not script_of(parent, root).exists():
         raise SystemExit(f"there is no algos/{parent}.py")
+    if places := conflicts_in(parent, root):
+        raise SystemExit(f"{', '.join(places)}: resolve the conflict first")
     if left := carry(parent, root):
         raise SystemExit(
             "\n".join([*left, f"At the end, run `sync {parent}` again: the children of these scripts still wait."])

@@ -143,9 +143,10 @@ def test_a_conflict_is_named_and_finished_by_drawing_the_diff(house):
     with pytest.raises(SystemExit, match="resolve"):
         family.diff(("child",), house)
     conflict = text(house, "child")
-    with pytest.raises(SystemExit, match="resolve"):
-        family.sync("root", house)
-    assert text(house, "child") == conflict
+    for script in ("root", "child"):
+        with pytest.raises(SystemExit, match="resolve"):
+            family.sync(script, house)
+    assert text(house, "child") == conflict and "abs" not in text(house, "grandchild")
     assert "child.py misses a change of root.py" in family.behind(house)["child"]
 
     before, after = re.split("<<<<<<<.*>>>>>>> root.py\n", conflict, flags=re.DOTALL)
