@@ -23,9 +23,16 @@ PAGE = (ROOT / "algos/README.md").read_text()
 SECTION = PAGE[PAGE.index("## Load a trained agent elsewhere") :]
 PPO, SAC, OFFLINE, DT = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[:4]
 SHORT = "max_episode_steps=40"
-WIDE = ["--env-id", "Pendulum-v1", "--env-kwargs", SHORT, "--learning-rate", "0.1"]  # leads to actions out of bounds
+WIDE = [
+    "--env-id",
+    "Pendulum-v1",
+    "--env-kwargs",
+    SHORT,
+    "--learning-rate",
+    "0.05",
+]  # half of the actions out of bounds
 CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
-    "ppo discrete": (PPO, ppo, []),
+    "ppo discrete": (PPO, ppo, ["--learning-rate", "0.04"]),
     "ppo continuous": (PPO, ppo, WIDE),
     "sac": (SAC, sac, ["--env-kwargs", SHORT]),
     "bc": (OFFLINE, bc, ["--dataset", "DATA"]),
