@@ -1,8 +1,10 @@
 """For every script, settings of a run of a fraction of a second in which its flags act, and how a flag is changed that
 cannot simply be another number or choice. tests/test_flags.py changes one flag at a time.
 
-BASE: script -> settings; those that a script does not have are left out. SPECIAL: flag -> (more settings, changed value, or a list of them); "script flag" goes before
-"flag". Text that begins with @ is a path in the folder that tiny_runs.py fills.
+BASE: script -> settings; those that a script does not have are left out.
+SPECIAL: flag -> (more settings, changed value, or a list of them); "script flag" goes before "flag".
+NOISE: script -> more settings, in which Python's, NumPy's or torch's global generator acts.
+Text that begins with @ is a path in the folder that tiny_runs.py fills.
 """
 
 EXEMPT = {
@@ -90,7 +92,7 @@ SPECIAL = {
     "mask_truncated_completions": ({"max_completion_length": 16}, True),
     "dynamic_sampling": ({"reward": ("@rewards.py:sparse",)}, True),
     "max_sampling_rounds": ({"reward": ("@rewards.py:sparse",), "dynamic_sampling": True}, 1),
-    "lr_schedule": ({"max_steps": 3, "warmup_steps": 0}, ["constant", "cosine"]),  # at step 2 of 2 linear and cosine agree
+    "lr_schedule": ({"max_steps": 3, "warmup_steps": 0}, ["constant", "cosine"]),  # of 2 steps linear and cosine agree
     "warmup_steps": ({}, 2),
     "lora_rank": ({}, 2),
     "max_length": ({}, 14),
@@ -123,7 +125,6 @@ SPECIAL = {
     "weight_decay": ({}, 0.2),
 }  # fmt: skip
 
-# script -> settings in which the global generators act: in a model that draws while it trains, a reward, an environment
 JITTER = dict(model="@jitter", learning_rate=1e-3)
 NOISY_REWARD = JITTER | dict(reward=("@rewards.py:noisy",))
 WALK = dict(env_id="environments:Walk-v0", env_kwargs=("label=noisy",))
