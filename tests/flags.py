@@ -111,6 +111,8 @@ SPECIAL = {
     "dataset": ({}, "@other.hdf5"),
     "target_returns": ({}, (-100.0, -200.0)),
     "target_kl": ({}, 1e-9),
+    "ppo_atari clip_coef": ({"learning_rate": 0.03}, 0.05),
+    "ppo_atari vector": ({"env_id": "ALE/Pong-v5"}, "async"),  # processes have generators of their own
     "clip_vloss": ({"clip_coef": 0.01}, True),
     "log_std_init": ({"env_id": "environments:Walk-v0"}, -1.0),
     "alpha": ({}, 0.5),
@@ -127,11 +129,12 @@ SPECIAL = {
 
 JITTER = dict(model="@jitter", learning_rate=1e-3)
 NOISY_REWARD = JITTER | dict(reward=("@rewards.py:noisy",))
-WALK = dict(env_id="environments:Walk-v0", env_kwargs=("label=noisy",))
+# episodes end before the checkpoint: a resume that only replays the last one draws less
+WALK = dict(env_id="environments:Walk-v0", env_kwargs=("label=noisy", "size=1"))
 NOISE = {
     **dict.fromkeys(("grpo", "rloo", "online_dpo", "ppo_lm"), NOISY_REWARD),
     **dict.fromkeys(("dpo", "simpo", "orpo", "kto", "reward_model", "sft"), JITTER),
     **dict.fromkeys(("ppo", "sac"), WALK),
-    "ppo_atari": {},
+    "ppo_atari": dict(env_kwargs=("max_num_frames_per_episode=40",), total_timesteps=32),
     **dict.fromkeys(("bc", "iql", "dt"), dict(dropout=0.5)),
 }
