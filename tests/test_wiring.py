@@ -1,0 +1,71 @@
+"""Lines that a script needs and whose loss no curve shows, in whole runs of every script that has them."""
+
+from dataclasses import replace
+
+import pytest
+from every_script import NAMES, options
+from flags import BASE, NOISE
+from helpers import assert_same_result, checkpoints, stopped_after
+from tiny_runs import result, same, train
+
+from utils.checkpoint import load_newest
+from utils.evaluation import evaluate
+from utils.lm import TINY_MODEL, load_model
+from utils.tasks import load_task
+
+LANGUAGE = [algo for algo in NAMES if "lora_rank" in options(algo)]
+
+
+@pytest.mark.parametrize("algo", LANGUAGE)
+def test_dropout_of_the_model_is_off(algo):
+    """A model with dropout trains as one without it that has the same weights. sft.py keeps the model's own."""
+    with_dropout = result(algo, BASE[algo] | {"model": "@dropout"})
+    assert same(with_dropout, result(algo, BASE[algo])) == (algo != "sft")
+
+
+@pytest.mark.parametrize("algo", NAMES)
+def test_a_resumed_run_goes_on_with_the_global_generators(algo, tmp_path):
+    """Rewards, environments and models of the user may draw from them: a resumed run equals the uninterrupted one."""
+    assert algo in NOISE, f"tests/flags.py: give {algo} settings in NOISE"
+    settings = BASE[algo] | NOISE[algo] | {"save_every": 1, "keep": 99}
+    train(algo, settings, tmp_path)
+    (reference,) = tmp_path.iterdir()
+    (reference / "curve.png").touch()
+    *_, late, _ = checkpoints(reference)
+    folder = stopped_after(late, reference, tmp_path)
+    states = [load_newest(path / "checkpoints")["rng"] for path in (folder, reference)]
+    assert len({str([state["python"], state["numpy"], state["torch"].tolist()]) for state in states}) == 2, (
+        f"tests/flags.py: no global generator is drawn from after step {late} of {algo}: its settings in NOISE must"
+    )
+    train(algo, settings | {"resume": str(folder)}, tmp_path)
+    assert_same_result(folder, reference)
+
+
+@pytest.mark.parametrize("algo", [algo for algo in LANGUAGE if "max_length" in options(algo)])
+def test_long_completions_are_cut_at_the_end(algo):
+    """What stands beyond --max-length changes nothing; what stands before it does."""
+    task = lambda name: {"task": (name,) if algo == "sft" else name}  # noqa: E731
+    long, other_end, other_start = (
+        result(algo, BASE[algo] | {"max_length": 8} | task(f"@{name}.jsonl"))
+        for name in ("long", "other-end", "other-start")
+    )
+    assert same(long, other_end) and not same(long, other_start)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_the_policy_begins_as_its_reference(average):
+    """Its log-probabilities are averaged or summed as the reference's are, or no log-ratio would be 0 at the start."""
+    ratios = [
+        value
+        for row in result("dpo", BASE["dpo"] | {"average_logps": average}).rows[:2]
+        for name, value in row.items()
+        if name.endswith("logratio")
+    ]
+    assert len(ratios) == 4 and ratios == pytest.approx([0.0] * 4, abs=1e-5)
+
+
+@pytest.mark.parametrize("reward, right", [(0.5, 0.0), (1.0, 1.0)])
+def test_an_answer_with_a_part_of_the_reward_is_not_right(reward, right):
+    task = replace(load_task("sort"), score=lambda *_: {"reward": reward})
+    columns = evaluate(*load_model(TINY_MODEL), task, None, 2, 4, 4, 1.0, 1)
+    assert columns == {"eval/greedy": reward, "eval/pass@1": right, "eval/pass@4": right}

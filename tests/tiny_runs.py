@@ -1,0 +1,186 @@
+"""Runs of a fraction of a second in this process, for tests that train a script with many settings: models, rewards and
+data of their own, and counts of what a run does that its results do not show."""
+
+import atexit
+import dataclasses
+import functools
+import importlib
+import json
+import multiprocessing.process
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import transformers
+from every_script import options
+from helpers import REPO
+from safetensors.torch import load_file
+from small_data import pendulum
+
+from utils import tasks
+
+REWARDS = """
+import random, numpy, torch
+def graded(completions, **_):
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+def sparse(completions, **_):
+    return [float(sum(map(ord, text)) % 5 == 0) for text in completions]
+def noisy(completions, **_):
+    return [random.random() + numpy.random.rand() + torch.rand(()).item() for _ in completions]
+"""
+MODELS = {  # name -> architecture, seed of the weights, settings
+    "model": ("Llama", 0, {}),
+    "other": ("Llama", 1, {}),
+    "dropout": ("Llama", 0, {"attention_dropout": 0.5}),  # the weights of "model"
+    "jitter": ("Mixtral", 0, {"router_jitter_noise": 0.5, "num_local_experts": 2}),  # draws while it trains
+}
+gym.register("Heavy-v0", "gymnasium.envs.classic_control:PendulumEnv", kwargs={"g": 20}, max_episode_steps=40)
+gym.register("NoisyPong-v0", "tiny_runs:noisy_pong")
+
+
+def noisy_pong(**kwargs) -> gym.Env:
+    """Pong whose rewards come from NumPy's global generator."""
+    import ale_py
+
+    class NoisyPong(ale_py.AtariEnv):
+        def step(self, action):
+            obs, _, *rest = super().step(action)
+            return obs, 2 * np.random.normal(), *rest
+
+    return NoisyPong(game="pong", **kwargs)
+
+
+def jsonl(rows: list[dict]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@functools.cache
+def world() -> Path:
+    """The folder of what settings name with @: models, rewards, datasets."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(REPO / "utils" / "tiny_model")
+    for name, (kind, seed, more) in MODELS.items():
+        config = getattr(transformers, f"{kind}Config")(
+            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None,
+            eos_token_id=1, pad_token_id=0, initializer_range=0.2, **more,
+        )  # fmt: skip
+        torch.manual_seed(seed)
+        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "tiny").symlink_to(REPO / "utils" / "tiny_model")
+    (folder / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"S{i}:", "question": f"S{i}{i}:", "completion": f"{i}"} for i in range(10, 30)]
+    (folder / "rows.jsonl").write_text(jsonl(rows))
+    rows = [{"prompt": f"S{i}:", "chosen": f"{i}", "rejected": f"{i + 1}", "margin": i} for i in range(10, 30)]
+    (folder / "margins.jsonl").write_text(jsonl(rows))
+    for name, start, end in ("long", "1234", "5678"), ("other-end", "1234", "9999"), ("other-start", "4321", "5678"):
+        rows = [{"prompt": f"S{i}:", "completion": (one := f"{start}{i % 2}{end}"), "chosen": one,
+                 "rejected": f"0{one}"} for i in range(10, 30)]  # fmt: skip
+        (folder / f"{name}.jsonl").write_text(jsonl(rows))
+    pendulum(folder / "pendulum.hdf5")
+    pendulum(folder / "other.hdf5", length=30)
+    tasks.procedural = functools.cache(tasks.procedural)  # drawing the held-out rows takes longer than such a run
+    return folder
+
+
+class Counts(Counter):
+    """passes: forward passes of modules; recomputed: those of them within a backward pass; compiled: calls of compiled
+    functions; processes: those started. Nothing is really compiled."""
+
+    def __enter__(self):
+        self.backward = 0
+        backward, start = torch.autograd.backward, multiprocessing.process.BaseProcess.start
+
+        def counted(*args, **kwargs):
+            self.backward += 1
+            backward(*args, **kwargs)
+            self.backward -= 1
+
+        def started(process):
+            self["processes"] += 1
+            start(process)
+
+        def passed(*_):
+            self["passes"] += 1
+            self["recomputed"] += self.backward
+
+        self.patches = [
+            mock.patch.object(torch, "compile", self.compile),
+            mock.patch.object(torch.autograd, "backward", counted),
+            mock.patch.object(multiprocessing.process.BaseProcess, "start", started),
+        ]
+        for patch in self.patches:
+            patch.start()
+        self.hook = torch.nn.modules.module.register_module_forward_hook(passed)
+        return self
+
+    def compile(self, function, **_):
+        def compiled(*args):
+            self["compiled"] += 1
+            return function(*args)
+
+        return compiled
+
+    def __exit__(self, *_):
+        self.hook.remove()
+        for patch in self.patches:
+            patch.stop()
+
+
+class Result(NamedTuple):
+    rows: list[dict]
+    """of metrics, without time/* and learning_rate, which only repeats what was asked for"""
+    weights: dict[str, torch.Tensor]
+    args: dict
+    """as the script resolved them"""
+    counts: Counts
+
+
+def same(one: Result, other: Result) -> bool:
+    """Bit for bit."""
+    return (one.rows, one.weights.keys()) == (other.rows, other.weights.keys()) and all(
+        torch.equal(w, other.weights[name]) for name, w in one.weights.items()
+    )
+
+
+def train(algo: str, settings: dict, output_dir: Path) -> tuple[list[dict], dict, Counts]:
+    """The history, the resolved arguments and the counts of a run. Settings that only other scripts know are left out;
+    no curve is drawn."""
+
+    def paths(value):
+        if isinstance(value, tuple):
+            return tuple(map(paths, value))
+        return f"{world()}/{value[1:]}" if isinstance(value, str) and value.startswith("@") else value
+
+    if algo == "ppo_atari":
+        pytest.importorskip("ale_py", reason="not run: ale_py is not installed")
+    module = importlib.import_module(f"algos.{algo}")
+    args = dict(device="cpu", output_dir=str(output_dir), save_every=10**9) | settings
+    args = module.Args(**{name: paths(value) for name, value in args.items() if name in options(algo)})
+    no_curve = mock.patch("matplotlib.pyplot.subplots", lambda *_, **__: (mock.MagicMock(), mock.MagicMock()))
+    with Counts() as counts, no_curve, mock.patch.dict("os.environ", PATH=""):  # nor is git asked for the commit
+        return module.train(args), dataclasses.asdict(args), counts
+
+
+def result(algo: str, settings: dict) -> Result:
+    """Trains; known results are kept."""
+    return result_of(algo, tuple(sorted(settings.items())))
+
+
+@functools.cache
+def result_of(algo: str, settings: tuple) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        history, args, counts = train(algo, dict(settings), Path(folder))
+        rows = [{k: v for k, v in row.items() if k != "learning_rate" and k[:5] != "time/"} for row in history]
+        files = sorted(Path(folder).glob("*/model/**/*.safetensors"))
+        weights = {f"{path.parent.name} {name}": w for path in files for name, w in load_file(path).items()}
+    return Result(rows, weights, args, counts)
