@@ -85,16 +85,21 @@ class Log:
 
     def __init__(self, num_envs: int):
         self.episode, self.length = np.zeros((2, num_envs), int)
-        self.total, self.actions = np.zeros(num_envs), [[] for _ in range(num_envs)]
+        self.total, self.actions = np.zeros(num_envs), [np.array([]) for _ in range(num_envs)]
 
     def begin(self, index: int, episode: int, total: float = 0.0, actions: Sequence[np.ndarray] = ()) -> None:
         self.episode[index], self.total[index] = episode, total
-        self.length[index], self.actions[index] = len(actions), list(actions)
+        self.length[index], self.actions[index] = len(actions), np.array(actions)
 
     def step(self, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> list[tuple[float, int]]:
         """Adds a step that all have taken. Returns (return, length) of the episodes that it ended."""
         for i in np.flatnonzero(self.length <= LONGEST_LOG):
-            self.actions[i].append(actions[i])
+            kept = self.length[i]
+            if kept == len(
+                self.actions[i]
+            ):  # doubles: PPO asks for `state` in every iteration, and a list converts slowly
+                self.actions[i] = np.resize(self.actions[i] if kept else actions, (2 * kept + 8, *actions.shape[1:]))
+            self.actions[i][kept] = actions[i]
         self.total += rewards
         self.length += 1
         ended = np.flatnonzero(done)
@@ -105,10 +110,9 @@ class Log:
 
     def state(self, obs: np.ndarray) -> list[dict]:
         """What `restore_vector` needs of each environment, as weights_only loading accepts it. obs (N, D): the next."""
-        return [
-            {"episode": episode, "total": total, "obs": torch.tensor(first), "actions": torch.tensor(np.array(actions))}
-            for episode, total, first, actions in zip(self.episode.tolist(), self.total.tolist(), obs, self.actions)
-        ]
+        kept = np.minimum(self.length, LONGEST_LOG + 1)
+        return [{"episode": self.episode[i].item(), "total": self.total[i].item(), "obs": torch.tensor(obs[i]),
+                 "actions": torch.tensor(actions[: kept[i]])} for i, actions in enumerate(self.actions)]  # fmt: skip
 
 
 def make_env(
