@@ -1,41 +1,19 @@
 r"""Odds Ratio Preference Optimization (ORPO).
 
-Parent: dpo.py. Changed: PRESETS, RANGES, Args (beta; gone: loss, label_smoothing, dpop_lambda, discopop_tau,
-average_logps, sft_coef), Pair, pair_logps, preference_metrics, update, score_pairs, train (no reference). Gone: LOSSES
-and its functions (dpo_loss, robust_loss, ipo_loss, hinge_loss, apo_zero_loss, apo_down_loss, sppo_hard_loss, dpop_loss,
-nca_loss, exo_loss, discopop_loss), SMOOTHED, check_loss, log_ratios. Added: log_odds, orpo_loss.
+Parent: dpo.py. ORPO compares the odds of two answers in place of log-ratios, beside supervised fine-tuning on one.
 
 Hong, Lee and Thorne 2024, "ORPO: Monolithic Preference Optimization without Reference Model" (arXiv 2403.07691,
-equations 3, 4, 6 and 7). From pairs of a preferred completion y_w and a dispreferred one y_l of a prompt x, minimises
+equations 3, 4, 6 and 7).
+
+Learns from pairs of a preferred and a dispreferred answer. It fine-tunes on the preferred one and at the same time
+pushes the other one down, so one stage of training replaces two and no reference model is needed. Minimises
 
     L(theta) = E_(x, y_w, y_l)  - l(x, y_w) - beta log sigmoid( log odds(x, y_w) - log odds(x, y_l) )
 
-    l(x, y)    = 1/|y| log pi_theta(y | x)       averaged over the tokens of y up to and including the first EOS
-    odds(x, y) = p / (1 - p), p = exp l(x, y)    p is the geometric mean of the tokens' probabilities
-    beta       weight of the second term: the paper's lambda, the authors' --alpha, TRL's beta
-
-The first term is supervised fine-tuning on y_w, the second pushes y_l down while that raises it, so one stage of
-training stands for two, and there is no reference model.
-
-Differences
-    - The negative log-likelihood is that of y_w, averaged over each completion, then over pairs. The authors' code and
-      TRL average over all tokens of the micro-batch, the prompt's among them (the authors' with an option against it).
-    - log(1 - p) is log(-expm1(l)), with l at most minus the smallest step of its number format: a completion that has
-      become certain in float32 would have infinite odds, and NaN for its gradient. TRL's has that NaN.
-    - The learning rate of the authors' Mistral script falls with the inverse square root of the step; appendix C has a
-      cosine for their other models.
-    - AdamW. Dropout is off, as in TRL.
-    - Completions longer than --max-length permits are cut at the end and lose their EOS; their number is printed.
-      Longer prompts are refused. TRL cuts, too.
-    - Means are those of the whole optimizer step, so micro-batches do not change the result.
-
-Metrics
-    accuracy       share of the step's pairs with a larger l for y_w; ties count half; rises
-    margin         mean of log odds(y_w) - log odds(y_l), in nats; rises
-    chosen_logp, rejected_logp   means of l in nats per token: chosen ones rise towards 0, rejected ones fall
-    eval/pair_accuracy, eval/pair_margin   the same on held-out pairs: far below the training ones is overfitting
-    eval/greedy, eval/pass@1, eval/pass@8  as in grpo.py, for the embedded tasks
-    grad_norm      before clipping; falls as chosen completions are learnt
+    x, y_w, y_l   a prompt, its preferred and its dispreferred completion, chosen before training
+    l(x, y) = 1/|y| log pi_theta(y | x)   mean log-probability of the tokens of y up to and including the first EOS
+    odds(x, y) = p / (1 - p)   with p = exp l(x, y), the geometric mean of the tokens' probabilities
+    beta     --beta: weight of the second term; the paper's lambda, the authors' --alpha, TRL's beta
 
 Run
     python algos/orpo.py                                                  the embedded model learns countdown
@@ -48,12 +26,30 @@ Run
     python algos/orpo.py --model ORG/NAME --task pairs.jsonl --lora-rank 32 --gradient-checkpointing
 
 Expect
-    The default run: held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8 0.42 to greedy 0.50, pass@1 0.36,
-    pass@8 0.86 (seed 1, 128 prompts), in half a minute of one CPU core.
-    --task sort --max-steps 40: greedy 0.23 to 1.00, pass@1 0.41 to 0.97, pass@8 0.91 to 1.00, in a quarter of a minute.
-    Here that is the first term's work, because every chosen answer is right: --beta 0, which is supervised fine-tuning
-    on them, gets to 0.51, 0.35, 0.83 on countdown. The second widens the held-out margin, from 1.6 there to 2.0 with
-    the default and 2.4 with --beta 1. A real model: not measured.
+    The default run takes about half a minute on one CPU core. Held-out countdown goes from greedy 0.01, pass@1 0.07,
+    pass@8 0.42 to greedy 0.50, pass@1 0.36, pass@8 0.86 (seed 1, 128 prompts).
+    --task sort --max-steps 40: greedy 0.23 to 1.00, pass@1 0.41 to 0.97, pass@8 0.91 to 1.00, in about 15 seconds.
+    Here the first term does the work, because every chosen answer is right: --beta 0, which is supervised fine-tuning
+    on them, gets to 0.51, 0.35, 0.83 on countdown. The second term widens the held-out margin: 1.6 with --beta 0, 2.0
+    with the default, 2.4 with --beta 1. Real models: not measured.
+
+Metrics
+    accuracy       share of the step's pairs with a larger l for y_w; ties count half; rises
+    margin         mean of log odds(y_w) - log odds(y_l), in nats; rises
+    chosen_logp, rejected_logp   means of l in nats per token: the chosen one rises towards 0, the rejected one falls
+    eval/pair_accuracy, eval/pair_margin   the same on held-out pairs; far below the training ones is overfitting
+    eval/greedy, eval/pass@1, eval/pass@8  as in grpo.py, for the embedded tasks
+    grad_norm      before clipping; falls as chosen completions are learnt
+
+Differences
+    - l is a mean over each completion, and the loss a mean over pairs. The authors' code and TRL average the first term
+      over all tokens of the micro-batch, the prompt's among them (an option of the authors' leaves those out).
+    - The learning rate of the authors' Mistral script falls with the inverse square root of the step; appendix C has a
+      cosine for their other models.
+    - AdamW. Dropout is off, as in TRL.
+    - Completions beyond --max-length are cut at the end and lose their EOS; their number is printed. Prompts beyond it
+      are refused. TRL cuts, too.
+    - Means are those of the whole optimizer step, so micro-batches do not change the result.
 """
 
 import sys
@@ -67,7 +63,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.errors import UserError, check_numbers
+from utils.checkpoint import restore
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from utils.evaluation import evaluate, show
 from utils.lm import (
     TINY_MODEL,
@@ -75,17 +72,19 @@ from utils.lm import (
     check_cache,
     completion_logps,
     eos_ids,
-    load_model,
+    load_policy,
     pad_left,
+    resolve_for,
     save_model,
+    trained_parameters,
     trained_state,
     without_dropout,
 )
-from utils.preferences import encode_pair, load_preferences
+from utils.preferences import Batches, encode_pair, encode_rows, load_preferences
 from utils.run import Run, RunArgs, main, prepare
-from utils.schedule import learning_rate
-from utils.tasks import epochs
+from utils.schedule import set_learning_rate
 
+NAME, TITLE = "orpo", "ORPO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
     "tiny": dict(learning_rate=1e-4, batch_size=64, micro_batch_size=64, max_length=64, precision="float32",
                  eval_max_new_tokens=20, sample_batch_size=512),
@@ -94,59 +93,53 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
     "lora": dict(learning_rate=5e-5, batch_size=32, micro_batch_size=2, max_length=1024, precision="bfloat16",
                  eval_max_new_tokens=512, sample_batch_size=64),
 }  # fmt: skip
-RANGES = {  # what numbers must be
-    "at least 1": "num_pairs max_steps batch_size micro_batch_size max_length eval_prompts eval_samples "
-    "eval_max_new_tokens sample_batch_size",
-    "at least 0": "beta warmup_steps weight_decay lora_rank eval_every",
-    "above 0": "learning_rate max_grad_norm",
-}
 
 
 @dataclass
-class Args(RunArgs):
+class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every --keep --resume --track
     model: str = TINY_MODEL
     """folder or hub name of a causal language model"""
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt (or none), chosen, rejected"""
-    num_pairs: int = 2048
+    num_pairs: PositiveInt = 2048
     """pairs that countdown and sort make for training; a dataset brings its own"""
-    max_steps: int = 100
+    max_steps: PositiveInt = 100
     """optimizer steps"""
-    batch_size: int | None = None
+    batch_size: PositiveInt | None = None
     """pairs in one optimizer step"""
-    micro_batch_size: int | None = None
+    micro_batch_size: PositiveInt | None = None
     """pairs in one forward and backward pass; changes memory, not the result"""
-    max_length: int | None = None
+    max_length: PositiveInt | None = None
     """prompt and completion tokens at most; completions are cut there, and longer prompts refused"""
-    beta: float = 0.1
+    beta: NonNegativeFloat = 0.1
     """weight of the odds ratio beside the likelihood of chosen completions: the paper's lambda"""
-    learning_rate: float | None = None
+    learning_rate: PositiveFloat | None = None
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """decay after the warm-up"""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """steps of linear warm-up"""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """decoupled weight decay"""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """gradients are clipped to this norm"""
     precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
     """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
-    lora_rank: int = 0
+    lora_rank: NonNegativeInt = 0
     """train LoRA adapters of this rank instead of all weights (needs peft)"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     trust_remote_code: bool = False
     """run code that comes with the model"""
-    eval_every: int = 20
+    eval_every: NonNegativeInt = 20
     """steps between evaluations; 0: at the start and the end only"""
-    eval_prompts: int = 128
+    eval_prompts: PositiveInt = 128
     """held-out prompts and pairs per evaluation"""
-    eval_samples: int = 8
+    eval_samples: PositiveInt = 8
     """sampled answers per held-out prompt"""
-    eval_max_new_tokens: int | None = None
+    eval_max_new_tokens: PositiveInt | None = None
     """length limit of answers in evaluation"""
-    sample_batch_size: int | None = None
+    sample_batch_size: PositiveInt | None = None
     """answers sampled at once in evaluation, rounded to whole prompts; limits the cache's memory"""
 
 
@@ -160,7 +153,7 @@ class Pair(NamedTuple):
 
 def log_odds(logps: Tensor) -> Tensor:
     """log(p / (1 - p)) from l = log p, averaged over tokens, (B,). arXiv 2403.07691 equation 4."""
-    logps = logps.clamp(max=-torch.finfo(logps.dtype).eps)  # where p rounds to 1 odds are infinite, their gradient NaN
+    logps = logps.clamp(max=-torch.finfo(logps.dtype).eps)  # at p = 1 the odds are infinite and TRL's gradient is NaN
     return logps - torch.log(-torch.expm1(logps))
 
 
@@ -200,7 +193,8 @@ def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
     logps = []
     optimizer.zero_grad(set_to_none=True)
     for start in range(0, len(batch), args.micro_batch_size):
-        logps.append(pair_logps(model, batch[start : start + args.micro_batch_size], args))
+        pairs = batch[start : start + args.micro_batch_size]
+        logps.append(pair_logps(model, pairs, args))
         loss = orpo_loss(*logps[-1].unbind(1), args)
         (loss.sum() / len(batch)).backward()
         logps[-1] = logps[-1].detach()
@@ -218,101 +212,61 @@ def score_pairs(model, pairs: list[Pair], args: Args) -> Tensor:
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    check_numbers(args, RANGES)
     data = load_preferences(args.task, args.num_pairs, args.seed)
-    model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
-                                  args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
+    model, tokenizer = load_policy(args, device)
+    settings = resolve_for(model, args, PRESETS)
     without_dropout(model)
-    size = sum(p.numel() for p in model.parameters())
-    preset = "lora" if args.lora_rank else "tiny" if size < 10e6 else "full"
-    resolved = {name: value for name, value in PRESETS[preset].items() if getattr(args, name) is None}
-    for name, value in resolved.items():
-        setattr(args, name, value)
     check_cache(model)
-    eos = eos_ids(model, tokenizer)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
-
-    rows, order = data.train + data.heldout[: args.eval_prompts], epochs(range(len(data.train)))
-    heldout = list(range(len(data.train), len(rows)))
-
-    def batch_rows(step: int) -> list[int]:
-        first = (step - 1) * args.batch_size
-        return [order(i, args.seed) for i in range(first, first + args.batch_size)]
-
-    # tokens of every pair that the run will see: those of the first epoch, as far as it comes, and the held-out ones
-    first_epoch, left = [], len(data.train)
-    for step in range(1, args.max_steps + 1):
-        first_epoch.append(batch_rows(step)[:left])
-        left -= len(first_epoch[-1])
-        if left == 0:
-            break
-    pairs, cut, too_long = {}, 0, []
-    for row in [row for some in (heldout, *first_epoch) for row in some]:
-        prompt, *completions = encode_pair(rows[row], tokenizer, eos)
-        if (room := args.max_length - len(prompt)) < 1:
-            too_long.append(len(prompt))
-            continue
-        cut += any(len(completion) > room for completion in completions)
-        pairs[row] = Pair(prompt, *(completion[:room] for completion in completions))
-    if too_long:
-        raise UserError(
-            f"{len(too_long)} prompts have {args.max_length} tokens or more, up to {max(too_long)}: raise --max-length "
-            "above that, or drop them from the dataset"
-        )
-    run = Run(args, "orpo", data.name, args.max_steps, ("accuracy", "margin", "eval/pair_accuracy", "eval/greedy"),
+    optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
+                                  fused=True)  # fmt: skip
+    rows, batches = data.train + data.heldout[: args.eval_prompts], Batches(len(data.train), args.batch_size, args.seed)
+    heldout, first_epoch = list(range(len(data.train), len(rows))), batches.first_epoch(args.max_steps)
+    tokens, cut = encode_rows(rows, [heldout, *first_epoch], encode_pair, tokenizer, eos_ids(model, tokenizer),
+                              args.max_length)  # fmt: skip
+    pairs = {row: Pair(*ids) for row, ids in tokens.items()}
+    run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "eval/pair_accuracy", "eval/greedy"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
-    run.print(f"{size / 1e6:.2f}M parameters, settings for a {preset} model: {resolved}")
+    run.print(settings)
     run.print(f"{len(data.train)} pairs, {len(heldout)} held-out ones; {cut} pairs have a completion cut off")
     shown = pairs[first_epoch[0][0]]
     run.print(show(tokenizer, shown.prompt, [shown.chosen, shown.rejected], [1, 0], {}))
-    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
-        run.print(
-            "warning: bfloat16 weights round small updates away; raise the learning rate or use --precision bfloat16"
-        )
     model.train()
 
     def evaluation() -> dict[str, float]:
         logps = score_pairs(model, [pairs[row] for row in heldout], args)
         columns = {f"eval/pair_{name}": value for name, value in preference_metrics(logps).items()}
         if data.task is not None:
-            with autocast(device, args.precision):
-                columns |= evaluate(model, tokenizer, data.task, None, args.eval_prompts, args.eval_samples,
-                                    args.eval_max_new_tokens, 1.0, args.seed,
-                                    rows_at_once=args.sample_batch_size)  # fmt: skip
+            columns |= evaluate(model, tokenizer, data.task, None, args.eval_prompts, args.eval_samples,
+                                args.eval_max_new_tokens, 1.0, args.seed, rows_at_once=args.sample_batch_size,
+                                precision=args.precision)  # fmt: skip
         return columns
 
     def state() -> dict:
         return {"model": trained_state(model), "optimizer": optimizer.state_dict()}
 
-    step = 0
-    if run.state is not None:
-        model.load_state_dict(run.state["model"], strict=False)
-        optimizer.load_state_dict(run.state["optimizer"])
-        step = run.state["step"]
-    else:
+    if run.state is None:
         run.log(0, **evaluation())
         run.save(0, state())
+    else:
+        restore(run.state, model=model, optimizer=optimizer)
     run.restore_rng()
-    while step < args.max_steps:
-        step, start = step + 1, time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args.learning_rate, args.lr_schedule, args.warmup_steps, args.max_steps)
+    while run.step < args.max_steps:
+        step, start = run.step + 1, time.perf_counter()
+        rate = set_learning_rate(optimizer, step, args)
 
         # update
-        columns = update(model, optimizer, [pairs[row] for row in batch_rows(step)], args)
-        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/step": time.perf_counter() - start}
+        columns = update(model, optimizer, [pairs[row] for row in batches(step)], args)
+        columns |= {"learning_rate": rate, "time/step": time.perf_counter() - start}
 
         # evaluate
-        if step == args.max_steps or (args.eval_every and step % args.eval_every == 0):
+        if run.due(step, args.eval_every):
             columns |= evaluation()
         run.log(step, **columns)
         run.end_step(step, state)
 
-    answers = tuple(name for name in run.history[-1] if name.startswith("eval/") and "pair" not in name)
-    curves = {"pairs ranked right": ("accuracy", "eval/pair_accuracy"), "margin": ("margin", "eval/pair_margin")}
-    curves |= {"held-out accuracy": answers} if answers else {}
-    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"ORPO on {data.name}")
+    curves = {"pairs ranked right": ("accuracy", "eval/pair_accuracy"), "margin": ("margin", "eval/pair_margin"),
+              "held-out accuracy": ("eval/greedy*", "eval/pass*")}  # fmt: skip
+    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {data.name}")
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def test_killed(uninterrupted, tmp_path):
 def test_the_reference_is_not_computed_again(uninterrupted, tmp_path, monkeypatch):
     """A resumed run takes it from its checkpoint: it is still there after --model's folder has changed."""
     folder = stopped_after(2, uninterrupted, tmp_path)
-    load = dpo.load_model
+    load = dpo.load_policy
 
     def changed(*args):
         model, tokenizer = load(*args)
@@ -129,7 +129,7 @@ def test_the_reference_is_not_computed_again(uninterrupted, tmp_path, monkeypatc
                 p.mul_(0.5)
         return model, tokenizer
 
-    monkeypatch.setattr(dpo, "load_model", changed)
+    monkeypatch.setattr(dpo, "load_policy", changed)
     command_line(dpo, "--resume", folder)
     assert_same_result(folder, uninterrupted)
 
@@ -329,7 +329,7 @@ def test_a_child_resumes_from_its_checkpoints(name, step, undisturbed, tmp_path)
 def test_kto_takes_its_references_from_the_checkpoint(undisturbed, tmp_path, monkeypatch):
     """Matched and mismatched ones: they are still there after --model's folder has changed."""
     folder = stopped_after(2, undisturbed("kto"), tmp_path)
-    load = kto.load_model
+    load = kto.load_policy
 
     def changed(*args):
         model, tokenizer = load(*args)
@@ -338,7 +338,7 @@ def test_kto_takes_its_references_from_the_checkpoint(undisturbed, tmp_path, mon
                 p.mul_(0.5)
         return model, tokenizer
 
-    monkeypatch.setattr(kto, "load_model", changed)
+    monkeypatch.setattr(kto, "load_policy", changed)
     command_line(kto, "--resume", folder)
     assert_same_result(folder, undisturbed("kto"))
 

@@ -6,7 +6,7 @@ import pytest
 
 from utils.errors import UserError
 from utils.lm import TINY_MODEL, load_model
-from utils.preferences import as_pair, encode_pair, load_preferences
+from utils.preferences import as_pair, encode_pair, encode_rows, load_preferences
 from utils.tasks import load_task
 
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))
@@ -161,3 +161,17 @@ def test_tokens():
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match="template"):
         encode_pair(dict(prompt="21", chosen="12", rejected="21"), tokenizer, [eos])
+
+
+def test_rows_are_cut_at_their_end():
+    """Prompt and completion together hold max_length tokens. A row counts once as cut, and a wanted row comes once."""
+    rows = [([1], [2, 3, 4], [5]), ([6, 7], [2, 3, 4], [5, 6, 7]), ([9] * 9, [1], [1]), ([1, 2, 3], [4], [5, 6])]
+    encode = lambda row, tokenizer, eos: row  # noqa: E731
+    tokens, cut = encode_rows(rows, [[3], [1, 0], [3]], encode, None, [], 4)
+    assert tokens == {3: ([1, 2, 3], [4], [5]), 1: ([6, 7], [2, 3], [5, 6]), 0: rows[0]} and cut == 2
+
+
+def test_prompts_that_leave_no_room_are_counted():
+    rows = [([1] * length, [2], [3]) for length in (3, 4, 5, 9)]
+    with pytest.raises(UserError, match="2 prompts have 4 tokens or more, up to 5: raise --max-length"):
+        encode_rows(rows, [[0, 1], [2]], lambda row, tokenizer, eos: row, None, [], 4)

@@ -6,7 +6,6 @@ Hypothesis draws the same examples in every run and keeps no database.
 """
 
 import ast
-import dataclasses
 import importlib
 import inspect
 import json
@@ -14,6 +13,7 @@ import math
 import random
 import tempfile
 from collections import Counter
+from dataclasses import make_dataclass
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,13 +35,13 @@ from algos import dpo, dt, iql, ppo, ppo_lm, rloo, sac
 from utils import tasks
 from utils.errors import BOUNDS, UserError, check_numbers
 from utils.evaluation import mean, pass_at_k
-from utils.lm import Samples, join, pad_left, positions, token_logps
+from utils.lm import Means, Samples, join, pad_left, positions, token_logps
 from utils.normalize import RunningMeanStd
 from utils.offline import Dataset
-from utils.preferences import shared_prefix
+from utils.preferences import Batches, shared_prefix
 from utils.replay import ReplayBuffer
 from utils.rewards import Scored, make_scorer
-from utils.run import crosses
+from utils.run import Run, crosses
 from utils.schedule import learning_rate
 from utils.spaces import to_env, to_unit
 
@@ -962,46 +962,80 @@ def test_learning_rates(total, warmup, schedule, base):
     assert rates == pytest.approx([base * learning_rate(i + 1, 1.0, schedule, warmup, total) for i in range(total)])
 
 
-@quick
-@given(st.sampled_from(["finite", *BOUNDS]), st.one_of(st.none(), st.floats(), st.integers(-3, 3)), st.booleans())
-def test_check_numbers(rule, value, optional):
-    """None passes; what is not finite never does; the sentence names flag, value and rule. Of a tuple, each number is
-    checked."""
-    bounds = {
-        "at least 0": (0, math.inf, "[)"),
-        "at least 1": (1, math.inf, "[)"),
-        "above 0": (0, math.inf, "()"),
-        "from 0 to 1": (0, 1, "[]"),
-        "at least 0 and below 1": (0, 1, "[)"),
-        "above 0 and at most 1": (0, 1, "(]"),
-        "above 0 and below 1": (0, 1, "()"),
-    }
-    low, high, ends = bounds[rule]
-    kind = float if rule == "finite" else Annotated[float, rule]
-    single = dataclasses.make_dataclass("Single", [("some_number", kind | None if optional else kind)])(value)
-    several = dataclasses.make_dataclass("Several", [("some_number", tuple[float, ...])])((1.0, value))
-    if value is None or (
-        math.isfinite(value)
-        and (value > low or value == low and ends[0] == "[")
-        and (value < high or value == high and ends[1] == "]")
-    ):
-        check_numbers(single)
-        check_numbers(several)
-    else:
+INTERVALS = {"": (-math.inf, math.inf, "()"), "at least 0": (0, math.inf, "[)"), "at least 1": (1, math.inf, "[)"),
+             "above 0": (0, math.inf, "()"), "from 0 to 1": (0, 1, "[]"), "at least 0 and below 1": (0, 1, "[)"),
+             "above 0 and at most 1": (0, 1, "(]"), "above 0 and below 1": (0, 1, "()")}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["one", "or None", "several"])
+@pytest.mark.parametrize("bound", ["", *BOUNDS])
+def test_check_numbers(bound, kind):
+    """A number that is not finite never passes, and one outside its bound does not either, also where the field may be
+    None or holds several numbers. The sentence names flag, value and bound."""
+    low, high, ends = INTERVALS[bound]
+    hint = Annotated[float, bound] if bound else float
+    hint = {"one": hint, "or None": hint | None, "several": tuple[hint, ...]}[kind]
+    args_class = make_dataclass("Args", [("some_number", hint), ("name", str)])
+    check_numbers(args_class(None, "x"))
+    for number in (-math.inf, -2, -1e-9, 0, 1e-9, 0.5, 1 - 1e-9, 1, 1 + 1e-9, 2, 1e9, math.inf, NAN):
+        value = (number, number) if kind == "several" else number
+        right = low < number < high or number == low and ends[0] == "[" or number == high and ends[1] == "]"
+        if right and math.isfinite(number):
+            check_numbers(args_class(value, "x"))
+            continue
         with pytest.raises(UserError) as error:
-            check_numbers(single)
-        assert f"--some-number is {value}" in str(error.value) and rule in str(error.value)
-        if not math.isfinite(value):
-            with pytest.raises(UserError, match="--some-number is .*finite"):
-                check_numbers(several)
+            check_numbers(args_class(value, "x"))
+        assert f"--some-number is {value}" in str(error.value) and bound in str(error.value)
+        assert math.isfinite(number) or "finite" in str(error.value)
 
 
 @quick
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 25))
 def test_crosses(iterations, every):
-    """Told of every multiple, once for each iteration that passes one or more, whatever the iterations' sizes."""
+    """It tells of every multiple, once for each iteration that passes one or more, whatever the iterations' sizes."""
     before, told = 0, 0
     for size in iterations:
         passed = any(multiple % every == 0 for multiple in range(before + 1, before + size + 1))
         assert crosses(before + size, before, every) == passed
         before, told = before + size, told + passed
+
+
+@quick
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 25))
+def test_due(iterations, every):
+    """Where a multiple is crossed and in the last iteration, which need not be a multiple; never with every 0."""
+    run = SimpleNamespace(step=0, total=sum(iterations))
+    for size in iterations:
+        step = run.step + size
+        assert Run.due(run, step, every) == (step == run.total or every > 0 and crosses(step, run.step, every))
+        run.step = step
+
+
+@quick
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 30), st.integers(0, 3))
+def test_batches(rows, size, steps, seed):
+    """Every epoch takes each row once, in an order of its own. first_epoch has what a run of so many steps sees of the
+    first one, step by step. Any step can be asked for at any time, as a resumed run does."""
+    batches = Batches(rows, size, seed)
+    taken = [row for step in range(1, steps + 1) for row in batches(step)]
+    whole = len(taken) // rows
+    epochs = [taken[i * rows : (i + 1) * rows] for i in range(whole)]
+    assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
+    assert rows < 10 or len({tuple(epoch) for epoch in epochs}) == whole
+    assert Batches(rows, size, seed)(steps) == batches(steps) and len(batches(steps)) == size
+    assert rows < 10 or Batches(rows, rows, seed + 1)(1) != Batches(rows, rows, seed)(1)
+    first = batches.first_epoch(steps)
+    assert sum(first, []) == taken[:rows] and all(first)
+    assert all(batch == batches(step) for step, batch in enumerate(first[:-1], 1))
+
+
+@quick
+@given(tensors(6, 4), hnp.arrays(bool, (6, 4)), st.integers(1, 6))
+def test_means(values, mask, size):
+    """The mean of the values that count, however the step is split."""
+    mask = torch.from_numpy(mask)
+    means = Means(mask.sum().clamp(min=1))
+    for start in range(0, 6, size):
+        means.add(mask[start : start + size], x=values[start : start + size], twice=2 * values[start : start + size])
+    expected = values[mask].mean().item() if mask.any() else 0.0
+    assert means.read() == pytest.approx({"x": expected, "twice": 2 * expected})

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 import utils.evaluation
 import utils.run
 from algos import grpo, online_dpo, ppo_lm, rloo, sft
-from utils.checkpoint import rng_state, set_rng_state
+from utils.checkpoint import restore, rng_state, set_rng_state
 from utils.evaluation import advice, evaluate, show
-from utils.lm import TINY_MODEL, completion_logps, load_model, sample
+from utils.lm import TINY_MODEL, completion_logps, load_model, resolve_for, sample
 from utils.rewards import Scored
-from utils.run import plot
+from utils.run import Run, plot
 from utils.tasks import load_task
 
 
@@ -380,3 +381,59 @@ def test_evaluation_leaves_the_generators_as_they_were():
     set_rng_state(before)
     evaluate(model, tokenizer, noisy, None, 3, 2, 6, 1.0, seed=5)
     assert (random.random(), np.random.random(), torch.rand(()).item()) == expected
+
+
+@pytest.mark.parametrize("size, lora_rank, row", [(9_999_999, 0, "tiny"), (10_000_000, 0, "full"), (9, 4, "lora")])
+@pytest.mark.parametrize("precision", ["bfloat16", "pure-bfloat16"])
+def test_settings_that_depend_on_the_model(size, lora_rank, row, precision):
+    """What was left at None comes from the model's row and is printed; what was given stays."""
+    presets = {name: dict(learning_rate=float(i), batch_size=i) for i, name in enumerate(("tiny", "full", "lora"), 1)}
+    args = SimpleNamespace(learning_rate=None, batch_size=0, lora_rank=lora_rank, precision=precision)
+    text = resolve_for(torch.nn.Linear(size, 1, bias=False, device="meta"), args, presets)
+    assert args.learning_rate == presets[row]["learning_rate"] and args.batch_size == 0
+    assert f"{size / 1e6:.2f}M parameters" in text and f"{row}: {{'learning_rate': {args.learning_rate}}}" in text
+    assert ("warning" in text) == (precision == "pure-bfloat16" and not lora_rank)  # adapters are float32
+
+
+@pytest.mark.parametrize("columns", [None, {"reward": 1.0}])
+def test_what_a_failure_leaves_behind(columns):
+    """Where the user's code raises, the state is saved, after the step's columns if there are any, and the error goes
+    on. Where it does not, nothing is saved."""
+    done = []
+    run = SimpleNamespace(log=lambda step, **c: done.append((step, c)), save=lambda *given: done.append(given))
+    with Run.saving(run, 3, {"weights": 1}, {"python": 2}, columns):
+        pass
+    assert done == []
+    for state in ({"weights": 1}, lambda: {"weights": 1}):
+        with pytest.raises(ZeroDivisionError), Run.saving(run, 3, state, {"python": 2}, columns):
+            raise ZeroDivisionError
+        assert done == [(3, columns)] * bool(columns) + [(3, {"weights": 1}, {"python": 2})]
+        done.clear()
+
+
+def test_restore():
+    """Modules, optimizers and generators, also several under one name, of which some may be missing. Weights that were
+    not saved stay; weights that the model lacks are an error."""
+
+    def parts(seed: int) -> dict:
+        torch.manual_seed(seed)
+        model, second = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=seed)
+        model(torch.ones(2)).backward()
+        optimizer.step()
+        generator = torch.Generator().manual_seed(seed)
+        return {"model": model, "optimizer": optimizer, "generator": generator, "members": (second, None)}
+
+    saved, ours = parts(1), parts(2)
+    bias = ours["model"].bias.item()
+    state = {name: saved[name].state_dict() for name in ("model", "optimizer")}
+    del state["model"]["bias"]
+    state |= {"generator": saved["generator"].get_state(), "members": [saved["members"][0].state_dict()]}
+    restore(state, **ours)
+    assert torch.equal(ours["model"].weight, saved["model"].weight) and ours["model"].bias.item() == bias
+    assert torch.equal(ours["members"][0].weight, saved["members"][0].weight)
+    assert ours["optimizer"].param_groups[0]["lr"] == 1 and ours["generator"].initial_seed() == 1
+    with pytest.raises(AssertionError, match="unknown"):
+        restore({"model": {"unknown": torch.ones(1)}}, model=ours["model"])
+    with pytest.raises(ValueError):
+        restore({"members": []}, members=ours["members"])

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from algos import sft
 from utils.errors import UserError
 from utils.lm import TINY_MODEL, load_model
-from utils.tasks import load_task
+from utils.tasks import encode_row, load_task
 
 CHAT = (
     "{% for m in messages %}{{ 'C' if m.role == 'user' else 'S' }}{{ m.content }}<eos>+{% endfor %}"
@@ -74,21 +74,21 @@ def test_completions_end_with_their_first_eos():
     """Plain text gets one EOS; a template's tokens after its EOS are dropped; a chat prompt is not part of it."""
     _, tokenizer = load_model(TINY_MODEL)
     eos = tokenizer.eos_token_id
-    prompt, completion = sft.completion_ids({"prompt": "S21:", "completion": "12"}, tokenizer, [eos])
+    prompt, completion = encode_row({"prompt": "S21:", "completion": "12"}, tokenizer, [eos])
     assert tokenizer.decode(prompt) == "S21:" and tokenizer.decode(completion) == "12<eos>"
     tokenizer.chat_template = CHAT
-    prompt, completion = sft.completion_ids({"prompt": "21", "completion": "12"}, tokenizer, [eos])
+    prompt, completion = encode_row({"prompt": "21", "completion": "12"}, tokenizer, [eos])
     assert tokenizer.decode(prompt) == "C21<eos>+S" and tokenizer.decode(completion) == "12<eos>"
     messages = [{"role": "user", "content": "21"}]
     answer = [{"role": "assistant", "content": "12"}]
-    assert sft.completion_ids({"prompt": messages, "completion": answer}, tokenizer, [eos]) == (prompt, completion)
+    assert encode_row({"prompt": messages, "completion": answer}, tokenizer, [eos]) == (prompt, completion)
 
 
 def test_a_template_that_rewrites_its_prompt_is_refused():
     _, tokenizer = load_model(TINY_MODEL)
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match="template"):
-        sft.completion_ids({"prompt": "21", "completion": "12"}, tokenizer, [1])
+        encode_row({"prompt": "21", "completion": "12"}, tokenizer, [1])
 
 
 @pytest.mark.parametrize("lora_rank, limit", [(0, 32), (2, 512)])

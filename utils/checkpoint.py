@@ -51,8 +51,8 @@ def by_step(folder: Path) -> list[Path]:
 
 
 def restore(state: dict, **parts) -> None:
-    """Brings modules, optimizers and generators back to what `state` holds under their names. A tuple of parts has a
-    list there. A module may lack what was not saved: the frozen weights of --model."""
+    """Brings modules, optimizers and generators back to what `state` holds under their names. For a tuple of parts, of
+    which some may be None, it holds a list. Weights that were not saved (frozen ones of --model) stay as they are."""
     for name, part in parts.items():
         if isinstance(part, torch.Generator):
             part.set_state(state[name].cpu())

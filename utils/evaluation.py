@@ -98,7 +98,7 @@ def advice(history: list[dict]) -> str | None:
     """
     checks = {
         "nearly all groups have equal rewards, so there is little to learn from: use easier or harder prompts, more "
-        "--num-generations, a higher --temperature, or dapo.py, which replaces such groups": lambda h: (
+        "--num-generations, a higher --temperature, or algos/dapo.py, which replaces such groups": lambda h: (
             h[-1].get("frac_zero_std", 0) > 0.9
         ),
         "nearly all completions are cut off before they end: raise --max-completion-length, or check that the prompt "

@@ -139,7 +139,7 @@ def without_dropout(model) -> None:
 
 
 def trained_state(model) -> dict[str, Tensor]:
-    """What a checkpoint needs of a model: the parameters that are trained. The frozen rest comes from --model again."""
+    """What a checkpoint keeps of a model: the parameters that are trained. The frozen rest comes from --model again."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -176,7 +176,7 @@ def prefill(model, prompt_ids: Tensor, prompt_mask: Tensor, repeats: int):
     """Runs each prompt once and repeats its cache for the completions of its group.
 
     Returns the cache of B = P * repeats rows and the logits of the first completion token, (B, 1, V). Under bfloat16
-    autocast most architectures' caches are float32 all the same, for rotary position embeddings are: count with that.
+    autocast most architectures' caches are float32 all the same, because rotary position embeddings are.
     """
     out = model(input_ids=prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions(prompt_mask),
                 use_cache=True, logits_to_keep=1)  # fmt: skip
@@ -190,8 +190,8 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     """`num_samples` completions of each prompt: plain temperature sampling (no top-k, no top-p); temperature 0 is
     greedy, and its log-probabilities are those at temperature 1.
 
-    Each prompt is run once. Rows that ended leave the batch when half of it has, so that long completions are not paid
-    for by short ones. Raises UserError where prompt and completion can be longer than the model's context.
+    Each prompt is run once. Rows that have ended leave the batch when they are half of it, so that one long completion
+    does not keep the others busy. Raises UserError where prompt and completion can be longer than the model's context.
     """
     device, width, rows = prompt_ids.device, prompt_ids.shape[1], prompt_ids.shape[0] * num_samples
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf

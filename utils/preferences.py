@@ -12,17 +12,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.tasks import (
-    HELDOUT_ROWS,
-    Task,
-    encode_completion,
-    epochs,
-    hold_out,
-    load_task,
-    named,
-    read_splits,
-    without,
-)
+from utils.tasks import Task, encode_completion, epochs, load_task, read_splits, train_and_heldout
 
 
 @dataclass(frozen=True)
@@ -56,9 +46,9 @@ def load_preferences(spec: str, num_pairs: int, seed: int) -> Preferences:
 
 
 def load_unpaired(spec: str, num_pairs: int, seed: int) -> Preferences:
-    """Unpaired rows from the same sources: a dataset's own, or the completions of its pairs, chosen ones desirable, as
-    of `countdown` and `sort`, too. Raises UserError as load_preferences does, and where the rows to train on have one
-    kind of label only."""
+    """Unpaired rows from the same sources. A dataset may have them as they are. A pair, also of `countdown` and `sort`,
+    makes two: its chosen completion is desirable, its rejected one is not. Raises UserError as load_preferences does,
+    and where all rows to train on have the same label."""
     if spec in ("countdown", "sort"):
         data = load_preferences(spec, num_pairs, seed)
         data = replace(data, train=unpair(data.train), heldout=unpair(data.heldout))
@@ -72,7 +62,7 @@ def load_unpaired(spec: str, num_pairs: int, seed: int) -> Preferences:
 
 
 def load_rows(spec: str, parse: Callable) -> Preferences:
-    """The rows of a dataset, each split as `parse(rows, spec)` returns it. Raises UserError."""
+    """The rows of a dataset, of which `parse(rows, spec)` makes pairs or unpaired rows. Raises UserError."""
     path = Path(spec).expanduser()
     if path.suffix not in (".jsonl", ".json", ".parquet") and "/" not in spec:
         raise UserError(
@@ -80,18 +70,12 @@ def load_rows(spec: str, parse: Callable) -> Preferences:
             "dataset ORG/NAME"
         )
     splits = {split: parse(rows, spec) for split, rows in read_splits(spec).items()}
-    train = named(splits, "train") or next(iter(splits.values()))
-    heldout = named(splits, "test", "valid")
-    if heldout is None or heldout is train:
-        train, heldout = hold_out(train, spec)
-    else:
-        train = without(heldout, train, spec)
-    return Preferences(path.stem, train, heldout[:HELDOUT_ROWS])
+    return Preferences(path.stem, *train_and_heldout(splits, spec))
 
 
 def right_and_wrong(name: str, row: dict) -> dict:
-    """The row with a right answer as chosen and as rejected the wrong one that its demonstration is, or could have been
-    (utils/tasks.py): equal for sort where the two smallest digits are."""
+    """The row with a right answer as chosen and a wrong one as rejected. The wrong one is what three in four
+    demonstrations are (utils/tasks.py). For sort both are equal where the two smallest digits are."""
     if name == "sort":
         right = "".join(sorted(row["digits"]))
         wrong = right[1] + right[0] + right[2:]
@@ -211,12 +195,13 @@ class Batches:
 
 def encode_rows(rows: list[dict], wanted: list[list[int]], encode: Callable, tokenizer, eos: list[int],
                 max_length: int) -> tuple[dict[int, tuple[list[int], ...]], int]:  # fmt: skip
-    """Row number -> token ids of the prompt and of each completion, cut at `max_length` tokens with the prompt; and in
-    how many rows a completion was cut. encode: `encode_pair`, or `encode_row` of utils/tasks.py.
+    """Row number -> token ids of its prompt and its completions, for the rows in `wanted`; and in how many of them a
+    completion was cut. A completion and its prompt may have `max_length` tokens together. encode: `encode_pair`, or
+    `encode_row` of utils/tasks.py.
 
     Raises UserError where a prompt leaves no room for a completion."""
     tokens, cut, too_long = {}, 0, []
-    for row in [row for some in wanted for row in some]:
+    for row in dict.fromkeys(row for some in wanted for row in some):
         prompt, *completions = encode(rows[row], tokenizer, eos)
         if (room := max_length - len(prompt)) < 1:
             too_long.append(len(prompt))

@@ -31,7 +31,7 @@ def load_reward_model(path: str, device: torch.device | str = "cpu", flag: str =
     path = locate(path, flag)
     wanted = "a reward model, which algos/reward_model.py trains, is a sequence classifier with one label"
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what is said of a missing head is said by us
+    logging.set_verbosity_error()  # transformers would warn of a missing head; the errors below do
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         kind = (config.architectures or [type(config).__name__])[0]

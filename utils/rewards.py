@@ -81,8 +81,6 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
     """
     if weights and len(weights) != len(specs):
         raise UserError(f"--reward-weights has {len(weights)} numbers for {len(specs)} functions: give one for each")
-    if not all(map(math.isfinite, weights)):
-        raise UserError(f"--reward-weights are {' '.join(map(str, weights))}: they must be finite")
     if not specs and task.score is None:
         raise UserError(f"the task {task.name} cannot score answers itself: give --reward FILE.py:FUNCTION")
     loaded = {}

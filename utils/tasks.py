@@ -58,13 +58,8 @@ def load_task(spec: str, prompt_column: str = "prompt") -> Task:
         row["prompt"] = row.pop(prompt_column)
         if not isinstance(row["prompt"], (str, list)) or not row["prompt"]:
             raise UserError(f"{spec} has the prompt {row['prompt']!r}: each must be text or a list of chat messages")
-    train = named(splits, "train") or next(iter(splits.values()))
-    heldout = named(splits, "test", "valid")
-    if heldout is None or heldout is train:
-        train, heldout = hold_out(train, spec)
-    else:
-        train = without(heldout, train, spec)
-    return Task(path.stem, epochs(train), heldout[:HELDOUT_ROWS])
+    train, heldout = train_and_heldout(splits, spec)
+    return Task(path.stem, epochs(train), heldout)
 
 
 def read_splits(spec: str) -> dict:
@@ -93,6 +88,17 @@ def read_splits(spec: str) -> dict:
     return splits
 
 
+def train_and_heldout(splits: dict[str, list[dict]], spec: str) -> tuple[list[dict], list[dict]]:
+    """The rows to train on and at most HELDOUT_ROWS to evaluate on, as `load_task` says."""
+    train = named(splits, "train") or next(iter(splits.values()))
+    heldout = named(splits, "test", "valid")
+    if heldout is None or heldout is train:
+        train, heldout = hold_out(train, spec)
+    else:
+        train = without(heldout, train, spec)
+    return train, heldout[:HELDOUT_ROWS]
+
+
 def named(splits: dict, *prefixes: str) -> list[dict] | None:
     """The split of that name, else the first whose name begins so (train_sft); earlier prefixes win."""
     names = [name for prefix in prefixes for name in (prefix, *splits) if name in splits and name.startswith(prefix)]
@@ -106,7 +112,7 @@ def without(heldout: list[dict], rows: list[dict], spec: str) -> list[dict]:
     if not kept:
         raise UserError(f"the dataset {spec} trains on nothing but prompts of its test split: they must differ")
     if len(kept) < len(rows):
-        print(f"{spec}: {len(rows) - len(kept)} training rows are dropped, whose prompts are in the test split")
+        print(f"{spec}: {len(rows) - len(kept)} training rows are dropped because the test split has their prompts")
     return kept
 
 
@@ -300,5 +306,6 @@ def encode_completion(row: dict, completion: str | list[dict], tokenizer, eos: l
 def encode_row(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], ...]:
     """`encode_completion` of the row's own completion. Raises UserError where it has none."""
     if not row.get("completion"):
-        raise UserError(f"a row has no completion, its columns are {', '.join(sorted(row))}: give a column completion")
+        columns = ", ".join(sorted(row))
+        raise UserError(f"a row has no completion (its columns are {columns}): give each one in a column completion")
     return encode_completion(row, row["completion"], tokenizer, eos)
