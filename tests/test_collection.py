@@ -71,5 +71,5 @@ def test_what_cannot_be_recorded(tmp_path, capsys):
         with user_error(capsys, "--record-dataset needs"):
             new_run(sac, tmp_path, *FLAGS, "--record-dataset", tmp_path / "data", *words)
     (tmp_path / "file").write_text("")
-    with user_error(capsys, "must be a writable folder"):
+    with user_error(capsys, "name a writable folder"):
         new_run(sac, tmp_path, *FLAGS, "--record-dataset", tmp_path / "file")
