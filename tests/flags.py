@@ -79,7 +79,7 @@ BASE = {
     "dt": OFFLINE | dict(embed_dim=8, num_layers=1, context_length=3, max_grad_norm=0.01, warmup_steps=4),
 }
 
-RIGHT = {"model": "@tiny", "learning_rate": 1e-5}  # the shipped model, which gives some right answers
+RIGHT = dict(model="@tiny", learning_rate=1e-5, eval_max_new_tokens=20)  # the shipped model gives some right answers
 SPECIAL = {
     "model": ({}, "@other"),
     "task": ({}, "countdown"),
@@ -123,6 +123,7 @@ SPECIAL = {
     "eval_prompts": (RIGHT | {"eval_prompts": 4}, 8),
     "reward_model eval_prompts": ({}, 4),
     "eval_max_new_tokens": (RIGHT | {"eval_prompts": 8, "eval_max_new_tokens": 1}, 20),
+    "ppo_lm num_minibatches": ({}, 1),
     "clip_value": ({"clip_value": 0.01}, 0.005),
     "weight_decay": ({}, 0.2),
 }  # fmt: skip
