@@ -80,6 +80,7 @@ BASE = {
 }
 
 RIGHT = dict(model="@tiny", learning_rate=1e-5, eval_max_new_tokens=20)  # the shipped model gives some right answers
+CLIPPED = dict(epsilon=0.02, num_prompts=4, num_iterations=3)  # ratios of whole answers: beyond the clip after one step
 SPECIAL = {
     "model": ({}, "@other"),
     "task": ({}, "countdown"),
@@ -111,7 +112,9 @@ SPECIAL = {
     "dataset": ({}, "@other.hdf5"),
     "target_returns": ({}, (-100.0, -200.0)),
     "target_kl": ({}, 1e-9),
-    "ppo_atari clip_coef": ({"learning_rate": 0.03}, 0.05),
+    "ppo_atari clip_coef": ({"clip_coef": 0.01}, 0.005),
+    "rloo epsilon": (CLIPPED, 0.01),
+    "rloo epsilon_high": (CLIPPED, 0.001),
     "ppo_atari vector": ({"env_id": "ALE/Pong-v5"}, "async"),  # processes have generators of their own
     "clip_vloss": ({"clip_coef": 0.01}, True),
     "log_std_init": ({"env_id": "environments:Walk-v0"}, -1.0),
