@@ -79,7 +79,8 @@ BASE = {
     "dt": OFFLINE | dict(embed_dim=8, num_layers=1, context_length=3, max_grad_norm=0.01, warmup_steps=4),
 }
 
-RIGHT = {"model": "@tiny", "learning_rate": 1e-5}  # the shipped model, which gives some right answers
+RIGHT = dict(model="@tiny", learning_rate=1e-5, eval_max_new_tokens=20)  # the shipped model gives some right answers
+CLIPPED = dict(epsilon=0.02, num_prompts=4, num_iterations=3)  # ratios of whole answers: beyond the clip after one step
 SPECIAL = {
     "model": ({}, "@other"),
     "task": ({}, "countdown"),
@@ -111,7 +112,9 @@ SPECIAL = {
     "dataset": ({}, "@other.hdf5"),
     "target_returns": ({}, (-100.0, -200.0)),
     "target_kl": ({}, 1e-9),
-    "ppo_atari clip_coef": ({"learning_rate": 0.03}, 0.05),
+    "ppo_atari clip_coef": ({"clip_coef": 0.01}, 0.005),
+    "rloo epsilon": (CLIPPED, 0.01),
+    "rloo epsilon_high": (CLIPPED, 0.001),
     "ppo_atari vector": ({"env_id": "ALE/Pong-v5"}, "async"),  # processes have generators of their own
     "clip_vloss": ({"clip_coef": 0.01}, True),
     "log_std_init": ({"env_id": "environments:Walk-v0"}, -1.0),
@@ -123,6 +126,7 @@ SPECIAL = {
     "eval_prompts": (RIGHT | {"eval_prompts": 4}, 8),
     "reward_model eval_prompts": ({}, 4),
     "eval_max_new_tokens": (RIGHT | {"eval_prompts": 8, "eval_max_new_tokens": 1}, 20),
+    "ppo_lm num_minibatches": ({}, 1),
     "clip_value": ({"clip_value": 0.01}, 0.005),
     "weight_decay": ({}, 0.2),
 }  # fmt: skip
