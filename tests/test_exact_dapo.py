@@ -16,7 +16,7 @@ from utils.rewards import Scored
 from utils.tasks import load_task
 
 P, G, L_MAX = len(PROMPTS), 2, 5
-TABLE, OLD = random_table(0), random_table(0) + 0.3 * random_table(1)
+TABLE, OLD = random_table(0), random_table(0) + 0.7 * random_table(2)
 REWARDS = [{c: float((i + p) % 3 == 0) for i, c in enumerate(COMPLETIONS)} for p in range(P)]
 
 
