@@ -29,7 +29,7 @@ from benchmarks.curves import CURVES, FOLDER, recorded, run_once  # noqa: E402
 from utils.envs import evaluate, make_env  # noqa: E402
 
 NAME = "sac-halfcheetah"
-SETTINGS = CURVES[NAME][1]
+SETTINGS = CURVES[NAME].settings
 
 
 def train(seed: int) -> dict:
