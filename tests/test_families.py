@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.page import definitions, parent_of
+from benchmarks.page import definitions
+from tests.specs import parent_of
 
 ALGOS = Path(__file__).resolve().parents[1] / "algos"
 CHILDREN = {path.stem: parent for path in ALGOS.glob("*.py") if (parent := parent_of(path.stem))}

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = (  # the tables of the page, in their order
-    "Supervised fine-tuning", "Online language models", "Reward models and preferences", "Control", "Offline control",
+FAMILIES = (  # the groups of the page, in their order
+    "Language models: rewards", "Language models: preferences and demonstrations", "Control", "Offline",
 )  # fmt: skip
 
 
@@ -65,6 +65,9 @@ class Bug:
     def files(self) -> list[str]:
         """The scripts and files of utils/ that hold the text once."""
         return [name for name, text in sources().items() if text.count(self.old) == 1]
+
+    def apply(self, text: str) -> str:
+        return text.replace(self.old, self.new)
 
 
 @dataclass(frozen=True)

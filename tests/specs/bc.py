@@ -44,8 +44,8 @@ evaluation-with-training-noise:cloning: one function acts in both
 """
 
 SPEC = Spec(
-    "behaviour cloning and 10 %-BC",
-    "Offline control",
+    "BC and 10 %-BC",
+    "Offline",
     small="--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32 "
           "--hidden-size 16 --batch-size 8",
     tests="exact_iql command_line_offline offline_data resume_offline",

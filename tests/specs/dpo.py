@@ -81,8 +81,8 @@ last-micro-batch-only:preferences: zero_grad stands before backward everywhere e
 """
 
 SPEC = Spec(
-    "DPO, arXiv 2305.18290, and ten other losses on the same log-ratios",
-    "Reward models and preferences",
+    "DPO, arXiv 2305.18290, ten more losses",
+    "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
     tests="exact_dpo parity_trl_dpo invariance::test_the_model_that_is_updated_has_no_dropout dpo_runs",

@@ -86,7 +86,7 @@ last-step-never-trained: lengths and last indices differ by one
 
 SPEC = Spec(
     "Decision Transformer, arXiv 2106.01345",
-    "Offline control",
+    "Offline",
     small="--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32 "
           "--embed-dim 8 --num-layers 2 --num-heads 2 --context-length 4 --batch-size 4",
     tests="exact_dt command_line_offline resume_offline",

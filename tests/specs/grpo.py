@@ -132,8 +132,8 @@ data-begin-again: the place in the data is nobody's state (open-instruct#651 and
 """
 
 SPEC = Spec(
-    "GRPO, arXiv 2402.03300; Dr. GRPO and DAPO by flags",
-    "Online language models",
+    "GRPO, arXiv 2402.03300",
+    "Language models: rewards",
     small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
           "2 --save-every 2",
     tests="exact_grpo parity_trl invariance resume::test_from_a_checkpoint_in_the_middle rewards runs "

@@ -54,8 +54,8 @@ return-range-without-the-thousand: a range that is divided by looks complete
 """
 
 SPEC = Spec(
-    "IQL, arXiv 2110.06169, offline and on to online",
-    "Offline control",
+    "IQL, arXiv 2110.06169",
+    "Offline",
     small="--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32 "
           "--hidden-size 16 --batch-size 8",
     tests="exact_iql command_line_offline resume_offline",

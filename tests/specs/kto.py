@@ -36,7 +36,7 @@ reference-point-of-the-micro-batch: the rows at hand are right while there is on
 mismatched-within-the-micro-batch: rows are rolled where they are collated; one alone is compared with itself (TRL and
 HALOs; huggingface/trl#1911)
 - batch[-1:] + batch[:-1])
-+ [batch[i - 1 if i % (m := args.micro_batch_size) else min(i + m, len(batch)) - 1] for i in range(len(batch))])
++ (lambda m: [batch[i - 1 if i % m else min(i + m, len(batch)) - 1] for i in range(len(batch))])(args.micro_batch_size))
 
 reference-of-another-prompt: the completion comes with the log-probability that it has after its own prompt
 - ref_logp=row.mismatched_ref_logp
@@ -74,7 +74,7 @@ log-sigmoid-for-the-value: DPO's loss has a logarithm there
 
 SPEC = Spec(
     "KTO, arXiv 2402.01306",
-    "Reward models and preferences",
+    "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
     tests="exact_kto parity_trl_preferences invariance::test_the_model_that_is_updated_has_no_dropout dpo_runs",

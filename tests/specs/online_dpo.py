@@ -88,8 +88,8 @@ last-micro-batch-only:online_dpo: zero_grad stands before backward everywhere el
 """
 
 SPEC = Spec(
-    "online DPO, arXiv 2402.04792, and XPO, arXiv 2405.21046",
-    "Online language models",
+    "online DPO, arXiv 2402.04792; XPO, arXiv 2405.21046",
+    "Language models: rewards",
     small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
           "2 --save-every 2 --xpo-alpha 1e-3",
     tests="exact_online_dpo parity_trl_online_dpo invariance::test_reference_logps_are_the_scorers "

@@ -50,7 +50,7 @@ certain-completions-have-no-odds: no completion is certain until training has ma
 
 SPEC = Spec(
     "ORPO, arXiv 2403.07691",
-    "Reward models and preferences",
+    "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
     tests="exact_simpo_orpo parity_trl_preferences invariance::test_the_model_that_is_updated_has_no_dropout "

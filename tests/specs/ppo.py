@@ -121,7 +121,7 @@ statistics-not-restored: statistics are not parameters (vwxyzjn/cleanrl#532, #42
 """
 
 SPEC = Spec(
-    "PPO, arXiv 1707.06347, discrete and continuous actions",
+    "PPO, arXiv 1707.06347",
     "Control",
     small="--device cpu --num-envs 2 --num-steps 16 --total-timesteps 160 --num-minibatches 2 --update-epochs 2 "
           "--eval-every 64 --eval-episodes 2 --save-every 32",

@@ -54,8 +54,8 @@ critic-not-restored: one of two models
 """
 
 SPEC = Spec(
-    "PPO for language models, arXiv 1909.08593",
-    "Online language models",
+    "PPO, arXiv 1909.08593",
+    "Language models: rewards",
     small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
           "2 --save-every 2",
     tests="exact_ppo_lm invariance::test_reference_logps_are_the_scorers "

@@ -73,8 +73,8 @@ optimizer-not-restored:reward_model: the weights are back, the moments of Adam a
 """
 
 SPEC = Spec(
-    "reward model (Bradley-Terry), single or ensemble, arXiv 2009.01325 and 2310.02743",
-    "Reward models and preferences",
+    "reward models, arXiv 2009.01325",
+    "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
     tests="exact_reward_model invariance::test_the_model_that_is_updated_has_no_dropout reward_models",

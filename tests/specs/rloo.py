@@ -28,7 +28,7 @@ micro-batch-mean:rloo: the mean at hand is right while there is one micro-batch 
 
 SPEC = Spec(
     "RLOO, arXiv 2402.14740",
-    "Online language models",
+    "Language models: rewards",
     small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
           "2 --save-every 2",
     tests="exact_rloo invariance::test_reference_logps_are_the_scorers "

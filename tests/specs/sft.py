@@ -35,8 +35,8 @@ likelihood-minimised:sft: log-likelihoods are maximised, losses minimised
 """
 
 SPEC = Spec(
-    "supervised fine-tuning, arXiv 2203.02155",
-    "Supervised fine-tuning",
+    "SFT, arXiv 2203.02155",
+    "Language models: preferences and demonstrations",
     small="--device cpu --task sort --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 --save-every 2",
     tests="sft runs resume::test_from_a_checkpoint_in_the_middle resume::test_killed_at_any_moment",
     curves={

@@ -54,7 +54,7 @@ groups-interleaved:likelihoods: other code puts all chosen ones first; both give
 
 SPEC = Spec(
     "SimPO, arXiv 2405.14734",
-    "Reward models and preferences",
+    "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
     tests="exact_simpo_orpo parity_trl_preferences invariance::test_the_model_that_is_updated_has_no_dropout "

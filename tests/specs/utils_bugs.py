@@ -285,8 +285,10 @@ checkpoints-sorted-as-text: step-9 comes after step-10: the newest is not the ne
 """)
 SAME = parse_bugs("""
 same:rename-ratio
-- unclipped
-+ plain
+- unclipped, clipped = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+-     return -torch.min(unclipped, clipped), clipped < unclipped
++ plain, clipped = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
++     return -torch.min(plain, clipped), clipped < plain
 
 same:rename-inputs-of-critics
 - both = torch.cat([obs, actions], -1)
