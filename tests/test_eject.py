@@ -11,6 +11,7 @@ from helpers import REPO, assert_same_result, metrics, new_run
 
 from tests.specs import SPECS
 from utils.eject import EjectError, eject
+from utils.lm import TINY_MODEL
 
 
 @every_script
@@ -22,6 +23,7 @@ def test_an_ejected_script_gives_the_same_curve(algo, tmp_path, monkeypatch, imp
         write_project(tmp_path / name)
     module, args = script(algo, tmp_path)
     args += ["--online-steps", 16] if "online_steps" in options(algo) else []
+    args += ["--model", TINY_MODEL] if "model" in options(algo) else []  # a folder, which a copied script lacks
     if "num_envs" in options(algo) and not SPECS[algo].needs:
         args += ["--env-id", "project:Mine-v0"]
     ejected = subprocess.run([sys.executable, REPO / "utils/eject.py", REPO / f"algos/{algo}.py"], capture_output=True)
