@@ -1,7 +1,7 @@
 """Environment steps per second of algos/ppo.py and algos/sac.py beside CleanRL, Stable-Baselines3 and a bare loop.
 
     git clone https://github.com/vwxyzjn/cleanrl /tmp/cleanrl          (recorded with its commit fe8d8a0)
-    pip install -e ".[mujoco,peers]"
+    pip install -e ".[peers]"
     python benchmarks/control_speed.py --cleanrl /tmp/cleanrl          -> results/speed_CASE.json
     python benchmarks/control_speed.py --cleanrl /tmp/cleanrl --quick --cases ppo-cartpole          prints only
 

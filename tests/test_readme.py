@@ -1,4 +1,4 @@
-"""README stays true: its two commands are what .ci/run runs, and every command in it and in the docstrings runs."""
+"""The pages stay true: .ci/run runs README's two commands, and every command of the READMEs and the docstrings runs."""
 
 import ast
 import importlib
@@ -24,6 +24,7 @@ from utils.lm import TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = [README] + [(ROOT / folder / "README.md").read_text() for folder in ("algos", "tests", "benchmarks")]
 SCRIPTS = sorted(path.stem for path in (ROOT / "algos").glob("*.py"))
 GROUPS = dict(max_steps=2, num_prompts=4, num_generations=4, micro_batch_size=4, max_completion_length=12,
               eval_prompts=4, eval_every=0)  # fmt: skip
@@ -57,8 +58,8 @@ NEEDED = {"ale_py": "ppo_atari", "mujoco": f"(HalfCheetah|Hopper)-v|{OFFLINE_SCR
 
 
 def commands() -> list[str]:
-    """Every `python algos/...` of README and of the scripts' docstrings, without trailing explanations."""
-    texts = [README] + [ast.get_docstring(ast.parse((ROOT / f"algos/{s}.py").read_text())) for s in SCRIPTS]
+    """Every `python algos/...` of the READMEs and of the scripts' docstrings, without trailing explanations."""
+    texts = PAGES + [ast.get_docstring(ast.parse((ROOT / f"algos/{s}.py").read_text())) for s in SCRIPTS]
     lines = [line.strip() for text in texts for line in re.sub(r"\\\n\s*", "", text).splitlines()]
     found = [line for line in lines if line.startswith("python algos/")]
     return sorted({re.split(r"\s{2,}", line)[0] for line in found})
@@ -73,8 +74,25 @@ def test_the_first_two_commands_are_what_ci_runs():
     ci = [line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()]
     assert README.index(blocks[0]) < 60, "the commands stand first on the page"
     assert install == "pip install -r requirements.txt" and train == "python algos/grpo.py"
-    assert install in ci and blocks[1].strip() in ci and blocks[1].strip() == "pytest"
+    install_tests, _, test = blocks[1].strip().partition(" && ")
+    assert install_tests == "pip install -r requirements-test.txt" and test == "pytest"
+    assert {install, install_tests, test} <= set(ci)
     assert {"ruff check", "ruff format --check"} <= set(ci)
+
+
+def test_the_first_page_is_short():
+    assert len(README.split()) <= 1300
+
+
+@pytest.mark.parametrize("page", ["README.md", "algos/README.md", "tests/README.md", "benchmarks/README.md"])
+def test_links_lead_somewhere(page):
+    """Files that are named by a link or a picture are there, and so are the headings."""
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", (ROOT / page).read_text()):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], anchor
 
 
 @pytest.mark.parametrize("command", sorted(set(commands()) - set(CONTROL)))
@@ -182,7 +200,7 @@ def test_utils_stay_small():
 
 def test_every_option_has_a_docstring_and_the_trl_table_names_real_flags():
     fields = importlib.import_module("algos.grpo").Args.__dataclass_fields__
-    table = README[README.index("## TRL flag") : README.index("## How it is proven")]
+    table = PAGES[1][PAGES[1].index("## TRL flag") :]
     for flag in re.findall(r"`?--([a-z][a-z0-9-]+)", table):
         assert flag.replace("-", "_") in fields, flag
 
@@ -198,7 +216,6 @@ def test_every_option_has_a_docstring_and_the_trl_table_names_real_flags():
         "trl_family.py speed --help",
         "page.py measure --help",
         "planted_bugs.py show",
-        "mutations.py show",
     ],
 )
 def test_benchmark_commands_run(words, tmp_path):
@@ -210,7 +227,7 @@ def test_benchmark_commands_run(words, tmp_path):
         [sys.executable, tmp_path / "benchmarks" / script, *arguments], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert f"python benchmarks/{' '.join(words.split()[:2])}" in README
+    assert any(f"python benchmarks/{' '.join(words.split()[:2])}" in page for page in PAGES)
     for path in (ROOT / "benchmarks/curves").glob("*.jsonl"):
         assert (tmp_path / "benchmarks/curves" / path.name).read_bytes() == path.read_bytes()
 
@@ -219,7 +236,7 @@ def test_the_chain_runs(tmp_path, capsys):
     """Every script of it takes the model that another one wrote; no result is written."""
     before = chain.RESULT.read_text() if chain.RESULT.exists() else None
     chain.main(chain.Args(tiny=True, output_dir=str(tmp_path)))
-    assert "python benchmarks/chain.py" in README
+    assert "python benchmarks/chain.py" in PAGES[3]
     table = capsys.readouterr().out
     for row in ("sft", "dpo, pairs", "ppo_lm, reward model", "online_dpo, reward model", "grpo, task's score"):
         assert f"\n{row} " in table

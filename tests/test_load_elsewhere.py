@@ -1,0 +1,124 @@
+"""A saved agent acts the same without our code: the blocks of algos/README.md against the scripts' own evaluation."""
+
+import contextlib
+import inspect
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from helpers import ENVIRONMENT, SMALL, command_line, new_run
+from small_data import pendulum
+
+from algos import bc, dt, iql, ppo, sac
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "algos/README.md").read_text()
+SECTION = PAGE[PAGE.index("## Load a trained agent elsewhere") :]
+PPO, SAC, OFFLINE, DT = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[:4]
+SHORT = "max_episode_steps=40"
+WIDE = [
+    "--env-id",
+    "Pendulum-v1",
+    "--env-kwargs",
+    SHORT,
+    "--learning-rate",
+    "0.05",
+]  # half of the actions out of bounds
+CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
+    "ppo discrete": (PPO, ppo, ["--learning-rate", "0.04"]),
+    "ppo continuous": (PPO, ppo, WIDE),
+    "sac": (SAC, sac, ["--env-kwargs", SHORT]),
+    "bc": (OFFLINE, bc, ["--dataset", "DATA"]),
+    "iql": (OFFLINE, iql, ["--dataset", "DATA"]),
+    "dt": (DT, dt, ["--dataset", "DATA", "--target-returns", "-100"]),
+}
+
+
+class Recorder(gym.Wrapper):
+    """Keeps the actions and the return of each episode by its seed. `starts`: seeds to take, not those asked for."""
+
+    actions, returns, starts = {}, {}, []
+
+    def reset(self, *, seed=None, options=None):
+        self.seed = self.starts.pop(0) if self.starts else seed
+        self.actions[self.seed], self.returns[self.seed] = [], 0.0
+        return self.env.reset(seed=self.seed)
+
+    def step(self, action):
+        self.actions[self.seed].append(np.ravel(action).tolist())
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.returns[self.seed] += float(reward)
+        return obs, reward, terminated, truncated, info
+
+
+ELSEWHERE = f"""
+import importlib.util, json, sys
+import gymnasium, gymnasium as gym, numpy as np
+assert importlib.util.find_spec("utils") is None and importlib.util.find_spec("algos") is None
+
+{inspect.getsource(Recorder)}
+make = gym.make
+for block, env_id, kwargs, starts in json.load(sys.stdin):
+    Recorder.actions, Recorder.returns, Recorder.starts = {{}}, {{}}, starts
+    gym.make = lambda name: Recorder(make(env_id, **kwargs))
+    exec(block, {{}})
+    print(json.dumps([Recorder.actions, Recorder.returns]))
+"""
+
+
+def own_evaluation(module, run: Path, seeds: list[int], monkeypatch) -> tuple[list, float]:
+    """Actions of the episodes that start from `seeds`, and their mean return, by the script's --evaluate."""
+    make, out = gym.make, io.StringIO()
+    with monkeypatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(gym, "make", lambda *args, **kwargs: Recorder(make(*args, **kwargs)))
+        patch.setattr(Recorder, "actions", {})
+        patch.setattr(Recorder, "returns", {})
+        command_line(module, "--evaluate", run, "--eval-episodes", len(seeds))
+        actions = [Recorder.actions[seed] for seed in seeds]
+    return actions, json.loads(out.getvalue().splitlines()[-1])["eval/return"]
+
+
+def test_saved_agents_act_the_same_without_our_code(tmp_path, monkeypatch):
+    """One process runs all blocks, because importing Stable-Baselines3 takes seconds."""
+    pytest.importorskip("stable_baselines3", reason="not run: stable-baselines3 is not installed")
+    data, jobs, wanted = pendulum(tmp_path / "data.hdf5"), [], []
+    for block, module, arguments in CASES.values():
+        arguments = [str(data) if word == "DATA" else word for word in arguments]
+        run = new_run(module, tmp_path, *SMALL[module.__name__.partition(".")[2]], *arguments)
+        config = json.loads((run / "config.json").read_text())["args"]
+        # episode i of an evaluation starts from a seed that is made of the run's seed and i
+        entropy = [[config["seed"] + 2**31, i, 0] for i in range(3)]
+        seeds = [int(np.random.SeedSequence(numbers).generate_state(1)[0]) for numbers in entropy]
+        wanted.append((seeds, *own_evaluation(module, run, seeds, monkeypatch)))
+        for words, here in {
+            "RUN": str(run),
+            "n_eval_episodes=10": "n_eval_episodes=3",
+            "range(10)": "range(3)",
+        }.items():
+            block = block.replace(words, here)
+        kwargs = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in config["env_kwargs"])}
+        jobs.append([block, config["env_id"], kwargs, seeds])
+    done = subprocess.run([sys.executable, "-I", "-c", ELSEWHERE], input=json.dumps(jobs), capture_output=True,
+                          text=True, cwd=tmp_path, env=os.environ | ENVIRONMENT)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for name, (seeds, ours, scored), printed, recorded in zip(CASES, wanted, lines[::2], lines[1::2], strict=True):
+        theirs, returns = json.loads(recorded)
+        for seed, actions in zip(seeds, ours):
+            np.testing.assert_allclose(theirs[str(seed)], actions, rtol=0, atol=1e-5, err_msg=name)
+        assert np.mean([returns[str(seed)] for seed in seeds]) == pytest.approx(scored, rel=1e-5), name
+        assert float(re.search(r"-?\d+\.\d+", printed)[0]) == pytest.approx(scored, rel=1e-5), name
+        if name == "ppo continuous":
+            assert 2.0 in np.abs(ours[0]), "no action reaches the bounds, so the block's clip is not tested"
+
+
+def test_the_block_on_the_first_page_is_the_one_that_was_run():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block == PPO
