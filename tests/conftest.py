@@ -71,12 +71,14 @@ def skip_learning(config, items) -> None:
     """Marks the curves that need not learn, and sets the level at which those that do stay within the budget."""
     mode, seeds = config.getoption("--learning"), []
     for item in [item for item in items if item.get_closest_marker("learns")]:
-        from benchmarks.curves import CURVES, SCRIPT_OF, recorded, unchanged_since
+        from benchmarks.curves import CURVES, ENOUGH, SCRIPT_OF, recorded, unchanged_since
         from tests.specs import SPECS
 
         (curve,) = item.get_closest_marker("learns").args
         known, reason = SPECS[SCRIPT_OF[curve]].known, ""
-        if mode == "none" or (mode == "known" and not known):
+        if len(recorded(curve)) < ENOUGH:
+            reason = f"not run: {len(recorded(curve))} seeds of {curve} are recorded; of so few a band says nothing"
+        elif mode == "none" or (mode == "known" and not known):
             reason = f"not run: --learning {mode}"
         elif mode == "changed" and not known and not CURVES[curve].slow and (commit := unchanged_since(curve)):
             reason = f"unchanged since {commit}"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from algos import dt, grpo, iql, online_dpo, ppo, sft
-from benchmarks.curves import CURVES, ENOUGH, SCRIPT_OF, band, false_alarm, fresh_seeds, reached, recorded, run_once
+from benchmarks.curves import CURVES, SCRIPT_OF, band, false_alarm, fresh_seeds, reached, recorded, run_once
 from tests.specs import SPECS
 
 
@@ -48,8 +48,6 @@ def test_fresh_seeds_reach_the_band(name, alarm, record_property):
 @pytest.mark.slow
 @curves(*(name for name, curve in CURVES.items() if curve.slow and curve.numbers))
 def test_fresh_seeds_of_long_runs_reach_the_band(name, alarm, record_property):
-    if len(recorded(name)) < ENOUGH:
-        pytest.skip(f"not run: {len(recorded(name))} seeds of {name} are recorded yet; of so few a band says nothing")
     test_fresh_seeds_reach_the_band(name, alarm, record_property)
 
 
