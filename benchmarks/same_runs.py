@@ -1,7 +1,7 @@
 """Whether a change left the numbers alone: seed 1 of every default curve in two checkouts, compared bit for bit.
 
-    python benchmarks/same_runs.py record FOLDER --checkout ../old      one file per curve: metrics and a hash of weights
-    python benchmarks/same_runs.py compare OLD NEW                      names what differs; exit code 1 where anything does
+    python benchmarks/same_runs.py record FOLDER --checkout ../old    one file per curve: metrics and a hash of weights
+    python benchmarks/same_runs.py compare OLD NEW                    what differs; exit code 1 where anything does
 
 Runs use one thread. Columns that measure time are left out. Both checkouts must run on the same machine.
 """
@@ -16,6 +16,9 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.specs import SPECS  # noqa: E402
+
 RUN = """
 import contextlib, hashlib, importlib, json, os, sys, tempfile
 from pathlib import Path
@@ -43,7 +46,6 @@ with tempfile.TemporaryDirectory() as folder:
 rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in history]
 print("RESULT" + json.dumps({"rows": rows, "weights": digests}))
 """
-FLIPPED = {"rloo-sort-learned": 0.0, "rloo-sort-flipped": 1.0}
 MORE = {  # of scripts whose recorded curves are long
     "ppo_atari-short": dict(env_id="ALE/KungFuMaster-v5", total_timesteps=2_048, eval_every=0, eval_episodes=1),
     "dt-short": dict(max_steps=120, context_length=3, batch_size=64, eval_episodes=2, target_returns=[2_400.0, 300.0]),
@@ -53,17 +55,15 @@ MORE = {  # of scripts whose recorded curves are long
 def record(folder: tyro.conf.Positional[Path], checkout: Path = ROOT, only: tuple[str, ...] = ()) -> None:
     """Runs seed 1 of the recorded default curves (or of `only`) with the sources of `checkout`."""
     folder.mkdir(parents=True, exist_ok=True)
-    curves = dict(MORE)
-    for path in sorted((ROOT / "benchmarks/curves").glob("*.jsonl")):
-        row = json.loads(path.read_text().splitlines()[0])
-        if (ROOT / f"algos/{path.stem.split('-')[0].removesuffix('10')}.py").exists() and "settings" in row:
-            curves[path.stem] = row["settings"]
-    for name, settings in curves.items():
+    jobs = {name: ("ppo_atari", settings, None) for name, settings in MORE.items()}
+    for script, spec in SPECS.items():
+        jobs |= {name: (script, c.settings, c.label_noise) for name, c in spec.curves.items() if not c.slow}
+    for name, job in jobs.items():
         target = folder / f"{name}.json"
         if target.exists() or only and name not in only:
             continue
-        job = json.dumps([name.split("-")[0].removesuffix("10"), settings, FLIPPED.get(name)])
-        done = subprocess.run([sys.executable, "-c", RUN, job], cwd=checkout, capture_output=True, text=True,
+        command = [sys.executable, "-c", RUN, json.dumps(job)]
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True,
                               env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
         if done.returncode:
             sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")

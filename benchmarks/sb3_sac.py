@@ -30,7 +30,7 @@ from utils.envs import make_env  # noqa: E402
 from utils.rollouts import evaluate  # noqa: E402
 
 NAME = "sac-halfcheetah"
-SETTINGS = CURVES[NAME][1]
+SETTINGS = CURVES[NAME].settings
 
 
 def train(seed: int) -> dict:

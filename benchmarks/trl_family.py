@@ -187,9 +187,8 @@ def settings(case: Case):
     """The script's arguments in our curve, those of the embedded model filled in."""
     from benchmarks.curves import CURVES
 
-    script, given, *_ = CURVES[f"{case}-sort"]
-    module = importlib.import_module(f"algos.{script}")
-    args = module.Args(**given)
+    module = importlib.import_module(f"algos.{case}")
+    args = module.Args(**CURVES[f"{case}-sort"].settings)
     for name, value in module.PRESETS["tiny"].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -278,7 +277,7 @@ def compare(cases: Sequence[Case] = CASES, folder: Path = HERE / "curves",
 
     results = {}
     for case in cases:
-        column, path = CURVES[f"{case}-sort"][2], folder / f"trl-{case}-sort.jsonl"
+        column, path = CURVES[f"{case}-sort"].column, folder / f"trl-{case}-sort.jsonl"
         if not path.exists():
             sys.exit(f"there is no {path}: record it with python benchmarks/trl_family.py curve --cases {case}")
         sides = {"ours": recorded(f"{case}-sort"), "trl": [json.loads(line) for line in path.read_text().splitlines()]}

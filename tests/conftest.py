@@ -1,13 +1,16 @@
-"""What all tests share: one thread per worker and subprocess, no network, the ledger of times, and the counts of what
-passed, written to the file that the environment variable RESULTS names (benchmarks/page.py); of a part of the tests,
-the counts of its files are renewed there."""
+"""What all tests share: one thread per worker and subprocess, no network, which tests run, and the ledger of times.
 
-import json
+    pytest --script X           the tests of one script: those of its spec, and all that are parametrised with its name
+    pytest --learning all       every default curve learns; known: those of the seven best-known scripts; none
+
+Tests run on all cores, one thread each.
+"""
+
 import os
+import re
 import sys
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
@@ -16,15 +19,104 @@ for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE":
 os.environ.setdefault("HF_DATASETS_CACHE", os.path.join("/tmp", f"plainrl-datasets-{os.getuid()}-{os.getpid()}"))
 
 START = time.time()
+LONG = ("test_learning.py", "test_the_chain_runs", "test_a_sample_is_caught")
 
 
-def pytest_collection_modifyitems(items):
-    """The long tests first for each of two workers, which get a half each and, when done, the end of the other's rest:
-    at the end there are short ones left, and neither waits for the other."""
-    long = [item for item in items if item.path.name == "test_learning.py"]
-    short = [item for item in items if item.path.name != "test_learning.py"]
-    middle = len(short) // 2
-    items[:] = long[::2] + short[:middle] + long[1::2] + short[middle:]
+def pytest_addoption(parser):
+    parser.addoption("--script", action="append", default=[], metavar="X", help="only the tests of algos/X.py")
+    parser.addoption("--learning", choices=("changed", "all", "known", "none"), default="changed",
+                     help="which curves learn on fresh seeds: of the seven best-known scripts and of what has changed "
+                     "since its last green run (default), all, of the seven only, none")  # fmt: skip
+
+
+def pytest_xdist_auto_num_workers():
+    from utils.machine import cores
+
+    return cores()
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config, items):
+    if scripts := config.getoption("--script"):
+        kept = [item for item in items if any(concerns(item, script) for script in scripts)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+    skip_learning(config, items)
+    in_order(items, getattr(config, "workerinput", {}).get("workercount", 1))
+
+
+def concerns(item, script: str) -> bool:
+    """Whether a test is one of a script's: its parameters name the script or, where they name none, the spec has it."""
+    from tests.specs import SPECS, parent_of
+
+    if script not in SPECS:
+        raise pytest.UsageError(f"--script {script}: there is no algos/{script}.py; choose from {', '.join(SPECS)}")
+    if named := scripts_in(item.nodeid.partition("[")[2]):
+        return script in named
+    shared = [name for name in SPECS[parent_of(script) or script].tests.split() if name.startswith("invariance")]
+    names = {tuple(name.partition("::")[::2]) for name in [*SPECS[script].tests.split(), *shared]}
+    file = item.path.stem.removeprefix("test_")
+    return (file, "") in names or (file, item.originalname) in names
+
+
+def scripts_in(parameters: str) -> set[str]:
+    from benchmarks.curves import SCRIPT_OF
+    from tests.specs import SPECS
+
+    curve = SCRIPT_OF.get(parameters.removesuffix("]"))
+    return {curve} if curve else {s for s in SPECS if re.search(rf"(?<![a-z0-9_]){s}(?![a-z0-9_])", parameters)}
+
+
+def skip_learning(config, items) -> None:
+    """Marks the curves that need not learn, and sets the level at which those that do stay within the budget."""
+    mode, seeds = config.getoption("--learning"), []
+    for item in [item for item in items if item.get_closest_marker("learns")]:
+        from benchmarks.curves import CURVES, ENOUGH, SCRIPT_OF, recorded, unchanged_since
+        from tests.specs import SPECS
+
+        (curve,) = item.get_closest_marker("learns").args
+        known, reason = SPECS[SCRIPT_OF[curve]].known, ""
+        if len(recorded(curve)) < ENOUGH:
+            reason = f"not run: {len(recorded(curve))} seeds of {curve} are recorded; of so few a band says nothing"
+        elif mode == "none" or (mode == "known" and not known):
+            reason = f"not run: --learning {mode}"
+        elif mode == "changed" and not known and not CURVES[curve].slow and (commit := unchanged_since(curve)):
+            reason = f"unchanged since {commit}"
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+        elif item.originalname.startswith("test_fresh_seeds"):
+            seeds += [len(recorded(curve))] * len(CURVES[curve].numbers)
+    if seeds:
+        from benchmarks.curves import alarm_level
+
+        config.alarm = alarm_level(seeds)
+
+
+def in_order(items, workers: int) -> None:
+    """The long tests first for each worker, the longest before all: worksteal hands out equal parts in order, and at
+    the end short tests are left to share."""
+    from benchmarks.curves import recorded
+
+    def seconds(item) -> float:
+        rows = recorded(marker.args[0]) if (marker := item.get_closest_marker("learns")) else []
+        return 0 if item.get_closest_marker("skip") else sum(row["seconds"] for row in rows) / max(len(rows), 1)
+
+    is_long = {item: item.path.name in LONG or item.originalname in LONG for item in items}
+    long = sorted((item for item in items if is_long[item]), key=seconds, reverse=True)
+    short = [item for item in items if not is_long[item]]
+    ordered, left = [], len(items)
+    for worker in range(workers):
+        first = long[worker::workers]
+        count = max(left // (workers - worker) - len(first), 0)
+        ordered += first + short[:count]
+        short, left = short[count:], len(items) - len(ordered)
+    items[:] = ordered + short
+
+
+@pytest.fixture
+def alarm(request) -> float:
+    """How often a pair of fresh seeds may fall below a band in this run (benchmarks/curves.py)."""
+    return request.config.alarm
 
 
 @pytest.fixture
@@ -41,7 +133,7 @@ def imports_as_they_were(monkeypatch):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The ledger: seconds per file, and by name what did not run."""
+    """The ledger: seconds per file, by name what did not run, and what the learning tests proved."""
     seconds, counts = defaultdict(float), defaultdict(int)
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -55,16 +147,21 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.line(f"{sum(seconds.values()):7.1f} s of tests in {time.time() - START:.1f} s of wall time")
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
-        terminalreporter.line(f"not run: {report.nodeid}: {reason}")
-    if path := os.environ.get("RESULTS"):
-        from benchmarks.page import count
+        terminalreporter.line(f"{report.nodeid}: {str(reason).removeprefix('Skipped: ')}")
+    learnt(terminalreporter)
 
-        kinds = {"passed": "passed", "failed": "failed", "error": "failed", "skipped": "not run"}
-        outcomes = {
-            report.nodeid: outcome
-            for kind, outcome in kinds.items()
-            for report in terminalreporter.stats.get(kind, [])
-            if "::" in report.nodeid
-        }
-        known = json.loads(Path(path).read_text()) if Path(path).exists() else {}
-        Path(path).write_text(json.dumps(known | count(outcomes), indent=1, sort_keys=True) + "\n")
+
+def learnt(terminalreporter) -> None:
+    """The bands' false alarms, and the records of curves that are not trained in every run: one process writes them."""
+    tests = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    properties = [dict(report.user_properties) for report in tests if report.when == "call"]
+    if alarms := [found["false alarm"] for found in properties if "false alarm" in found]:
+        terminalreporter.line(f"learning: {len(alarms)} curves were trained on fresh seeds; where nothing is wrong, "
+                              f"one fails in {sum(alarms):.2%} of such runs (at most 1 % is allowed)")  # fmt: skip
+    for report in terminalreporter.stats.get("passed", []):
+        if rows := dict(report.user_properties).get("green"):
+            from benchmarks.curves import write_green
+
+            (curve,) = re.findall(r"\[(.+)\]", report.nodeid)
+            write_green(curve, rows)
+            terminalreporter.line(f"recorded: benchmarks/curves/green/{curve}.json; commit it")

@@ -18,40 +18,12 @@ import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
+from tests.specs import SPECS
 from utils import run as utils_run
 
 REPO = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
-LANGUAGE = (
-    "--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every 2 "
-    "--save-every 2".split()
-)
-OFFLINE = "--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32".split()
-SMALL = {  # runs of about a second
-    "grpo": LANGUAGE,
-    "dapo": [*LANGUAGE, "--overlong-buffer", "14"],
-    "rloo": LANGUAGE,
-    "online_dpo": [*LANGUAGE, "--xpo-alpha", "1e-3"],
-    "ppo_lm": LANGUAGE,
-    "dpo": "--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2"
-    " --save-every 2".split(),
-    **dict.fromkeys(
-        ("simpo", "orpo", "kto"),
-        "--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2"
-        " --save-every 2".split(),
-    ),
-    "reward_model": "--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4"
-    " --eval-every 2 --save-every 2".split(),
-    "sft": "--device cpu --task sort --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2"
-    " --save-every 2".split(),
-    "ppo": "--device cpu --num-envs 2 --num-steps 16 --total-timesteps 160 --num-minibatches 2 --update-epochs 2 "
-    "--eval-every 64 --eval-episodes 2 --save-every 32".split(),
-    "sac": "--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
-    "--log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32".split(),
-    "bc": [*OFFLINE, *"--hidden-size 16 --batch-size 8".split()],
-    "iql": [*OFFLINE, *"--hidden-size 16 --batch-size 8".split()],
-    "dt": [*OFFLINE, *"--embed-dim 8 --num-layers 2 --num-heads 2 --context-length 4 --batch-size 4".split()],
-}
+SMALL = {name: spec.small.split() for name, spec in SPECS.items()}  # arguments of runs of about a second
 
 
 def start(algo: str, *args, cwd: Path, **environment: str) -> subprocess.Popen:

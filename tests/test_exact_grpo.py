@@ -5,17 +5,17 @@ of the objective. Expected values come from numpy: own probabilities, advantages
 """
 
 import math
-from itertools import combinations, combinations_with_replacement
+from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
+from groups import GROUPS, OTHER, REWARDS, TABLE, P, batches, close, expectation, make_batch, rewards_of
 from tabular import (
     COMPLETIONS,
     EOS,
     OUTSIDE,
     PREFIXES,
-    PROMPTS,
     TabularLM,
     gradients,
     log_probs,
@@ -26,12 +26,10 @@ from tabular import (
 
 from algos import grpo
 from utils.evaluation import pass_at_k
-from utils.lm import Samples, completion_logps, pad_left
+from utils.lm import completion_logps
 from utils.schedule import learning_rate
 
-P, L_MAX = len(PROMPTS), 5  # L_MAX: what Args say, longer than any completion
-TABLE, OTHER = random_table(0), random_table(1)
-REWARDS = [dict(zip(COMPLETIONS, row)) for row in np.random.default_rng(2).normal(size=(P, len(COMPLETIONS)))]
+L_MAX = 5  # what Args say, longer than any completion
 BINARY = [{c: float((i + p) % 3 == 0) for i, c in enumerate(COMPLETIONS)} for p in range(P)]
 
 
@@ -40,27 +38,6 @@ def float64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-def rewards_of(groups, table) -> list[list[float]]:
-    return [[table[p][c] for c in group] for p, group in enumerate(groups)]
-
-
-def make_batch(groups, rewards, old=TABLE, ref=None, temperature=1.0, pad=0) -> grpo.Batch:
-    """One group of completions per prompt, as update takes it; `old` and `ref` are tables of logits."""
-    rows = [(p, c) for p, group in enumerate(groups) for c in group]
-    width = max(len(c) for _, c in rows)
-
-    def padded(values, fill):
-        return torch.tensor(np.array([[*v, *[fill] * (width - len(v))] for v in values]))
-
-    def logps(table):
-        return padded([log_probs(table / temperature, p, c) for p, c in rows], 0.0)
-
-    samples = Samples(*pad_left(PROMPTS, "cpu"), padded([c for _, c in rows], pad),
-                      padded([[True] * len(c) for _, c in rows], False), logps(old),
-                      torch.tensor([EOS in c for _, c in rows]))  # fmt: skip
-    return grpo.Batch(samples, torch.tensor(rewards).flatten(), None if ref is None else logps(ref))
 
 
 def run_update(batch, table=TABLE, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
@@ -72,25 +49,6 @@ def run_update(batch, table=TABLE, rate=1.0, **settings) -> tuple[np.ndarray, di
                     aggregation="constant")  # fmt: skip
     metrics = grpo.update(model, torch.optim.SGD(model.parameters(), rate), batch, grpo.Args(**defaults | settings))
     return (model.table.detach().numpy() - table) / rate, metrics
-
-
-def batches(group_size: int, joint: bool, table=TABLE):
-    """Yields every batch of one group per prompt (as multisets, with multinomial weights) and its probability.
-
-    Where groups do not interact, `joint=False` pairs the k-th group of one prompt with another of the other, and the
-    weight (P, 1, 1) holds each group's own probability for that prompt's part of the table.
-    """
-
-    def groups(p):
-        for group in combinations_with_replacement(COMPLETIONS, group_size):
-            orders = math.factorial(group_size) / math.prod(math.factorial(group.count(c)) for c in set(group))
-            yield group, orders * math.prod(probability(table, p, c) for c in group)
-
-    first, second = list(groups(0)), list(groups(1))
-    pairs = [(a, b) for a in first for b in second] if joint else zip(first, reversed(second))
-    for (a, weight_a), (b, weight_b) in pairs:
-        weight = [weight_a * weight_b] * 2 if joint else [weight_a, weight_b]
-        yield (a, b), np.array(weight)[:, None, None]
 
 
 def expected_movement(group_size, joint, reward_table, ref=None, temperature=1.0, **settings) -> np.ndarray:
@@ -130,17 +88,8 @@ def own_movement(groups, rewards, aggregation="constant", scale="none", table=TA
     return result
 
 
-def expectation(function, table=TABLE) -> np.ndarray:
-    """Mean over prompts of E[function(prompt, completion)]."""
-    return sum(probability(table, p, c) * function(p, c) for p in range(P) for c in COMPLETIONS) / P
-
-
 def mean_reward(p: int, table=TABLE) -> float:
     return sum(probability(table, p, c) * REWARDS[p][c] for c in COMPLETIONS)
-
-
-def close(actual, expected) -> None:
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-10)
 
 
 def test_table_model_equals_numpy():
@@ -230,9 +179,6 @@ def test_kl_penalty_follows_the_reverse_divergence():
             difference = np.exp(log_softmax(TABLE[p, i])) - np.exp(log_softmax(OTHER[p, i]))
             expected[p, i] = -0.7 * probability(TABLE, p, prefix) * difference / (P * L_MAX)
     close(moved, expected)
-
-
-GROUPS = [((1,), (0, 2), (2, 1)), ((0, 1), (2, 0), (1,))]
 
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])

@@ -1,6 +1,6 @@
 """online_dpo.update against enumeration: every pair of completions of a tabular model, weighted by its probability.
 
-As tests/test_exact_grpo.py, whose batches this uses; `movement` is what one update by plain gradient descent at rate 1
+As tests/test_exact_grpo.py; `movement` is what one update by plain gradient descent at rate 1
 adds to the table, so its expectation is minus the gradient of the loss. Expected values come from numpy: own
 probabilities, ranks, derivatives of the losses and gradients of log pi.
 """
@@ -11,9 +11,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from groups import OTHER, REWARDS, TABLE, P, close, make_batch, rewards_of
 from tabular import COMPLETIONS, EOS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, gradients, log_probs, probability
 from tabular import random_table as random_logits
-from test_exact_grpo import OTHER, REWARDS, TABLE, P, close, make_batch, rewards_of
 
 import utils.lm
 from algos import online_dpo

@@ -1,6 +1,6 @@
 """ppo_lm.update against enumeration: every completion of a tabular model with a tabular critic, by its probability.
 
-As tests/test_exact_grpo.py, whose enumeration this uses; expected values come from numpy.
+As tests/test_exact_grpo.py; expected values come from numpy.
 """
 
 import math
@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from groups import OTHER, REWARDS, TABLE, P, batches, close, expectation, make_batch, rewards_of
 from tabular import COMPLETIONS, EOS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, gradients, log_probs, probability
 from tabular import random_table as random_logits
-from test_exact_grpo import OTHER, REWARDS, TABLE, P, batches, close, expectation, make_batch, rewards_of
 
 from algos import ppo_lm
 

@@ -1,6 +1,6 @@
 """rloo.update against enumeration: every group of completions of a tabular model, weighted by its probability.
 
-As tests/test_exact_grpo.py, whose enumeration this uses; expected values come from numpy.
+As tests/test_exact_grpo.py; expected values come from numpy.
 """
 
 import math
@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from groups import GROUPS, OTHER, REWARDS, TABLE, P, batches, close, expectation, make_batch, rewards_of
 from tabular import COMPLETIONS, EOS, OUTSIDE, PREFIXES, TabularLM, gradients, log_probs, probability
 from tabular import random_table as random_logits
-from test_exact_grpo import GROUPS, OTHER, REWARDS, TABLE, P, batches, close, expectation, make_batch, rewards_of
 
 from algos import rloo
 

@@ -20,41 +20,28 @@ from small_data import pendulum, write_minari
 from algos import reward_model
 from benchmarks import chain
 from benchmarks.page import code_of
+from tests.specs import SPECS
 from utils.lm import TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [README] + [(ROOT / folder / "README.md").read_text() for folder in ("algos", "tests", "benchmarks")]
 SCRIPTS = sorted(path.stem for path in (ROOT / "algos").glob("*.py"))
-GROUPS = dict(max_steps=2, num_prompts=4, num_generations=4, micro_batch_size=4, max_completion_length=12,
-              eval_prompts=4, eval_every=0)  # fmt: skip
-TINY = {  # what makes a command of any size run in seconds, on what is here
-    "grpo": GROUPS,
-    "rloo": GROUPS,
-    "online_dpo": GROUPS,
-    "ppo_lm": GROUPS,
-    "dpo": dict(max_steps=2, batch_size=4, micro_batch_size=2, num_pairs=16, eval_prompts=4, eval_every=0,
-                eval_max_new_tokens=12),
-    **dict.fromkeys(("simpo", "orpo", "kto"), dict(max_steps=2, batch_size=4, micro_batch_size=2, num_pairs=16,
-                                                   eval_prompts=4, eval_every=0, eval_max_new_tokens=12)),
-    "reward_model": dict(max_steps=2, batch_size=4, micro_batch_size=2, num_pairs=16, eval_prompts=4, eval_every=0,
-                         ensemble=1),
-    "sft": dict(max_steps=2, batch_size=4, micro_batch_size=2, eval_prompts=4, eval_every=0, eval_max_new_tokens=12),
-}  # fmt: skip
-PPO = dict(total_timesteps=64, num_steps=8, num_minibatches=2, update_epochs=1, eval_every=0, eval_episodes=1)
-OFFLINE = dict(max_steps=48, batch_size=8, eval_every=0, eval_episodes=1, log_every=16)
-TINY_CONTROL = {
-    "ppo": PPO,
-    "ppo_atari": PPO | dict(env_kwargs=("max_num_frames_per_episode=200",)),
-    "sac": dict(total_timesteps=64, learning_starts=32, batch_size=8, hidden_size=8, eval_every=0, eval_episodes=1,
-                record_steps=50),
-    "bc": OFFLINE,
-    "iql": OFFLINE | dict(hidden_size=8),
-    "dt": OFFLINE | dict(embed_dim=8, num_layers=1),
-}  # fmt: skip
+SHORT = dict(eval_every=0, max_completion_length=12, eval_max_new_tokens=12, micro_batch_size=4, ensemble=1,
+             hidden_size=8, record_steps=50)  # fmt: skip
 OFFLINE_SCRIPTS = "algos/(bc|iql|dt).py"
 NEEDED = {"ale_py": "ppo_atari", "mujoco": f"(HalfCheetah|Hopper)-v|{OFFLINE_SCRIPTS}", "moviepy": "--capture-video",
           "h5py": f"--record|{OFFLINE_SCRIPTS}", "minari": "mujoco/|D4RL/"}  # fmt: skip
+
+
+def tiny(script: str) -> dict:
+    """What makes a command of any size run in seconds: the sizes of the spec's small run, and those of SHORT. The task
+    and the device stay the command's own."""
+    fields = importlib.import_module(f"algos.{script}").Args.__dataclass_fields__
+    args = vars(tyro.cli(importlib.import_module(f"algos.{script}").Args, args=SPECS[script].small.split()))
+    named = {word[2:].replace("-", "_") for word in SPECS[script].small.split() if word.startswith("--")}
+    small = {name: args[name] for name in named - {"task", "device", "save_every"}}
+    return small | {name: value for name, value in SHORT.items() if name in fields}
 
 
 def commands() -> list[str]:
@@ -65,7 +52,7 @@ def commands() -> list[str]:
     return sorted({re.split(r"\s{2,}", line)[0] for line in found})
 
 
-CONTROL = [command for command in commands() if Path(command.split()[1]).stem in TINY_CONTROL]
+CONTROL = [command for command in commands() if SPECS[Path(command.split()[1]).stem].family in ("Control", "Offline")]
 
 
 def test_the_first_two_commands_are_what_ci_runs():
@@ -101,7 +88,7 @@ def test_commands_run(command, tmp_path, monkeypatch):
     _, script, *words = shlex.split(command)
     module = importlib.import_module(f"algos.{Path(script).stem}")
     args = tyro.cli(module.Args, args=words)
-    for name, value in TINY[Path(script).stem].items():
+    for name, value in tiny(Path(script).stem).items():
         setattr(args, name, value)
     if "/" in args.model:
         args.model = TINY_MODEL
@@ -115,13 +102,13 @@ def test_commands_run(command, tmp_path, monkeypatch):
             "def format(completions, **kwargs):\n    return [float(c.isdigit()) for c in completions]\n"
         )
         if args.reward[0].startswith("RUN/"):
-            small = TINY["reward_model"] | dict(task="sort", ensemble=2, output_dir=str(tmp_path / "reward"))
+            small = tiny("reward_model") | dict(task="sort", ensemble=2, output_dir=str(tmp_path / "reward"))
             reward_model.train(reward_model.Args(**small))
             next((tmp_path / "reward").iterdir()).rename(tmp_path / "RUN")
         args.reward = tuple(f"{tmp_path}/{spec}" for spec in args.reward)
     args.output_dir = str(tmp_path / "runs")
     history = module.train(args)
-    assert history[-1]["step"] == 2
+    assert history[-1]["step"] == args.max_steps
     assert len(list(tmp_path.glob("runs/*/model/model.safetensors"))) + args.lora_rank >= 1
 
 
@@ -134,9 +121,9 @@ def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
             pytest.importorskip(package, reason=f"not run: {package} is not installed")
     monkeypatch.chdir(tmp_path)
     _, script, *words = shlex.split(command.replace("package.module:Name-v0", "environments:Walk-v0"))
-    module, tiny = importlib.import_module(f"algos.{Path(script).stem}"), TINY_CONTROL[Path(script).stem]
+    module, sizes = importlib.import_module(f"algos.{Path(script).stem}"), tiny(Path(script).stem)
     if "RUN" in words:
-        args = module.Args(**tiny)
+        args = module.Args(**sizes)
         if hasattr(args, "dataset"):
             args.dataset = str(pendulum(tmp_path / "walk.hdf5", "environments:Walk-v0"))
         elif "ALE/" not in args.env_id:
@@ -148,7 +135,7 @@ def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
         assert bool(list(run.glob("video/*.mp4"))) == ("--capture-video" in words)
         return
     args = tyro.cli(module.Args, args=words)
-    for name, value in tiny.items():
+    for name, value in sizes.items():
         setattr(args, name, value)
     if getattr(args, "online_steps", 0):
         args.online_steps = 16

@@ -1,4 +1,5 @@
-"""A run that was stopped, in whatever way, and resumed equals the run that was not, bit for bit on a CPU."""
+"""A run that was stopped, in whatever way, and resumed equals the run that was not, bit for bit on a CPU. Roots are
+stopped in every way; a child resumes from the middle, where all of its own state is far from where it began."""
 
 import errno
 import fcntl
@@ -27,6 +28,7 @@ from helpers import (
 )
 
 from algos import grpo, online_dpo, ppo_lm, rloo, sft
+from tests.specs import parent_of
 from utils.checkpoint import load_newest
 from utils.errors import UserError
 from utils.machine import environment
@@ -34,14 +36,10 @@ from utils.run import saved_args
 
 MODULES = {"grpo": grpo, "rloo": rloo, "online_dpo": online_dpo, "ppo_lm": ppo_lm, "sft": sft}
 # 11 steps, so that the last one is evaluated out of turn; all checkpoints kept, to resume from any of them
-FLAGS = {
-    "grpo": SMALL["grpo"] + "--max-steps 11 --keep 99".split(),
-    "rloo": SMALL["rloo"] + "--max-steps 11 --keep 99".split(),
-    "online_dpo": SMALL["online_dpo"] + "--max-steps 11 --keep 99".split(),
-    "ppo_lm": SMALL["ppo_lm"] + "--max-steps 11 --keep 99".split(),
-    "sft": SMALL["sft"] + "--batch-size 32 --lr-schedule constant --warmup-steps 3 --max-steps 11 --keep 99".split(),
-}
+FLAGS = {name: [*SMALL[name], *"--max-steps 11 --keep 99".split()] for name in MODULES}
+FLAGS["sft"] += "--batch-size 32 --lr-schedule constant --warmup-steps 3".split()
 every_script = pytest.mark.parametrize("algo", MODULES)
+every_root = pytest.mark.parametrize("algo", [name for name in MODULES if parent_of(name) is None])
 
 
 class Started:
@@ -83,7 +81,7 @@ def test_from_a_checkpoint_in_the_middle(algo, uninterrupted, tmp_path):
     assert_same_result(folder, uninterrupted(algo))
 
 
-@every_script
+@every_root
 @pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(algo, kills, uninterrupted, tmp_path):
     """SIGKILL at random moments loses no row, repeats none, and changes no weight."""
@@ -112,7 +110,7 @@ def test_killed_at_any_moment(algo, kills, uninterrupted, tmp_path):
     assert_same_result(folder, uninterrupted(algo))
 
 
-@every_script
+@every_root
 def test_signals(algo, uninterrupted, tmp_path):
     """SIGTERM and Ctrl-C end the step, save, say how to go on, and exit with 128 + signal; here both in one run."""
     args, rows = [*FLAGS[algo], "--output-dir", tmp_path / "runs", "--save-every", 99], 0
@@ -130,7 +128,7 @@ def test_signals(algo, uninterrupted, tmp_path):
     assert_same_result(folder, uninterrupted(algo))
 
 
-@every_script
+@every_root
 def test_longer_budget(algo, uninterrupted, tmp_path):
     """With a constant learning rate --max-steps may grow: the run equals one that had the larger budget from the start,
     but for the evaluation that the old last step got."""
@@ -165,7 +163,7 @@ def test_changed_arguments_are_refused(algo, change, uninterrupted, tmp_path, ca
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@every_script
+@every_root
 def test_budget_of_a_decaying_schedule_is_refused(algo, tmp_path, capsys):
     """A learning rate that decays towards the budget ties the run to it."""
     flags = SMALL[algo] + "--max-steps 2 --lr-schedule linear --eval-every 0".split()

@@ -1,0 +1,139 @@
+"""All that tests, benchmarks and the page know of a script stands in one file: tests/specs/SCRIPT.py.
+
+    from tests.specs import SPECS            script -> Spec, in the order of the page; every list of scripts is derived
+
+A new script gets its file from `python tests/family.py new`.
+"""
+
+import ast
+import importlib
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILIES = (  # the groups of the page, in their order
+    "Language models: rewards", "Language models: preferences and demonstrations", "Control", "Offline",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A recorded learning curve (benchmarks/curves.py)."""
+
+    settings: dict
+    column: str
+    """the column of the metrics that is drawn over steps"""
+    numbers: dict[str, str]
+    """what is compared, higher being better -> its scale: plain, share (of right answers) or log"""
+    slow: bool = False
+    """only `pytest -m slow` trains it"""
+    label_noise: float | None = None
+    """a reward model is trained before, on labels of which this share is flipped"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A command of the docstring, and what the paper's table says (test_recipes.py)."""
+
+    command: str
+    """words that only this command of the docstring holds"""
+    source: str
+    paper: dict
+    """argument -> the paper's value"""
+    preset: str = ""
+    """of PRESETS, for what the command leaves at None"""
+    differs: dict = field(default_factory=dict)
+    """argument -> our value, and the words of the docstring that say so"""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A planted bug: one line changed in each file that holds `old`, one file at a time."""
+
+    name: str
+    """MISTAKE, or MISTAKE:WHERE for a mistake that is planted in several places with different text"""
+    old: str
+    new: str
+    why: str
+
+    @property
+    def mistake(self) -> str:
+        return self.name.partition(":")[0]
+
+    def files(self) -> list[str]:
+        """The scripts and files of utils/ that hold the text once."""
+        return [name for name, text in sources().items() if text.count(self.old) == 1]
+
+    def apply(self, text: str) -> str:
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Spec:
+    title: str
+    """the algorithm's name and paper, on the page"""
+    family: str
+    """one of FAMILIES"""
+    small: str
+    """arguments of a run of about a second"""
+    tests: str
+    """the fast tests that guard the script, exact ones first; FILE::TEST where the rest would take too long"""
+    curves: dict[str, Curve] = field(default_factory=dict)
+    recipes: tuple[Recipe, ...] = ()
+    no_recipe: str = ""
+    """why there is none"""
+    bugs: tuple[Bug, ...] = ()
+    """only in lines that the parent lacks"""
+    known: bool = False
+    """one of the seven best-known scripts, which learn in every run of the tests"""
+    needs: str = ""
+    """a package that only this script needs"""
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Path -> text of every script and every file of utils/."""
+    paths = sorted(ROOT.glob("algos/*.py")) + sorted(ROOT.glob("utils/*.py"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+
+
+def parse_bugs(text: str) -> tuple[Bug, ...]:
+    """Bugs written as small diffs: a line `NAME: why people make it`, the old text after `- `, the new text after `+ `.
+
+    The texts are parts of lines, or several lines. Without a `+ ` the text is deleted.
+    """
+    bugs = []
+    for block in re.split(r"\n\s*\n", text.strip("\n")):
+        lines = block.splitlines()
+        old, new = ("\n".join(line[2:] for line in lines if line.startswith(sign)) for sign in ("- ", "+ "))
+        name, _, why = " ".join(line for line in lines if line[:2] not in ("- ", "+ ")).partition(": ")
+        bugs.append(Bug(name, old, new, why))
+    return tuple(bugs)
+
+
+def parent_of(script: str) -> str | None:
+    match = re.search(r"^Parent: (\w+)\.py", ast.get_docstring(ast.parse(sources()[f"algos/{script}.py"])), re.M)
+    return match and match[1]
+
+
+def line_of(script: str) -> tuple[str, ...]:
+    """The root, ..., the parent, the script."""
+    parent = parent_of(script)
+    return (*(line_of(parent) if parent else ()), script)
+
+
+def discover() -> dict[str, Spec]:
+    specs = {}
+    for script in [path.stem for path in ROOT.glob("algos/*.py")]:
+        if not (ROOT / f"tests/specs/{script}.py").exists():
+            raise FileNotFoundError(
+                f"algos/{script}.py has no spec: write tests/specs/{script}.py with SPEC = Spec(...), as in "
+                "tests/specs/simpo.py, or let `python tests/family.py new` write it."
+            )
+        specs[script] = importlib.import_module(f"tests.specs.{script}").SPEC
+    return dict(sorted(specs.items(), key=lambda item: (FAMILIES.index(item[1].family), line_of(item[0]))))
+
+
+SPECS = discover()

@@ -1,0 +1,66 @@
+"""behaviour cloning and 10 %-BC: algos/bc.py."""
+
+from tests.specs import Curve, Spec, parse_bugs
+
+BUGS = """
+training-mode-lost:cloning: eval() before an evaluation, and no train() after it
+-     actor.train()
+
+dropout-in-evaluation: no eval() before an evaluation
+- actor.eval()(torch
++ actor(torch
+
+density-averaged-over-actions:cloning: of one action, as in Pendulum, both are equal
+- 0.5 * math.log(2 * math.pi)).sum(-1, keepdim=True)
++ 0.5 * math.log(2 * math.pi)).mean(-1, keepdim=True)
+
+variance-for-deviation:cloning: variances and deviations are both called sigma; at 1 nothing shows
+- z = (actions - mean) * (-log_std).exp()
++ z = (actions - mean) * (-2 * log_std).exp()
+
+log-std-without-bounds:cloning: SAC's bounds are taken for the authors' (CORL's IQL)
+- LOG_STD_BOUNDS = (-5.0, 2.0)
++ LOG_STD_BOUNDS = (-20.0, 2.0)
+
+units-of-the-environment:cloning: in MuJoCo most bounds are -1 and 1
+- to_unit(data.actions[rows], space)
++ data.actions[rows]
+
+likelihood-minimised: log-likelihoods are maximised, losses minimised
+- return -actor.log_prob(batch.obs, batch.actions).mean()
++ return actor.log_prob(batch.obs, batch.actions).mean()
+
+worst-trajectories: sorting ascends
+- np.argsort(-data.trajectory_returns()
++ np.argsort(data.trajectory_returns()
+
+fraction-of-trajectories: 10 %-BC is of steps in the paper's code; of trajectories it is other data (CORL's 10 %-BC)
+- below = np.cumsum(lengths[best_first]) < fraction * len(data.obs)
++ below = np.arange(len(lengths)) < fraction * len(lengths)
+
+evaluation-with-training-noise:cloning: one function acts in both
+- log_std.exp() * noise * scale)
++ log_std.exp() * noise)
+"""
+
+SPEC = Spec(
+    "BC and 10 %-BC",
+    "Offline",
+    small="--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32 "
+          "--hidden-size 16 --batch-size 8",
+    tests="exact_iql command_line_offline offline_data resume_offline",
+    curves={
+        "bc-hopper": Curve(
+            dict(max_steps=3000, hidden_size=128, batch_size=128, learning_rate=0.001, eval_every=0,
+            eval_episodes=20), "eval/return",
+            numbers={"eval/return_stochastic": "log"},
+        ),
+        "bc10-hopper": Curve(
+            dict(max_steps=3000, hidden_size=128, batch_size=128, learning_rate=0.001, eval_every=0,
+            eval_episodes=20, top_fraction=0.1), "eval/return",
+            numbers={"eval/return_stochastic": "log"},
+        ),
+    },
+    no_recipe="its network and update are iql.py's at temperature 0, and 10 %-BC's paper gives no table",
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

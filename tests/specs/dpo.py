@@ -1,0 +1,104 @@
+"""DPO: algos/dpo.py."""
+
+from tests.specs import Curve, Recipe, Spec, parse_bugs
+
+BUGS = """
+micro-batch-mean:dpo: the mean at hand is right while there is one micro-batch (huggingface/trl#2617)
+- (loss.sum() / len(batch)).backward()
++ loss.mean().backward()
+
+padding-by-id:dpo: the id of padding is taken for padding, also where the data hold it (tiny-grpo train.py:108,
+simple_GRPO:80, rlhf-book rollout.py:139 mask by the id of padding)
+- mask = torch.arange(width, device=model.device) < lengths[:, None]
++ mask = ids != 0
+
+labels-swapped: chosen and rejected are two tensors of one shape
+- LOSSES[args.loss](*ratios[-1].unbind(1), args)
++ LOSSES[args.loss](*ratios[-1].flip(1).unbind(1), args)
+
+beta-missing: a log-ratio is taken for the reward, which is beta times it
+- args.beta * (chosen - rejected), args.label_smoothing
+-     return -(1 - e) * logsigmoid(logits) - e
++ chosen - rejected, args.label_smoothing
++     return -(1 - e) * logsigmoid(logits) - e
+
+beta-missing:hinge: SLiC has a margin of its own, and one of the two is forgotten
+- return relu(1 - args.beta * (chosen - rejected))
++ return relu(1 - (chosen - rejected))
+
+sigmoid-without-log: both are minimised where chosen wins
+- return -(1 - e) * logsigmoid(logits) - e * logsigmoid(-logits)
++ return -(1 - e) * sigmoid(logits) - e * sigmoid(-logits)
+
+reference-forgotten: a difference of log-probabilities also ranks
+- ratios = logps - torch.tensor([pair.ref_logps for pair in pairs], dtype=logps.dtype, device=logps.device)
++ ratios = logps
+
+mean-for-sum-of-log-probabilities: means per token are what losses of language models are; some losses want them, DPO
+does not (huggingface/trl#1033, #1265, #1581, #1677: the averaging of IPO)
+- return logps.sum(1).view(-1, 2), lengths.view(-1, 2)
++ return (logps.sum(1) / lengths).view(-1, 2), lengths.view(-1, 2)
+
+margin-of-ipo: the half of the paper's 1/(2 tau) is lost when tau becomes beta
+- return (chosen - rejected - 1 / (2 * args.beta)) ** 2
++ return (chosen - rejected - 1 / args.beta) ** 2
+
+robust-is-conservative: two losses with label smoothing differ by one sign
+- return (-(1 - e) * logsigmoid(logits) + e * logsigmoid(-logits)) / (1 - 2 * e)
++ return (-(1 - e) * logsigmoid(logits) - e * logsigmoid(-logits)) / (1 - 2 * e)
+
+both-completions-down: APO has two losses of nearly the same text
+- return 1 - sigmoid(args.beta * chosen) + sigmoid(args.beta * rejected)
++ return sigmoid(args.beta * chosen) + sigmoid(args.beta * rejected)
+
+rejected-is-imitated: an index instead of a name
+- loss = loss - args.sft_coef * logps[:, 0] / lengths[:, 0]
++ loss = loss - args.sft_coef * logps[:, 1] / lengths[:, 1]
+
+prompt-trained:likelihoods: labels are a copy of the inputs (ORPO's authors and TRL's ORPO trainer have the prompt in
+the likelihood)
+- Pair(prompt, *(completion[:room] for completion in completions))
++ Pair(prompt[:1], *(prompt[1:] + completion[:room] for completion in completions))
+
+mean-for-sum-of-log-probabilities:kto: means per token are what losses of language models are; some losses want them,
+KTO does not
+- return logps.sum(1)
++ return logps.sum(1) / lengths
+
+sigmoid-without-log:reward_model: both are minimised where chosen wins
+- return -logsigmoid(chosen
++ return -torch.sigmoid(chosen
+
+last-micro-batch-only:dpo: zero_grad stands before backward everywhere else
+-         loss = LOSSES[args.loss](
++         optimizer.zero_grad(set_to_none=True)
++         loss = LOSSES[args.loss](
+
+last-micro-batch-only:preferences: zero_grad stands before backward everywhere else
+-         (loss.sum() / len(batch)).backward()
++         optimizer.zero_grad(set_to_none=True)
++         (loss.sum() / len(batch)).backward()
+"""
+
+SPEC = Spec(
+    "DPO, arXiv 2305.18290, ten more losses",
+    "Language models: preferences and demonstrations",
+    small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
+          "--save-every 2",
+    tests="exact_dpo parity_trl_dpo invariance::test_the_model_that_is_updated_has_no_dropout dpo_runs",
+    known=True,
+    curves={
+        "dpo-sort": Curve(
+            dict(task="sort", max_steps=40, eval_every=0, eval_prompts=256), "margin",
+            numbers={"eval/greedy": "share", "eval/pass@1": "share"},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "Anthropic/hh-rlhf", "arXiv 2305.18290, appendix B", preset="full",
+            paper=dict(beta=0.1, batch_size=64, learning_rate=1e-6, warmup_steps=150, loss="sigmoid",
+                       lr_schedule="constant", label_smoothing=0.0, sft_coef=0.0, average_logps=False),
+        ),
+    ),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

@@ -1,0 +1,160 @@
+"""GRPO: algos/grpo.py."""
+
+from tests.specs import Curve, Recipe, Spec, parse_bugs
+
+BUGS = """
+ratio-turned-round: which policy stands in the numerator is easy to mix up, and at ratio 1 the values are equal
+- ratio = (logps - old_logps).exp()
++ ratio = (old_logps - logps).exp()
+
+max-for-min: the paper maximises a minimum, losses are minimised: one sign too many is turned
+- -torch.min(unclipped, clipped),
++ -torch.max(unclipped, clipped),
+
+clip-without-min: clipping the ratio looks like all that the clip does; it also kills gradients that would bring it
+back
+- -torch.min(unclipped, clipped),
++ -clipped,
+
+clip-bounds-swapped: two clips of nearly equal size, of which only one is ever changed
+- ratio.clamp(1 - low, 1 + high)
++ ratio.clamp(1 - high, 1 + low)
+
+ratio-always-one: right for one update epoch, and kept when there are more (TRL takes the ratio as 1 by design where
+it updates once per batch)
+- old_logps, valid = samples.logps[rows, :width], mask[rows, :width]
++ old_logps, valid = logps.detach(), mask[rows, :width]
+
+k3-turned-round: all estimators of a divergence look alike but for the order of their two policies (rlhf-book
+policy_gradients/loss.py:23-57, whose test pins the wrong value (natolambert/rlhf-book#489))
+- difference = ref_logps - logps
++ difference = logps - ref_logps
+
+divergence-rewarded: the paper subtracts the penalty from what it maximises
+- loss + args.beta * kl, kl
++ loss - args.beta * kl, kl
+
+reference-at-another-temperature: the temperature is thought of as a setting of the sampler (huggingface/trl#4159:
+temperature not applied to log-probabilities)
+- completion_logps(ref_model, *inputs, args.temperature)
++ completion_logps(ref_model, *inputs)
+
+reference-is-the-policy: one name for two models of the same kind: the penalty then is 0 in value
+- completion_logps(ref_model, *inputs, args.temperature)
++ completion_logps(model, *inputs, args.temperature)
+
+group-std-of-a-population: NumPy's default is ddof 0, torch's 1
+- STD_DDOF, STD_EPSILON = 1, 1e-4
++ STD_DDOF, STD_EPSILON = 0, 1e-4
+
+not-centred: dividing by the deviation is what looks like normalising
+- centred = rewards - rewards.nanmean(1, keepdim=True)
++ centred = rewards
+
+baseline-of-the-batch: the mean over all axes is the default of every library
+- centred = rewards - rewards.nanmean(1, keepdim=True)
++ centred = rewards - rewards.nanmean()
+
+batch-scale-of-groups: the deviation of what is being divided, instead of the rewards'
+- elif scale == "batch":
+-         centred = centred / (std(rewards) + STD_EPSILON)
++ elif scale == "batch":
++         centred = centred / (std(centred) + STD_EPSILON)
+
+skipped-reward-is-zero: NaN is silenced where it first hurts
+- rewards.nanmean(1, keepdim=True)
++ rewards.nan_to_num(0.0).mean(1, keepdim=True)
+
+groups-interleaved: repeating a list and repeating its elements give the same length
+- ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
++ ([x for _ in range(args.num_generations) for x in xs] for xs in (rows, prompts))
+
+mean-over-padding: .mean() of a padded tensor (TRL's LUSPO with beta averages padding (trl grpo_trainer:3143))
+- return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))
++ return mask / mask.numel()
+
+length-bias-stays: Dr. GRPO is taken for GRPO without the division by the deviation (rlhf-book routes drgrpo to a loss
+with means per sequence)
+- return mask / (len(mask) * max_completion_length)
++ return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))
+
+constant-is-the-longest: the width of the tensor is at hand; it changes with the batch
+- return mask / (len(mask) * max_completion_length)
++ return mask / (len(mask) * mask.shape[1])
+
+micro-batch-mean: the mean over the tokens at hand is right while there is one micro-batch (huggingface/trl#2617 (18
+trainers), volcengine/verl#906, nanochat's chat_rl)
+- (loss * weights[rows, :width]).sum().backward()
++ ((loss * valid).sum() / valid.sum().clamp(min=1) * len(valid) / len(mask)).backward()
+
+truncated-are-trained: a second mask is made, and the first goes on being used (huggingface/trl#6369 and #6439: a
+denominator that ignored the truncation mask)
+- weights = token_weights(mask.to(samples.logps.dtype)
++ weights = token_weights(samples.completion_mask.to(samples.logps.dtype)
+
+temperature-in-sampling-only: the temperature is thought of as a setting of the sampler (huggingface/trl#4159;
+minimind (0.8), rasbt (0.8), simple_GRPO (0.9))
+- logps, entropy = completion_logps(model, *inputs, args.temperature)
++ logps, entropy = completion_logps(model, *inputs)
+
+temperature-in-scoring-only: the sampler has its own default
+- eos_ids(model, tokenizer), args.temperature, generator)
++ eos_ids(model, tokenizer), 1.0, generator)
+
+dropout-in-the-ratio: model.train() is a habit; the policy that is updated then is not the one that sampled
+-     without_dropout(model)
+
+gradients-never-cleared: torch adds gradients up
+- optimizer.zero_grad(set_to_none=True)
++ pass
+
+last-micro-batch-only: zero_grad stands before backward everywhere else
+-             width = logps.shape[1]
++             width = logps.shape[1]
++             optimizer.zero_grad(set_to_none=True)
+
+clipped-after-the-step: two lines, in either order of which nothing fails
+-         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+-         optimizer.step()
++         optimizer.step()
++         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+
+generator-not-restored: weights and optimizer are what people think of (Stable-Baselines3#1526, open)
+-         generator.set_state(run.state["generator"].cpu())
+
+optimizer-not-restored: the weights are back, the moments of Adam are not
+-         optimizer.load_state_dict(run.state["optimizer"])
+
+data-begin-again: the place in the data is nobody's state (open-instruct#651 and #1823; volcengine/verl#5725 and
+#7401; huggingface/trl#3179 and #3247 lost data, too)
+- step, next_row = run.state["step"], run.state["next_row"]
++ step, next_row = run.state["step"], 0
+"""
+
+SPEC = Spec(
+    "GRPO, arXiv 2402.03300",
+    "Language models: rewards",
+    small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
+          "2 --save-every 2",
+    tests="exact_grpo parity_trl invariance resume::test_from_a_checkpoint_in_the_middle rewards runs "
+          "resume::test_killed_at_any_moment",
+    known=True,
+    curves={
+        "grpo-sort": Curve(
+            dict(task="sort", max_steps=16, learning_rate=0.0001, eval_every=0, eval_prompts=256), "reward",
+            numbers={"mean reward": "plain", "eval/greedy": "share"},
+        ),
+        "grpo-countdown": Curve(
+            dict(task="countdown", eval_every=0, eval_prompts=256), "reward",
+            numbers={"mean reward": "plain", "eval/greedy": "share"}, slow=True,
+        ),
+    },
+    recipes=(
+        Recipe(
+            "deepseek-math-7b", "arXiv 2402.03300, section 4.2", preset="full",
+            paper=dict(learning_rate=1e-6, beta=0.04, num_generations=64, max_completion_length=1024,
+                       num_iterations=1, num_prompts=16, aggregation="sequence", scale_rewards="group"),
+        ),
+    ),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

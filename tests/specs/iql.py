@@ -1,0 +1,83 @@
+"""IQL: algos/iql.py."""
+
+from tests.specs import Curve, Recipe, Spec, parse_bugs
+
+BUGS = """
+schedule-of-the-wrong-optimizer: one schedule and three optimizers
+- for group in optimizers.actor.param_groups:
++ for group in optimizers.critics.param_groups:
+
+bootstrap-through-termination:iql: the mask is forgotten: the end of an episode costs nothing
+- gamma * (1 - batch.terminated) * next_values
++ gamma * next_values
+
+unknown-next-observation: D4RL's files lack the observation after a time-out, and the row after it is another
+episode's
+- rows, (factor, summand) = data.known, reward_map(
++ rows, (factor, summand) = np.ones_like(data.known), reward_map(
+
+max-of-the-twins:iql: Q-learning has a max there
+- q = torch.min(*agent.targets(batch.obs, batch.actions))
++ q = torch.max(*agent.targets(batch.obs, batch.actions))
+
+expectile-turned-round: the error may be target minus value or value minus target
+- torch.where(errors > 0, expectile, 1 - expectile)
++ torch.where(errors < 0, expectile, 1 - expectile)
+
+weights-not-clipped: the clip stands in the code of the paper only
+- (temperature * advantages).exp().clamp(max=MAX_WEIGHT)
++ (temperature * advantages).exp()
+
+temperature-not-inverted: AWR divides by its temperature, IQL multiplies
+- (temperature * advantages).exp()
++ (advantages / temperature).exp()
+
+advantage-of-the-online-critics: the authors' policy leans on the target critics, which surprises (fql's IQL)
+- q - values,
++ torch.min(*agent.critics(batch.obs, batch.actions)).detach() - values,
+
+advantage-of-the-old-value: losses first, steps later: the authors' order is another (CORL's IQL)
+-     descend(optimizers.value, expectile_loss(q - agent.value(batch.obs), args.expectile))
+-     with torch.no_grad():
+-         values, next_values = agent.value(torch.cat([batch.obs, batch.next_obs])).chunk(2)
++     with torch.no_grad():
++         values, next_values = agent.value(torch.cat([batch.obs, batch.next_obs])).chunk(2)
++     descend(optimizers.value, expectile_loss(q - agent.value(batch.obs), args.expectile))
+
+online-rewards-as-they-are: rewards are treated where the dataset is read
+- replay.add(obs, actions, factor * rewards[:, None] + summand,
++ replay.add(obs, actions, rewards[:, None],
+
+return-range-without-the-thousand: a range that is divided by looks complete
+- return 1000 / (returns.max() - returns.min()), 0.0
++ return 1 / (returns.max() - returns.min()), 0.0
+"""
+
+SPEC = Spec(
+    "IQL, arXiv 2110.06169",
+    "Offline",
+    small="--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32 "
+          "--hidden-size 16 --batch-size 8",
+    tests="exact_iql command_line_offline resume_offline",
+    known=True,
+    curves={
+        "iql-hopper": Curve(
+            dict(max_steps=5000, hidden_size=128, batch_size=128, learning_rate=0.002, tau=0.02, eval_every=0,
+            eval_episodes=20), "eval/return",
+            numbers={"eval/return_stochastic": "log"},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "hopper_medium_replay", "arXiv 2110.06169, appendix B", preset="mujoco",
+            paper=dict(learning_rate=3e-4, batch_size=256, hidden_size=256, tau=0.005, gamma=0.99,
+                       max_steps=1_000_000, expectile=0.7, temperature=3.0, anneal_actor=True),
+        ),
+        Recipe(
+            "--domain antmaze", "arXiv 2110.06169, appendix B", preset="antmaze",
+            paper=dict(learning_rate=3e-4, batch_size=256, hidden_size=256, expectile=0.9, temperature=10.0,
+                       max_steps=1_000_000),
+        ),
+    ),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

@@ -1,0 +1,95 @@
+"""KTO: algos/kto.py."""
+
+from tests.specs import Curve, Recipe, Spec, parse_bugs
+
+BUGS = """
+labels-swapped:kto: a label may say that a completion is good or that it is harmful
+- Example(prompt, completion[:room], rows[row]["label"])
++ Example(prompt, completion[:room], not rows[row]["label"])
+
+undesirable-is-learnt-too: one formula for both kinds, told apart by their weights only
+- args.beta * torch.where(labels, ratios - z, z - ratios)
++ args.beta * (ratios - z)
+
+reference-point-subtracted-twice: the sign is turned before the reference point is taken off; at z = 0 nothing shows
+- args.beta * torch.where(labels, ratios - z, z - ratios)
++ args.beta * (torch.where(labels, ratios, -ratios) - z)
+
+reference-point-not-detached: z is a function of the policy, and where its gradient stops is said in a sentence
+- @torch.no_grad()
+- def score_examples
++ def score_examples
+
+reference-point-not-clamped: a divergence is never negative; its estimate is
+- args)[1].mean().clamp(min=0)
++ args)[1].mean()
+
+reference-point-of-matched-pairs: the log-ratios are there, and a second forward pass is dear (huggingface/trl#1380,
+#1402, #1911, #2153 and #2554 are about these pairs)
+- z = score_examples(model, mismatched(batch, args), args)[1]
++ z = score_examples(model, batch, args)[1]
+
+reference-point-of-the-micro-batch: the rows at hand are right while there is one micro-batch (TRL and HALOs)
+- z, args)
++ score_examples(model, mismatched(batch[rows], args), args)[1].mean().clamp(min=0), args)
+
+mismatched-within-the-micro-batch: rows are rolled where they are collated; one alone is compared with itself (TRL and
+HALOs; huggingface/trl#1911)
+- batch[-1:] + batch[:-1])
++ (lambda m: [batch[i - 1 if i % m else min(i + m, len(batch)) - 1] for i in range(len(batch))])(args.micro_batch_size))
+
+reference-of-another-prompt: the completion comes with the log-probability that it has after its own prompt
+- ref_logp=row.mismatched_ref_logp
++ ref_logp=before.ref_logp
+
+mismatched-not-cut: lengths were checked when rows were encoded; a prompt with another's completion is a new length
+- completion=before.completion[: args.max_length - len(row.prompt)]
++ completion=before.completion
+
+reference-is-the-policy:kto: log-probabilities from before the step are taken for those from before training
+- ratios.append(logps - logps.new_tensor([example.ref_logp for example in batch[rows]]))
++ ratios.append(logps - logps.detach())
+
+reference-is-the-policy:mismatched: mismatched rows change every step, so their reference is computed when they come
+up: z then is always 0
+- by_step[step - 1].tolist())
++ score_examples(model, mismatched([examples[row] for row in batch_rows(step)], args), args)[0].tolist())
+
+reference-forgotten:kto: log-probabilities also tell good from bad
+- ratios.append(logps - logps.new_tensor([example.ref_logp for example in batch[rows]]))
++ ratios.append(logps)
+
+weights-of-labels-swapped: two weights of nearly equal size, of which only one is ever changed
+- torch.where(labels, args.desirable_weight, args.undesirable_weight)
++ torch.where(labels, args.undesirable_weight, args.desirable_weight)
+
+beta-missing:kto: a log-ratio is taken for the reward, which is beta times it
+- torch.sigmoid(args.beta * torch.where(
++ torch.sigmoid(torch.where(
+
+log-sigmoid-for-the-value: DPO's loss has a logarithm there
+- args.undesirable_weight) * (1 - value)
++ args.undesirable_weight) * -value.log()
+"""
+
+SPEC = Spec(
+    "KTO, arXiv 2402.01306",
+    "Language models: preferences and demonstrations",
+    small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
+          "--save-every 2",
+    tests="exact_kto parity_trl_preferences invariance::test_the_model_that_is_updated_has_no_dropout dpo_runs",
+    curves={
+        "kto-sort": Curve(
+            dict(task="sort", max_steps=40, eval_every=0, eval_prompts=256), "margin",
+            numbers={"eval/greedy": "share"},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "trl-lib/ultrafeedback_binarized", "arXiv 2402.01306 and HALOs", preset="full",
+            paper=dict(beta=0.1, batch_size=32, learning_rate=5e-6, desirable_weight=1.0,
+                       undesirable_weight=1.0),
+        ),
+    ),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

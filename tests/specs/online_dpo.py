@@ -1,0 +1,113 @@
+"""online DPO: algos/online_dpo.py."""
+
+from tests.specs import Curve, Recipe, Spec, parse_bugs
+
+BUGS = """
+labels-swapped:online_dpo: sorting ascends: the best is the last
+- return (first - second).nan_to_num(0.0).sign()
++ return (second - first).nan_to_num(0.0).sign()
+
+ties-prefer-the-first: argmax always answers: equal ones are noise with the weight of a preference (TRL's online DPO
+trainer)
+- return (first - second).nan_to_num(0.0).sign()
++ return 1 - 2 * (first < second).to(first.dtype)
+
+reward-gap-is-a-label: the sign is forgotten; with rewards of 0 and 1 nothing shows
+- return (first - second).nan_to_num(0.0).sign()
++ return (first - second).nan_to_num(0.0)
+
+skipped-reward-is-zero:online_dpo: NaN is silenced where it first hurts (TRL's online DPO trainer)
+- first, second = rewards.view(-1, 2).unbind(1)
++ first, second = rewards.nan_to_num(0.0).view(-1, 2).unbind(1)
+
+denominator-without-ties: a mean over what is trained: steps grow as ranked pairs become few
+- (loss.sum() / len(label)).backward()
++ (loss.sum() / decided.sum().clamp(min=1)).backward()
+
+micro-batch-mean:online_dpo: the mean at hand is right while there is one micro-batch (huggingface/trl#2617)
+- (loss.sum() / len(label)).backward()
++ loss.mean().backward()
+
+beta-missing:online_dpo: a log-ratio is taken for the reward, which is beta times it
+- return -logsigmoid(args.beta * difference)
++ return -logsigmoid(difference)
+
+margin-of-ipo:online_dpo: the half of the paper's 1/(2 tau) is lost when tau becomes beta
+- return (difference - 1 / (2 * args.beta)) ** 2
++ return (difference - 1 / args.beta) ** 2
+
+reference-forgotten:online_dpo: a difference of log-probabilities also ranks
+- log_ratio = ((logps - batch.ref_logps[rows, :width]) * valid).sum(1)
++ log_ratio = (logps * valid).sum(1)
+
+mean-for-sum-of-log-probabilities:online_dpo: means per token are what losses of language models are; some losses want
+them, DPO does not
+- log_ratio = ((logps - batch.ref_logps[rows, :width]) * valid).sum(1)
++ log_ratio = ((logps - batch.ref_logps[rows, :width]) * valid).sum(1) / valid.sum(1)
+
+temperature-in-scoring-only:online_dpo: the sampler has its own default
+- args.max_completion_length, eos, args.temperature,
++ args.max_completion_length, eos, 1.0,
+
+temperature-in-scoring-only:reference: the temperature is thought of as a setting of the policy's sampler
+- args.max_completion_length, eos, args.temperature,
++ args.max_completion_length, eos, args.temperature if of is model else 1.0,
+
+exploration-rewarded-for-staying: a log-probability in a loss nearly always has a minus sign
+- loss = loss + args.xpo_alpha * (logps
++ loss = loss - args.xpo_alpha * (logps
+
+exploration-term-of-the-policy-s-sample: two completions a prompt, in an order that is written down elsewhere
+- (logps * valid).sum(1)[1::2]
++ (logps * valid).sum(1)[::2]
+
+both-samples-are-the-policy-s: one name for two models of the same kind: at first they are equal
+- theirs = some(ref_model, args.num_generations // 2)
++ theirs = some(model, args.num_generations // 2)
+
+groups-interleaved:xpo: two batches are joined one behind the other: pairs then are of two prompts
+- device=model.device).view(2, -1).T.flatten()
++ device=model.device).view(2, -1).flatten()
+
+divergence-of-the-wrong-sign: log pi - log pi_ref and its negative are both called the log-ratio
+- "kl": from_policy(log_ratio, args)
++ "kl": -from_policy(log_ratio, args)
+
+divergence-over-the-reference-s-samples: an estimate of a divergence is a mean over the policy's samples, not over all
+- "kl": from_policy(log_ratio, args)
++ "kl": log_ratio
+
+reward-of-the-reference-too: the mean over the batch is the policy's in every other script
+- "reward": from_policy(batch.rewards, args)
++ "reward": batch.rewards
+
+last-micro-batch-only:online_dpo: zero_grad stands before backward everywhere else
+-         (loss.sum() / len(label)).backward()
++         optimizer.zero_grad(set_to_none=True)
++         (loss.sum() / len(label)).backward()
+"""
+
+SPEC = Spec(
+    "online DPO, arXiv 2402.04792; XPO, arXiv 2405.21046",
+    "Language models: rewards",
+    small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
+          "2 --save-every 2 --xpo-alpha 1e-3",
+    tests="exact_online_dpo parity_trl_online_dpo invariance::test_reference_logps_are_the_scorers "
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
+          "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too "
+          "invariance::test_the_model_that_is_updated_has_no_dropout resume::test_from_a_checkpoint_in_the_middle",
+    curves={
+        "online_dpo-sort": Curve(
+            dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",
+            numbers={"mean reward": "plain", "eval/greedy": "share"},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "5e-7", "arXiv 2402.04792", preset="full",
+            paper=dict(learning_rate=5e-7, num_prompts=128, num_generations=2, warmup_steps=150,
+                       temperature=0.9, beta=0.1, loss="sigmoid", xpo_alpha=0.0),
+        ),
+    ),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

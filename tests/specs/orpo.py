@@ -1,0 +1,74 @@
+"""ORPO: algos/orpo.py."""
+
+from tests.specs import Curve, Recipe, Spec, parse_bugs
+
+BUGS = """
+labels-swapped:orpo: chosen and rejected are two tensors of one shape; the first term still imitates the chosen one
+- logsigmoid(log_odds(chosen) - log_odds(rejected))
++ logsigmoid(log_odds(rejected) - log_odds(chosen))
+
+beta-missing:orpo: DPO's beta stands inside the sigmoid, this one in front of it
+- return -chosen - args.beta * logsigmoid(
++ return -chosen - logsigmoid(
+
+sigmoid-without-log:orpo: both are minimised where chosen wins
+- args.beta * logsigmoid(
++ args.beta * torch.sigmoid(
+
+rejected-is-imitated:orpo: two tensors of one shape, one of which is needed twice
+- return -chosen - args.beta
++ return -rejected - args.beta
+
+likelihood-minimised:orpo: log-likelihoods are maximised, losses minimised
+- return -chosen - args.beta
++ return chosen - args.beta
+
+likelihood-forgotten: the other losses of preferences have no such term
+- return -chosen - args.beta
++ return -args.beta
+
+odds-ratio-of-the-wrong-sign: the paper adds lambda times a loss, which holds the minus sign
+- return -chosen - args.beta * logsigmoid(
++ return -chosen + args.beta * logsigmoid(
+
+odds-are-probabilities: where p is small both are nearly equal
+- return logps - torch.log(-torch.expm1(logps))
++ return logps
+
+odds-multiplied: a quotient is a difference of logarithms
+- return logps - torch.log(-torch.expm1(logps))
++ return logps + torch.log(-torch.expm1(logps))
+
+complement-from-the-probability: the formula as it is printed; near p = 1 the difference has few digits
+- torch.log(-torch.expm1(logps))
++ torch.log(1 - logps.exp())
+
+certain-completions-have-no-odds: no completion is certain until training has made it so (TRL's ORPO trainer)
+- logps.clamp(max=-torch.finfo(logps.dtype).eps)
++ logps
+"""
+
+SPEC = Spec(
+    "ORPO, arXiv 2403.07691",
+    "Language models: preferences and demonstrations",
+    small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
+          "--save-every 2",
+    tests="exact_simpo_orpo parity_trl_preferences invariance::test_the_model_that_is_updated_has_no_dropout "
+          "dpo_runs",
+    curves={
+        "orpo-sort": Curve(
+            dict(task="sort", max_steps=20, eval_every=0, eval_prompts=256), "margin",
+            numbers={"eval/greedy": "share"},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "ultrafeedback-binarized-preferences-cleaned",
+            "the authors' run_mistral_orpo_beta.sh (lambda: arXiv 2403.07691, section 6.1)", preset="full",
+            paper=dict(beta=0.1, batch_size=32, learning_rate=5e-6, warmup_steps=200, max_length=2048,
+                       lr_schedule="inverse_sqrt"),
+            differs=dict(lr_schedule=("linear", "here with a linear decay")),
+        ),
+    ),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

@@ -1,0 +1,67 @@
+"""PPO on Atari: algos/ppo_atari.py."""
+
+from tests.specs import Curve, Recipe, Spec, parse_bugs
+
+BUGS = """
+policy-head-of-gain-1:atari: two heads, in an order that is written down elsewhere
+- gains = [2**0.5] * 4 + [0.01, 1.0]
++ gains = [2**0.5] * 4 + [1.0, 0.01]
+
+rewards-not-clipped: Pong's are signs already
+- return np.sign(rewards) if self.enabled else rewards
++ return rewards
+
+pixels-not-divided: a wrapper did it before
+- self.body(obs.flatten(0, -4).float() / 255)
++ self.body(obs.flatten(0, -4).float())
+
+frames-not-stacked: networks take whatever number of channels comes
+- FrameStackObservation(Lives(game), 4)
++ FrameStackObservation(Lives(game), 1)
+
+sticky-actions: ALE's v5 environments are sticky by default: other numbers than in the literature, and no exact resume
+- repeat_action_probability=0.0
++ repeat_action_probability=0.25
+
+a-life-ends-the-game: episodic life without its second half: scores of one life, also in evaluation
+-         return obs, reward, terminated, truncated, info
++         return obs, reward, terminated or lives < before, truncated, info
+
+fire-never-pressed: agents learn to press it, or stand still until the time limit
+- self.fire = "FIRE" in env.unwrapped.get_action_meanings()[1:2]
++ self.fire = False
+
+reward-of-the-pressed-button-lost: a wrapper that steps takes a reward with it
+-                 reward += more
+
+no-ops-not-seeded: a wrapper that swallows the seed
+- self.env.unwrapped.np_random = np.random.default_rng(seed)
++ pass
+"""
+
+SPEC = Spec(
+    "PPO on Atari",
+    "Control",
+    small="--device cpu --num-envs 2 --num-steps 16 --total-timesteps 96 --num-minibatches 2 --update-epochs 2 "
+          "--hidden-size 8 --eval-every 64 --eval-episodes 1 --save-every 32 --env-kwargs "
+          "max_num_frames_per_episode=200",
+    tests="atari resume_control",
+    needs="ale_py",
+    curves={
+        "ppo_atari-kungfumaster": Curve(
+            dict(env_id="ALE/KungFuMaster-v5", total_timesteps=61_440, eval_every=30_720, eval_episodes=5),
+            "eval/return_stochastic",
+            numbers={"mean eval/return_stochastic": "plain"}, slow=True,
+        ),
+    },
+    recipes=(
+        Recipe(
+            "algos/ppo_atari.py  ", "arXiv 1707.06347, table 5", preset="discrete",
+            paper=dict(num_steps=128, learning_rate=2.5e-4, update_epochs=3, num_minibatches=8 * 128 // 256,
+                       gamma=0.99, gae_lambda=0.95, num_envs=8, clip_coef=0.1, vf_coef=1.0, ent_coef=0.01,
+                       anneal_lr=True, total_timesteps=10_000_000),
+            differs=dict(update_epochs=(4, "makes 3 epochs"), vf_coef=(0.5, "weighs the value loss by 1")),
+        ),
+    ),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

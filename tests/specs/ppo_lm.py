@@ -1,0 +1,81 @@
+"""PPO for language models: algos/ppo_lm.py."""
+
+from tests.specs import Curve, Recipe, Spec, parse_bugs
+
+BUGS = """
+ratio-always-one:ppo_lm: right for one update epoch, and kept when there are more
+- old_logps, valid = batch.samples.logps[here, :width], mask[rows, :width]
++ old_logps, valid = logps.detach(), mask[rows, :width]
+
+divergence-rewarded:ppo_lm: log pi - log pi_ref and its negative are both called the log-ratio (rlhf-book
+apply_reward_kl with kl1 rewards drift)
+- rewards = -beta * (
++ rewards = beta * (
+
+not-centred:ppo_lm: a flag that adds the mean back is read the wrong way round (torchtune rlhf/rewards.py:157-179,
+whose test repeats the formula)
+- return (values - kept.mean()) * (kept.var() + 1e-8).rsqrt() * mask
++ return values * (kept.var() + 1e-8).rsqrt() * mask
+
+reward-on-padding: the last column is the last token of the longest completion only (huggingface/trl#3750 and #5338)
+- last = mask.sum(1, keepdim=True) - 1
++ last = torch.full_like(mask[:, :1], mask.shape[1] - 1, dtype=torch.long)
+
+value-sees-its-token: the hidden state at a token knows the token, and is no baseline of it
+- completion_ids], 1)[:, :-1]
++ completion_ids], 1)[:, 1:]
+
+whitened-over-padding: mean and deviation of a padded tensor
+- kept = values[mask]
++ kept = values.flatten()
+
+returns-of-whitened-advantages: the critic's target is made after the advantages were normalised
+- returns = advantages + batch.values
++ returns = whiten(advantages, known) + batch.values
+
+value-clip-takes-the-smaller: the policy's loss has a min there
+- 0.5 * torch.max((values - returns)
++ 0.5 * torch.min((values - returns)
+
+learning-rates-swapped: two groups of parameters, in an order that is written down elsewhere
+- (args.learning_rate, args.critic_learning_rate)
++ (args.critic_learning_rate, args.learning_rate)
+
+bootstrap-through-termination:ppo_lm: a value is put where there is none, to keep the shape
+- torch.zeros_like(values[:, :1])], 1)
++ values[:, -1:]], 1)
+
+minibatches-in-order:ppo_lm: nothing fails: minibatches are the same in every epoch
+- torch.randperm(prompts, generator=generator, device=known.device)
++ torch.arange(prompts, device=known.device)
+
+critic-not-restored: one of two models
+-         critic.load_state_dict(run.state["critic"])
+"""
+
+SPEC = Spec(
+    "PPO, arXiv 1909.08593",
+    "Language models: rewards",
+    small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
+          "2 --save-every 2",
+    tests="exact_ppo_lm invariance::test_reference_logps_are_the_scorers "
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
+          "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too "
+          "invariance::test_the_model_that_is_updated_has_no_dropout resume::test_from_a_checkpoint_in_the_middle "
+          "resume::test_killed_at_any_moment",
+    curves={
+        "ppo_lm-sort": Curve(
+            dict(task="sort", max_steps=8, eval_every=0, eval_prompts=256), "reward",
+            numbers={"mean reward": "plain", "eval/greedy": "share"},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "1.5e-5", "arXiv 2009.01325, appendix B.1 (1.3B)", preset="full",
+            paper=dict(learning_rate=1.5e-5, lr_schedule="linear", beta=0.05, gamma=1.0, gae_lambda=0.95,
+                       num_prompts=512, num_generations=1, num_iterations=4, num_minibatches=1,
+                       critic_learning_rate=1.5e-5, max_steps=1953, critic="separate"),
+        ),
+    ),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

@@ -1,0 +1,96 @@
+"""reward model (Bradley-Terry): algos/reward_model.py."""
+
+from tests.specs import Curve, Recipe, Spec, parse_bugs
+
+BUGS = """
+labels-swapped:reward_model: chosen and rejected are two columns of one tensor
+- return -logsigmoid(chosen - rejected - margins)
++ return -logsigmoid(rejected - chosen - margins)
+
+margin-of-the-wrong-sign: a margin to be reached is taken off what is there, and people add bonuses
+- return -logsigmoid(chosen - rejected - margins)
++ return -logsigmoid(chosen - rejected + margins)
+
+differences-centred: the difference stands in the other term; it has no constant to be centred
+- center_coef * (chosen + rejected) ** 2
++ center_coef * (chosen - rejected) ** 2
+
+centring-rewarded: penalties are subtracted from what is maximised, and added to losses
+- + center_coef * (chosen + rejected) ** 2
++ - center_coef * (chosen + rejected) ** 2
+
+groups-interleaved:reward_model: other code puts all chosen ones first; both give the same shape
+- for ids in (pair.chosen, pair.rejected)]).view(-1, 2)
++ for ids in (pair.chosen, pair.rejected)]).view(2, -1).T
+
+noise-on-heldout-pairs: labels are flipped where data are read: no model then gets more right than the labels are
+- rows = with_noise(data.train, args.label_noise, args.seed) + data.heldout[: args.eval_prompts]
++ rows = with_noise(data.train + data.heldout[: args.eval_prompts], args.label_noise, args.seed)
+
+flipped-pairs-are-equal: an exchange in two assignments, the second of which is lost on the first
+- row | {"chosen": row["rejected"], "rejected": row["chosen"]}
++ row | {"chosen": row["rejected"]}
+
+members-all-alike: one seed for everything: members that cannot disagree
+- seeds = [args.seed + 1_000_003 * k for k in range(args.ensemble)]
++ seeds = [args.seed for k in range(args.ensemble)]
+
+members-all-alike:heads: one seed for everything
+- loaded = [load_member(seed, device, args) for seed in seeds]
++ loaded = [load_member(args.seed, device, args) for seed in seeds]
+
+members-all-alike:order: one data loader for all members
+- orders[member](i, seeds[member])
++ orders[member](i, args.seed)
+
+head-not-scaled: variance 1 is what randn gives: first scores then are far apart
+- torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1)
++ torch.randn(head.weight.shape, generator=generator)
+
+scores-in-bfloat16: autocast decides, and nothing fails: close scores become equal
+-             module.forward = in_float32(module)
++             pass
+
+eos-cut-off: tokenizers cut at the end, where scores are read
+- s[: args.max_length - 1] + s[-1:] if len(s) > args.max_length
++ s[: args.max_length] if len(s) > args.max_length
+
+brier-of-the-other-answer: the error is 1 - p, which is the sigmoid of minus the difference
+- "brier": (-differences).sigmoid()
++ "brier": differences.sigmoid()
+
+calibration-errors-cancel: bins that are too sure and bins that are not sure enough make up for each other
+- "ece": gaps.abs().sum().item() / len(scores)
++ "ece": gaps.sum().abs().item() / len(scores)
+
+variance-of-a-sample-of-members: NumPy's default is ddof 0, torch's 1
+- (scores[..., 0] - scores[..., 1]).std(0, correction=0)
++ (scores[..., 0] - scores[..., 1]).std(0)
+
+optimizer-not-restored:reward_model: the weights are back, the moments of Adam are not
+-             optimizer.load_state_dict(moments)
++             pass
+"""
+
+SPEC = Spec(
+    "reward models, arXiv 2009.01325",
+    "Language models: preferences and demonstrations",
+    small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
+          "--save-every 2",
+    tests="exact_reward_model invariance::test_the_model_that_is_updated_has_no_dropout reward_models",
+    curves={
+        "reward_model-sort": Curve(
+            dict(task="sort", max_steps=20, eval_every=0), "accuracy",
+            numbers={"eval/pair_accuracy": "share"},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "meta-llama/Llama-2-7b-chat-hf", "arXiv 2307.09288, section 3.2.2", preset="full",
+            paper=dict(batch_size=512, learning_rate=1e-5, lr_schedule="cosine", weight_decay=0.1,
+                       warmup_steps=30, use_margin=True, center_coef=0.0),
+            differs=dict(use_margin=(False, "with --use-margin where there are some")),
+        ),
+    ),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

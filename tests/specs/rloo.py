@@ -1,0 +1,62 @@
+"""RLOO: algos/rloo.py."""
+
+from tests.specs import Curve, Recipe, Spec, parse_bugs
+
+BUGS = """
+ratio-of-mean-tokens: a mean keeps the ratio of long completions near 1, but it is another policy's (OpenRLHF#515 and
+#553 are about RLOO that differs from TRL's)
+- ((x * valid).sum(1, keepdim=True) for x in (logps, scored[rows, :width]))
++ ((x * valid).mean(1, keepdim=True) for x in (logps, scored[rows, :width]))
+
+divergence-rewarded:rloo: log pi - log pi_ref and its negative are both called the log-ratio (rlhf-book
+apply_reward_kl with kl1 rewards drift)
+- return batch.rewards - beta * ((
++ return batch.rewards + beta * ((
+
+own-reward-in-the-baseline: the mean of the group is at hand, and differs by a factor only
+- (rewards - (rewards.nansum(1, keepdim=True) - rewards) / others)
++ (rewards - rewards.nanmean(1, keepdim=True))
+
+leave-one-out-over-all: the sum leaves one out, its denominator does not
+- others = (~rewards.isnan()).sum(1, keepdim=True) - 1
++ others = (~rewards.isnan()).sum(1, keepdim=True)
+
+micro-batch-mean:rloo: the mean at hand is right while there is one micro-batch (huggingface/trl#2617)
+- (loss.sum() / len(mask)).backward()
++ loss.mean().backward()
+"""
+
+SPEC = Spec(
+    "RLOO, arXiv 2402.14740",
+    "Language models: rewards",
+    small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
+          "2 --save-every 2",
+    tests="exact_rloo invariance::test_reference_logps_are_the_scorers "
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
+          "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too "
+          "invariance::test_the_model_that_is_updated_has_no_dropout resume::test_from_a_checkpoint_in_the_middle "
+          "resume::test_killed_at_any_moment",
+    known=True,
+    curves={
+        "rloo-sort": Curve(
+            dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",
+            numbers={"mean reward": "plain", "eval/greedy": "share"},
+        ),
+        "rloo-sort-learned": Curve(
+            dict(task="sort", max_steps=8, eval_every=0, eval_prompts=16), "reward/task",
+            numbers={"mean reward/task": "plain"}, label_noise=0.0,
+        ),
+        "rloo-sort-flipped": Curve(
+            dict(task="sort", max_steps=8, eval_every=0, eval_prompts=16), "reward/task",
+            numbers={"negative mean reward/task": "plain"}, label_noise=1.0,
+        ),
+    },
+    recipes=(
+        Recipe(
+            "--beta 0.03", "arXiv 2402.14740, appendix C (TL;DR)", preset="full",
+            paper=dict(learning_rate=1e-6, lr_schedule="constant", warmup_steps=18, max_steps=600, beta=0.03,
+                       num_generations=4, num_prompts=128, num_iterations=1),
+        ),
+    ),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

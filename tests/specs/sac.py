@@ -1,0 +1,126 @@
+"""SAC: algos/sac.py."""
+
+from tests.specs import Curve, Recipe, Spec, parse_bugs
+
+BUGS = """
+bootstrap-through-termination:sac: the mask is forgotten: the end of an episode costs nothing
+- gamma * (1 - batch.terminated) * soft_value
++ gamma * soft_value
+
+next-observation-of-the-reset:sac: what a vector returns is the first observation of the next episode
+(google-deepmind/mujoco_playground#305, google/brax#641)
+- replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
++ replay.add(obs, actions, rewards[:, None], terminated[:, None], next_obs)
+
+max-of-the-twins: Q-learning has a max there
+- torch.min(*agent.targets(batch.next_obs, next_actions))
++ torch.max(*agent.targets(batch.next_obs, next_actions))
+
+max-of-the-twins:actor: the actor maximises
+- torch.min(*agent.critics(obs, actions))
++ torch.max(*agent.critics(obs, actions))
+
+target-of-the-online-critics: two networks of one kind
+- torch.min(*agent.targets(batch.next_obs, next_actions))
++ torch.min(*agent.critics(batch.next_obs, next_actions))
+
+target-of-old-actions: the action of the batch is at hand, and of the same shape
+- agent.targets(batch.next_obs, next_actions)
++ agent.targets(batch.next_obs, batch.actions)
+
+entropy-left-out-of-the-target: TD3's target, with an actor that is rewarded for entropy
+-  - agent.log_alpha.exp() * next_logps
+
+entropy-punished-in-the-target: entropy is minus a log-probability
+-  - agent.log_alpha.exp() * next_logps
++  + agent.log_alpha.exp() * next_logps
+
+entropy-punished-in-the-actor: entropy is minus a log-probability
+- (agent.log_alpha.detach().exp() * logps - torch.min(
++ (-agent.log_alpha.detach().exp() * logps - torch.min(
+
+temperature-falls-when-it-should-rise: the sign of a loss whose value means nothing
+- return -(log_alpha.exp() * (logps + target_entropy)).mean()
++ return (log_alpha.exp() * (logps + target_entropy)).mean()
+
+target-entropy-positive: entropies of discrete actions are positive
+- args.target_entropy = -float(action_size)
++ args.target_entropy = float(action_size)
+
+tanh-forgotten-in-the-density: the density of what is squashed is taken for that of the action
+- return u.tanh(), (log_normal - log_slope).sum(-1, keepdim=True)
++ return u.tanh(), log_normal.sum(-1, keepdim=True)
+
+tanh-correction-of-the-wrong-sign: the stable form of the correction is copied from memory; at u = 0 nothing shows
+- F.softplus(-2 * u)
++ F.softplus(2 * u)
+
+log-std-without-bounds: runs go well until a standard deviation overflows
+- log_std = log_std.clamp(*LOG_STD_BOUNDS)
++ log_std = log_std + 0.0
+
+no-gradient-through-the-action: sample() for rsample()
+- u = mean + log_std.exp() * noise
++ u = (mean + log_std.exp() * noise).detach()
+
+target-critics-stand-still: the update of the targets is forgotten
+- list(agent.critics.parameters()), args.tau)
++ list(agent.critics.parameters()), 0.0)
+
+target-critics-follow-at-once: tau is the share of the new in some papers and of the old in others
+- list(agent.critics.parameters()), args.tau)
++ list(agent.critics.parameters()), 1 - args.tau)
+
+explores-half-of-the-actions: uniform numbers are from 0 to 1
+- .cpu().numpy() * 2 - 1
++ .cpu().numpy()
+
+units-of-the-environment: what was executed is stored, and critics are asked about something else
+- replay.add(obs, actions, rewards[:, None]
++ replay.add(obs, to_env(actions, space), rewards[:, None]
+
+observation-overwritten: vectors write into one array: a transition then begins where it ends
+- obs, step, episodes = next_obs.copy(),
++ obs, step, episodes = next_obs,
+
+evaluation-with-training-noise:sac: one function acts in both
+- .to(generator.device), noise * scale)
++ .to(generator.device), noise)
+
+replay-not-restored: buffers are large (nicklashansen/tdmpc2#28)
+-         replay.load(run.dir / "replay.bin", run.state["replay"])
+"""
+
+SPEC = Spec(
+    "SAC, arXiv 1812.05905",
+    "Control",
+    small="--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
+          "--log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32",
+    tests="exact_sac parity_sb3_sac collection command_line_control envs resume_control",
+    known=True,
+    curves={
+        "sac-pendulum": Curve(
+            dict(total_timesteps=4000, learning_starts=500, learning_rate=0.002, tau=0.01, batch_size=64,
+            hidden_size=64, eval_every=1000), "eval/return",
+            numbers={"mean eval/return": "plain", "last eval/return": "plain"},
+        ),
+        "sac-hopper": Curve(
+            dict(env_id="Hopper-v5", total_timesteps=20_000, learning_starts=1000, eval_every=5000,
+            eval_episodes=20), "eval/return",
+            numbers={"mean eval/return": "plain"}, slow=True,
+        ),
+        "sac-halfcheetah": Curve(
+            dict(env_id="HalfCheetah-v5", total_timesteps=30_000, learning_starts=1000, eval_every=5000,
+            eval_episodes=5), "eval/return",
+            numbers={}, slow=True,
+        ),
+    },
+    recipes=(
+        Recipe(
+            "HalfCheetah-v5 --total-timesteps 1000000", "arXiv 1812.05905, table 1",
+            paper=dict(learning_rate=3e-4, gamma=0.99, tau=0.005, batch_size=256, buffer_size=1_000_000,
+                       hidden_size=256, utd_ratio=1, target_entropy=None, alpha=None),
+        ),
+    ),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

@@ -1,0 +1,56 @@
+"""supervised fine-tuning: algos/sft.py."""
+
+from tests.specs import Curve, Recipe, Spec, parse_bugs
+
+BUGS = """
+mean-over-padding:sft: .mean() of a padded tensor
+- return -(logps * mask).sum() / total
++ return -(logps * mask).mean()
+
+micro-batch-mean:sft: the mean over the tokens at hand is right while there is one micro-batch (huggingface/trl#2617)
+- loss = sft_loss(logps, mask, total)
++ loss = sft_loss(logps, mask, int(mask.sum()))
+
+eos-not-trained:sft: the text is what is to be learnt: models then never learn to stop (huggingface/trl#6357; rasbt
+drops EOS, too)
+- [[True] * len(c) + [False] * (length - len(c)) for _, c in pairs]
++ [[True] * (len(c) - 1) + [False] * (length - len(c) + 1) for _, c in pairs]
+
+first-batch-left-out: steps count from 1, rows from 0
+- first = (step - 1) * args.batch_size
++ first = step * args.batch_size
+
+gradients-never-cleared:sft: torch adds gradients up
+-     optimizer.zero_grad(set_to_none=True)
+
+clipped-after-the-step:sft: two lines, in either order of which nothing fails
+-     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+-     optimizer.step()
++     optimizer.step()
++     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+
+likelihood-minimised:sft: log-likelihoods are maximised, losses minimised
+- return -(logps * mask).sum() / total
++ return (logps * mask).sum() / total
+"""
+
+SPEC = Spec(
+    "SFT, arXiv 2203.02155",
+    "Language models: preferences and demonstrations",
+    small="--device cpu --task sort --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 --save-every 2",
+    tests="sft runs resume::test_from_a_checkpoint_in_the_middle resume::test_killed_at_any_moment",
+    curves={
+        "sft-sort": Curve(
+            dict(task=("sort",), max_steps=100, batch_size=64, eval_every=0, eval_prompts=16), "loss",
+            numbers={"negative final loss": "plain"},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "9.65e-6", "arXiv 2203.02155, appendix C.1 (1.3B)", preset="full",
+            paper=dict(learning_rate=9.65e-6, batch_size=32, lr_schedule="cosine", warmup_steps=0,
+                       max_steps=6500),
+        ),
+    ),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

@@ -1,0 +1,396 @@
+"""Planted bugs of utils/, edits that change nothing, and the fast tests that guard each file of utils/."""
+
+from tests.specs import parse_bugs
+
+TESTS = {  # as Spec.tests
+    "utils/checkpoint.py": "resume_offline runs",
+    "utils/envs.py": "exact_ppo exact_sac envs atari command_line_control resume_control",
+    "utils/evaluation.py": "exact_grpo runs rewards",
+    "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs",
+    "utils/normalize.py": "exact_ppo parity_sb3",
+    "utils/offline.py": "offline_data exact_iql exact_dt command_line_offline",
+    "utils/preferences.py": "preferences unpaired parity_trl_dpo dpo_runs",
+    "utils/replay.py": "exact_sac exact_iql resume_control",
+    "utils/reward_models.py": "reward_models exact_reward_model",
+    "utils/rewards.py": "rewards runs reward_models",
+    "utils/run.py": "resume_offline runs resume::test_killed_at_any_moment",
+    "utils/schedule.py": "exact_grpo runs",
+    "utils/spaces.py": "exact_sac offline_data exact_iql exact_dt",
+    "utils/tasks.py": "tasks sft preferences runs",
+}
+BUGS = parse_bugs("""
+skipped-reward-is-zero:utils: a sum that skips NaN is 0 where all are NaN
+-         total[table.isnan().all(1)] = torch.nan
+
+reward-weights-ignored: a setting that is checked, printed, and not used (modelscope/ms-swift#9925 and #10167: a loss
+type that was silently ignored)
+- total = (table * weight).nansum(1)
++ total = table.nansum(1)
+
+groups-interleaved:lm: repeat and repeat_interleave give the same shape
+- out.logits.repeat_interleave(repeats, 0)
++ out.logits.repeat(repeats, 1, 1)
+
+temperature-multiplies: an inverse temperature is a habit of physics; at 1 nothing shows
+- logits.float()) / temperature
++ logits.float()) * temperature
+
+eos-not-trained: the length of the text is taken for that of the completion: models then never learn to stop
+(huggingface/trl#6357: GKD and GOLD masked the real EOS)
+- lengths[alive[ends_now]] = t + 1
++ lengths[alive[ends_now]] = t
+
+padding-by-id: the id of padding is taken for padding, also where the model says it (tiny-grpo train.py:108,
+simple_GRPO:80, rlhf-book rollout.py:139 mask by the id of padding)
+- completion_mask = torch.arange(length, device=device) < lengths[:, None]
++ completion_mask = ids[:, :length] != 0
+
+trained-behind-eos: generation returns a rectangle, and nothing says where each row ended (huggingface/trl#2387: PPO
+never stopped at EOS)
+- completion_mask = torch.arange(length, device=device) < lengths[:, None]
++ completion_mask = torch.ones_like(ids[:, :length], dtype=torch.bool)
+
+one-eos-of-several: tokenizers know one EOS, chat models end their turns with another (huggingface/trl#1623, #3091,
+#5303, #7039)
+- return sorted({tokenizer.eos_token_id, *more} - {None})
++ return [tokenizer.eos_token_id]
+
+positions-count-padding: models number positions themselves where none are given, padding included
+(huggingface/trl#469 and #6800, OpenRLHF#217 and #238)
+- return (mask.long().cumsum(1) - 1).clamp(min=0)
++ return torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+
+padding-attended: without a mask nothing fails, and the shortest prompts suffer
+- out = model(input_ids=prompt_ids, attention_mask=prompt_mask.long()
++ out = model(input_ids=prompt_ids, attention_mask=torch.ones_like(prompt_ids)
+
+shifted-by-one: logits at a token predict the next: tokens are shifted once too often or not at all
+- rest = model(input_ids=completion_ids[:, :-1]
++ rest = model(input_ids=completion_ids[:, 1:]
+
+decoding-position-off-by-one: the number of tokens so far is taken for the index of the next
+- position_ids=position + t,
++ position_ids=position + t + 1,
+
+infinity-under-padding: masks multiply the loss: infinity times 0 is NaN
+- return logps.masked_fill(~completion_mask, 0.0), entropies
++ return logps, entropies
+
+sampled-from-the-top: samplers for users cut the tail off; what scores does not (nanochat (top-k 50), rlhf-book (top-p
+0.95, top-k 20) score by the full softmax)
+- torch.multinomial(logp.exp(), 1, generator=generator)
++ torch.multinomial(logp.exp() * (logp >= logp.topk(3)[0][:, -1:]), 1, generator=generator)
+
+dropout-in-sampling: answers are sampled in the middle of training, where the model is in training mode
+-     model.eval()
+-     cache, logits
++     cache, logits
+
+training-mode-lost: eval() before an evaluation, and no train() after it
+-     model.train(training)
+
+bfloat16-weights: models are published in bfloat16, in which AdamW's small steps round away
+- torch.bfloat16 if precision == "pure-bfloat16" else
++ torch.bfloat16 if "bfloat16" in precision else
+
+eos-not-trained:tasks: a tokenizer without special tokens brings no EOS
+- return prompt_tokens, tokens[:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
++ return prompt_tokens, tokens[:end] or [tokenizer.eos_token_id]
+
+prompt-trained: labels are a copy of the inputs
+- return prompt_tokens, tokens[:end] + (
++ return prompt_tokens[:1], prompt_tokens[1:] + tokens[:end] + (
+
+second-bos: tokenizers add special tokens unless they are told not to (huggingface/trl#1073, #1591, #1885, #4908;
+OpenRLHF#393; axolotl#1616)
+- tokenizer(completion, add_special_tokens=False)
++ tokenizer(completion)
+
+no-generation-prompt: templates end without the assistant's header unless they are told to write it
+- add_generation_prompt=True
++ add_generation_prompt=False
+
+heldout-in-training: small spaces of problems repeat themselves
+- lambda i, seed: draw(random.Random(f"{name}/{seed}/{i}"), False)
++ lambda i, seed: make(random.Random(f"{name}/{seed}/{i}"))[0]
+
+heldout-in-training:splits: a test split is trusted to be one
+-         train = without(heldout, train, spec)
++         train = train
+
+same-order-every-epoch: a generator that is made anew in every epoch
+- random.Random(f"{seed}/{epoch}")
++ random.Random(f"{seed}")
+
+numbers-left-over: the target is reached, and nobody asks which numbers were used: models find out
+- float(left == [row["target"]])
++ float(row["target"] in left)
+
+heldout-in-training:envs: one seed for everything: evaluation starts where training started
+- Episode(make(), seed + 2**31, i % (starts or episodes))
++ Episode(make(), seed, i % (starts or episodes))
+
+no-bootstrap-at-truncation:envs: one flag `done` of the old interface: time limits look like failures
+(vwxyzjn/cleanrl#198)
+- return obs, true_obs, rewards, terminated, truncated, envs.log
++ return obs, true_obs, rewards, done, truncated, envs.log
+
+next-observation-of-the-reset:envs: the last observation matters where the episode was cut off, and is asked for where
+it ended
+-         for i in np.flatnonzero(done):
++         for i in np.flatnonzero(terminated):
+
+a-life-does-not-end-the-bootstrap: info is passed on and nobody reads it
+-         terminated = terminated | infos["life_lost"]
++         terminated = terminated | False
+
+return-beyond-the-episode: vectors go on after the first episode
+- returns += rewards * first
++ returns += rewards
+
+seeded-at-every-reset: reset(seed=...) wherever there is a reset: every episode starts alike
+- np.random.SeedSequence([*self.origin, self.episode])
++ np.random.SeedSequence([*self.origin])
+
+environments-all-alike: one seed for all environments of a vector
+- return Episode(make(), seed, index)
++ return Episode(make(), seed, 0)
+
+labels-swapped:data: datasets differ in which column or index is the preferred one
+- return row | {"chosen": right, "rejected": wrong}
++ return row | {"chosen": wrong, "rejected": right}
+
+labels-swapped:unpaired: a label may say that a completion is good or that it is harmful
+- sides = (("chosen", True), ("rejected", False))
++ sides = (("chosen", False), ("rejected", True))
+
+variance-of-a-sample-of-members:utils: NumPy's default is ddof 0, torch's 1
+- scores.var(0, correction=0)
++ scores.var(0)
+
+deviation-for-variance: the deviation is what has the units of a score
+- scores.var(0, correction=0)
++ scores.std(0, correction=0)
+
+disagreement-rewarded: a bonus for the unknown is what explores
+- return scores.mean(0) - weight *
++ return scores.mean(0) + weight *
+
+best-case-for-worst-case: rewards are maximised
+- return scores.amin(0)
++ return scores.amax(0)
+
+one-member-for-all: the first of a list stands for all: the ensemble then is one model
+- for member in self.members]
++ for member in self.members[:1] * len(self.members)]
+
+eos-not-scored: the text of an answer has no EOS, and scores were learnt there (TRL's online trainers score text
+without EOS)
+- encode_completion(row, answer, tokenizer, [tokenizer.eos_token_id]) for i in part]
++ encode_completion(row, answer, tokenizer, [tokenizer.eos_token_id]) for i in part][:-1]
+
+answer-scored-alone: the answer is what is judged; which prompt it answers is not asked
+- return [i for part in encode_completion(row, answer, tokenizer, [tokenizer.eos_token_id]) for i in part]
++ return encode_completion(row, answer, tokenizer, [tokenizer.eos_token_id])[1]
+
+answer-scored-alone:chat: the answer is what is judged; which prompt it answers is not asked
+- tokenizer.apply_chat_template(prompt + messages, tokenize=True
++ tokenizer.apply_chat_template(messages, tokenize=True
+
+prompt-of-another-row: groups of one prompt are scored together, until there are several
+- for row, text in zip(rows, texts)]
++ for row, text in zip(rows[:1] * len(rows), texts)]
+
+scores-in-the-order-of-lengths: sorted to save padding, and not put back
+- sequences = [encode_answer(row, text, self.tokenizer) for row, text in zip(rows, texts)]
++ sequences = sorted((encode_answer(row, text, self.tokenizer) for row, text in zip(rows, texts)), key=len)
+
+score-read-before-eos: padding with EOS is a habit of generation; pooling then looks for the last token that is not
+EOS
+- if i is not None and i != tokenizer.eos_token_id]
++ if i is not None]
+
+score-read-at-padding: padding is masked anyway; pooling goes by its id
+- width, pad = max(map(len, sequences)), model.config.get_text_config().pad_token_id
++ width, pad = max(map(len, sequences)), 0
+
+score-read-at-the-first-token: encoders have a token for it in front; in a decoder the first token has seen nothing
+- scores = model(input_ids=ids, attention_mask=mask).logits[:, 0]
++ scores = model(input_ids=ids[:, :1], attention_mask=mask[:, :1]).logits[:, 0]
+
+padding-attended:reward_models: decoders do not see padding on the right; encoders do
+- [[1] * len(s) + [0] * (width - len(s)) for s in sequences]
++ [[1] * width for s in sequences]
+
+mask-of-the-other-side: prompts are padded on the left, whole texts on the right
+- [s + [pad] * (width - len(s)) for s in sequences]
++ [[pad] * (width - len(s)) + s for s in sequences]
+
+schedule-off-by-one: steps count from 1 here and from 0 there; the last step then has a rate of 0
+- done = (step - 1 - warmup_steps)
++ done = (step - warmup_steps)
+
+warm-up-begins-at-zero: steps count from 1 here and from 0 there; the first step is then lost
+- return base * step / warmup_steps
++ return base * (step - 1) / warmup_steps
+
+no-bootstrap-at-truncation:offline: datasets have terminals, timeouts and ends of trajectories
+(Farama-Foundation/D4RL#162: time-outs mislabelled)
+- terminated=terminals,
++ terminated=ends,
+
+next-observation-of-the-reset:offline: the row after is the next observation but for the last row of a trajectory
+-         next_obs[ends] = last
+
+variance-without-the-means: variances of batches are averaged, and that between their means is forgotten
+- (self.var * self.count + squares + delta * delta * (self.count * rows / total)) / total
++ (self.var * self.count + squares) / total
+
+bounds-taken-as-symmetric: in MuJoCo most bounds are -1 and 1
+- stretched = space.low + (actions + 1) / 2 * (space.high - space.low)
++ stretched = actions * space.high
+
+rows-that-were-never-written: buffers are allocated whole
+- held = min(self.total, self.capacity)
+-         index
++ held = self.capacity
++         index
+
+evaluation-with-training-noise: one sampler for both
+- ((1, 0.0, greedy),
++ ((1, temperature, greedy),
+
+evaluation-moves-the-training-noise: one generator for everything: how often one evaluates changes what is learnt
+- set_rng_state(before)
++ pass
+
+evaluation-on-the-global-generator: a generator is an argument that may be left out
+- generator = torch.Generator(model.device).manual_seed(seed)
++ generator = None
+
+biased-pass-at-k: the obvious formula is biased (arXiv 2107.03374, section 2.1)
+- return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
++ return 1.0 - (1.0 - correct / n) ** k
+
+generator-not-restored:global: the global generators belong to nobody
+-             set_rng_state(self.state["rng"])
++             pass
+
+rows-twice-after-a-resume: logs are appended to
+-         self.metrics.truncate(size)
+
+checkpoints-sorted-as-text: step-9 comes after step-10: the newest is not the newest
+- (len(path.name), path.name)
++ path.name.lstrip("step-0")
+""")
+SAME = parse_bugs("""
+same:rename-ratio
+- unclipped, clipped = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+-     return -torch.min(unclipped, clipped), clipped < unclipped
++ plain, clipped = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
++     return -torch.min(plain, clipped), clipped < plain
+
+same:rename-inputs-of-critics
+- both = torch.cat([obs, actions], -1)
+-         return self.q1(both), self.q2(both)
++ inputs = torch.cat([obs, actions], -1)
++         return self.q1(inputs), self.q2(inputs)
+
+same:exp-as-function
+- ratio = (logps - old_logps).exp()
++ ratio = torch.exp(logps - old_logps)
+
+same:k3-by-expm1
+- difference.exp() - difference - 1
++ difference.expm1() - difference
+
+same:leave-one-out-as-one-fraction
+- (rewards - (rewards.nansum(1, keepdim=True) - rewards) / others)
++ ((rewards * (others + 1) - rewards.nansum(1, keepdim=True)) / others)
+
+same:whiten-by-square-root
+- (values - kept.mean()) * (kept.var() + 1e-8).rsqrt()
++ (values - kept.mean()) / (kept.var() + 1e-8).sqrt()
+
+same:terms-of-dpo
+- return -(1 - e) * logsigmoid(logits) - e * logsigmoid(-logits)
++ return -(e * logsigmoid(-logits) + (1 - e) * logsigmoid(logits))
+
+same:factors-of-sft
+- -(logps * mask).sum() / total
++ (-logps * mask).sum() / total
+
+same:terms-of-delta
+- rewards + gamma * next_values * ~terminated - values
++ rewards - values + gamma * next_values * ~terminated
+
+same:order-of-the-min
+- torch.min(ratio * advantages, clipped * advantages)
++ torch.minimum(clipped * advantages, ratio * advantages)
+
+same:independent-lines-of-ppo
+-         next_values = agent.value(batch.next_obs)
+-         done = batch.terminated | batch.truncated
++         done = batch.terminated | batch.truncated
++         next_values = agent.value(batch.next_obs)
+
+same:division-of-pixels
+- .float() / 255
++ .float().div(255)
+
+same:one-mean-of-two-errors
+- 0.5 * ((q1 - target).square().mean() + (q2 - target).square().mean())
++ ((q1 - target).square() + (q2 - target).square()).mean() / 2
+
+same:sign-of-the-temperature-inside
+- -(log_alpha.exp() * (logps + target_entropy)).mean()
++ (-log_alpha.exp() * (logps + target_entropy)).mean()
+
+same:expectile-by-absolute-value
+- torch.where(errors > 0, expectile, 1 - expectile)
++ (expectile - (errors < 0).to(errors.dtype)).abs()
+
+same:negated-likelihood
+- -actor.log_prob(batch.obs, batch.actions).mean()
++ actor.log_prob(batch.obs, batch.actions).neg().mean()
+
+same:mean-of-real-steps
+- (errors * batch.mask).sum() / batch.mask.sum()
++ errors[batch.mask].mean()
+
+same:cosine-by-half-angles
+- (1 + math.cos(math.pi * done)) / 2
++ math.cos(math.pi * done / 2) ** 2
+
+same:independent-lines-of-statistics
+-         self.mean = self.mean + delta * (rows / total)
+-         self.count = total
++         self.count = total
++         self.mean = self.mean + delta * (rows / total)
+
+same:positions-by-sub
+- (mask.long().cumsum(1) - 1).clamp(min=0)
++ mask.long().cumsum(1).sub(1).clamp_min(0)
+
+same:rows-held
+- held = min(self.total, self.capacity)
+-         index
++ held = self.total if self.total < self.capacity else self.capacity
++         index
+
+same:target-margin-over-beta
+- args.beta * (chosen - rejected) - args.gamma
++ args.beta * (chosen - rejected - args.gamma / args.beta)
+
+same:beta-inside-both-branches
+- args.beta * torch.where(labels, ratios - z, z - ratios)
++ torch.where(labels, args.beta * (ratios - z), args.beta * (z - ratios))
+
+same:worst-case-by-min
+- scores.amin(0)
++ scores.min(0).values
+
+same:sign-before-nan
+- (first - second).nan_to_num(0.0).sign()
++ (first - second).sign().nan_to_num(0.0)
+""")
