@@ -53,7 +53,6 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import restore
 from utils.envs import open_env
 from utils.errors import PositiveFloat, PositiveInt, UserError
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
@@ -193,11 +192,8 @@ def train(args: Args) -> list[dict]:
     def state() -> dict:
         return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "generator": generator.get_state()}
 
-    step = 0
-    if run.state is not None:
-        step = run.state["step"]
-        restore(run.state, agent=agent, optimizer=optimizer, generator=generator)
-    run.restore_rng()
+    step = run.step
+    run.restore(agent=agent, optimizer=optimizer, generator=generator)
     while step < run.total:
         # update
         batch = Transitions(*replay.sample(args.batch_size, generator))

@@ -86,7 +86,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import restore, rng_state
+from utils.checkpoint import rng_state
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import advice, decode, evaluate, show_samples
 from utils.lm import (
@@ -404,14 +404,10 @@ def train(args: Args) -> list[dict]:
         return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "next_row": next_row,
                 "generator": generator.get_state()}  # fmt: skip
 
-    next_row = 0
-    if run.state is None:
+    next_row = run.state["next_row"] if run.state else 0
+    if not run.restore(model=model, optimizer=optimizer, generator=generator):
         run.log(0, **evaluation())
         run.save(0, state())
-    else:
-        restore(run.state, model=model, optimizer=optimizer, generator=generator)
-        next_row = run.state["next_row"]
-    run.restore_rng()
     model.train()
     while run.step < args.max_steps:
         start, before = time.perf_counter(), (run.step, state(), rng_state())

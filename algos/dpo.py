@@ -73,7 +73,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu, sigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import restore
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate, show
 from utils.lm import (
@@ -390,12 +389,9 @@ def train(args: Args) -> list[dict]:
     def state() -> dict:
         return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "reference": reference}
 
-    if run.state is None:
+    if not run.restore(model=model, optimizer=optimizer):
         run.log(0, **evaluation())
         run.save(0, state())
-    else:
-        restore(run.state, model=model, optimizer=optimizer)
-    run.restore_rng()
     while run.step < args.max_steps:
         step, start = run.step + 1, time.perf_counter()
         rate = set_learning_rate(optimizer, step, args)

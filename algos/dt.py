@@ -62,7 +62,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import restore
 from utils.envs import open_env
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
@@ -307,11 +306,8 @@ def train(args: Args) -> list[dict]:
     def state() -> dict:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "generator": generator.get_state()}
 
-    step = 0
-    if run.state is not None:
-        step = run.state["step"]
-        restore(run.state, model=model, optimizer=optimizer, generator=generator)
-    run.restore_rng()
+    step = run.step
+    run.restore(model=model, optimizer=optimizer, generator=generator)
     while step < run.total:
         # update
         optimizer.param_groups[0]["lr"] = args.learning_rate * min((step + 1) / max(args.warmup_steps, 1), 1)

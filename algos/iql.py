@@ -68,7 +68,6 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import restore
 from utils.envs import episode_columns, make_vector, open_env, reset_vector, restore_vector, step_vector
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
@@ -289,14 +288,11 @@ def train(args: Args) -> list[dict]:
         return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
                 "generator": generator.get_state() if drawn is None else drawn} | online  # fmt: skip
 
-    step, obs, episodes = 0, None, []
-    if run.state is not None:
-        step = run.state["step"]
-        restore(run.state, agent=agent, optimizers=optimizers, generator=generator)
-        if step > args.max_steps:
-            replay.load(run.dir / "replay.bin", run.state["replay"])
-            obs, episodes = restore_vector(envs, run.state["envs"]), run.state["episodes"]
-    run.restore_rng()
+    step, obs, episodes = run.step, None, []
+    if step > args.max_steps:
+        replay.load(run.dir / "replay.bin", run.state["replay"])
+        obs, episodes = restore_vector(envs, run.state["envs"]), run.state["episodes"]
+    run.restore(agent=agent, optimizers=optimizers, generator=generator)
     while step < run.total:
         # collect
         if step >= args.max_steps:

@@ -91,7 +91,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import restore, rng_state
+from utils.checkpoint import rng_state
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import advice, decode, evaluate, show_samples
 from utils.lm import (
@@ -352,12 +352,9 @@ def train(args: Args) -> list[dict]:
     def state() -> dict:
         return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "generator": generator.get_state()}
 
-    if run.state is None:
+    if not run.restore(model=model, optimizer=optimizer, generator=generator):
         run.log(0, **evaluation())
         run.save(0, state())
-    else:
-        restore(run.state, model=model, optimizer=optimizer, generator=generator)
-    run.restore_rng()
     model.train()
     while run.step < args.max_steps:
         start, before = time.perf_counter(), (run.step, state(), rng_state())

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import restore, rng_state
+from utils.checkpoint import rng_state
 from utils.envs import (
     EnvArgs,
     episode_columns,
@@ -400,14 +400,9 @@ def train(args: Args) -> list[dict]:
         return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": envs.log.state(obs),
                 "statistics": statistics.state_dict(), "generator": generator.get_state()}  # fmt: skip
 
-    step = 0
-    if run.state is not None:
-        restore(run.state, agent=agent, optimizer=optimizer, statistics=statistics, generator=generator)
-        step, obs = run.state["step"], restore_vector(envs, run.state["envs"])
-    else:
-        obs = reset_vector(envs)
+    step, obs = run.step, restore_vector(envs, run.state["envs"]) if run.state else reset_vector(envs)
+    if not run.restore(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator):
         statistics.observe(obs, count=True)
-    run.restore_rng()
     while step < run.total:
         start = time.perf_counter()
         if args.anneal_lr:  # everywhere; the paper anneals for Atari only

@@ -81,7 +81,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import restore, rng_state
+from utils.checkpoint import rng_state
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.evaluation import advice, decode, evaluate, show_samples
 from utils.lm import (
@@ -437,12 +437,9 @@ def train(args: Args) -> list[dict]:
         return {"model": trained_state(model), "critic": critic.state_dict(), "optimizer": optimizer.state_dict(),
                 "generator": generator.get_state()}  # fmt: skip
 
-    if run.state is None:
+    if not run.restore(model=model, critic=critic, optimizer=optimizer, generator=generator):
         run.log(0, **evaluation())
         run.save(0, state())
-    else:
-        restore(run.state, model=model, critic=critic, optimizer=optimizer, generator=generator)
-    run.restore_rng()
     model.train()
     critic.train()  # a copy of a model in evaluation mode, in which gradient checkpointing does nothing
     while run.step < args.max_steps:

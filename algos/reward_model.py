@@ -85,7 +85,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import restore
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.lm import (
     TINY_MODEL,
@@ -344,14 +343,11 @@ def train(args: Args) -> list[dict]:
         return {"members": [trained_state(model) for model in members], "rows": len(rows),
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers]}  # fmt: skip
 
-    if run.state is None:
+    if run.state is not None and run.state["rows"] != len(rows):
+        raise UserError(f"{args.task} has other rows than when the run began: resume with the dataset as it was")
+    if not run.restore(members=tuple(members), optimizers=tuple(optimizers)):
         run.log(0, **evaluation())
         run.save(0, state())
-    else:
-        if run.state["rows"] != len(rows):
-            raise UserError(f"{args.task} has other rows than when the run began: resume with the dataset as it was")
-        restore(run.state, members=tuple(members), optimizers=tuple(optimizers))
-    run.restore_rng()
     while run.step < args.max_steps:
         step, start = run.step + 1, time.perf_counter()
 

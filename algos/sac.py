@@ -67,7 +67,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import restore
 from utils.collection import check_recording, record, snapshot
 from utils.envs import (
     EnvArgs,
@@ -291,17 +290,16 @@ def train(args: Args) -> list[dict]:
                 "episodes": episodes, "snapshots": snapshots, "replay": replay.save(run.dir / "replay.bin")
                 }  # fmt: skip
 
-    step, episodes, snapshots, metrics = 0, [], [], {}
+    step, episodes, snapshots, metrics = run.step, [], [], {}
     if run.state is not None:
-        restore(run.state, agent=agent, optimizers=optimizers, generator=generator)
-        step, episodes, snapshots = run.state["step"], run.state["episodes"], run.state["snapshots"]
+        episodes, snapshots = run.state["episodes"], run.state["snapshots"]
         replay.load(run.dir / "replay.bin", run.state["replay"])
         obs = restore_vector(envs, run.state["envs"])
     else:
         obs = reset_vector(envs)
         if args.record_dataset:
             snapshots = [snapshot(step, score_agent(), agent.actor)]
-    run.restore_rng()
+    run.restore(agent=agent, optimizers=optimizers, generator=generator)
     while step < run.total:
         # collect
         after = step + args.num_envs

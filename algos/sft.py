@@ -48,7 +48,6 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import restore
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate
 from utils.lm import (
@@ -197,9 +196,7 @@ def train(args: Args) -> list[dict]:
     def state() -> dict:
         return {"model": trained_state(model), "optimizer": optimizer.state_dict()}
 
-    if run.state is not None:
-        restore(run.state, model=model, optimizer=optimizer)
-    run.restore_rng()
+    run.restore(model=model, optimizer=optimizer)
     model.train()
     while run.step < args.max_steps:
         step, start = run.step + 1, time.perf_counter()

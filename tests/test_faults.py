@@ -78,7 +78,7 @@ class Walk:
         if run.state is not None:
             step, weight = run.state["step"], run.state["weight"]
             replay.load(run.dir / "replay.bin", run.state["replay"])
-        run.restore_rng()
+        run.restore()
         while step < args.max_steps:
             self.before_step(step)
             step += 1

@@ -21,8 +21,9 @@ from algos import grpo, online_dpo, ppo_lm, rloo, sft
 from utils.checkpoint import restore, rng_state, set_rng_state
 from utils.evaluation import advice, evaluate, show
 from utils.lm import TINY_MODEL, completion_logps, load_model, resolve_for, sample
+from utils.plot import plot
 from utils.rewards import Scored
-from utils.run import Run, plot
+from utils.run import Run
 from utils.tasks import load_task
 
 

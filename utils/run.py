@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +26,10 @@ import torch
 import tyro
 from safetensors.torch import save_file
 
-from utils.checkpoint import load_newest, rng_state, save_checkpoint, set_rng_state, write_atomically
+from utils.checkpoint import load_newest, restore, rng_state, save_checkpoint, set_rng_state, write_atomically
 from utils.errors import NonNegativeInt, PositiveInt, UserError, check_numbers
 from utils.machine import cores, environment
+from utils.plot import plot
 
 try:
     import fcntl
@@ -271,11 +271,15 @@ class Run:
             self.bar.close()
             sys.exit(128 + self.signal)
 
-    def restore_rng(self) -> None:
-        """Call last, when everything that consumes random numbers on the way into the loop has been built."""
+    def restore(self, **parts) -> bool:
+        """With --resume: brings `parts` (modules, optimizers, generators) and the global generators back to the
+        checkpoint. Else returns False. Call it last, behind everything that draws random numbers before the loop."""
         self.begun = time.perf_counter()
-        if self.state is not None:
-            set_rng_state(self.state["rng"])
+        if self.state is None:
+            return False
+        restore(self.state, **parts)
+        set_rng_state(self.state["rng"])
+        return True
 
     def finish(self, model: Callable[[Path], None] | dict[str, torch.Tensor], curves: dict, title: str) -> list[dict]:
         """Writes RUN/model, which `model(folder)` fills or whose weights `model` is, and RUN/curve.png; returns the
@@ -302,31 +306,3 @@ class Run:
 def crosses(step: int, before: int, every: int) -> bool:
     """Whether a multiple of `every` lies in (before, step]: an iteration may be more than one step."""
     return step // every > before // every
-
-
-def plot(history: list[dict], curves: dict, title: str, path: Path) -> None:
-    """A PNG with one panel for each entry of `curves` whose columns were logged."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    logged = dict.fromkeys(column for row in history for column in row)
-    names = {panel: columns.values() if isinstance(columns, dict) else columns for panel, columns in curves.items()}
-    found = {panel: [c for c in logged if any(fnmatch(c, name) for name in names[panel])] for panel in curves}
-    found = {panel: columns for panel, columns in found.items() if columns}
-    figure, axes = plt.subplots(1, max(1, len(found)), figsize=(5 * max(1, len(found)), 3.6), squeeze=False)
-    for axis, (panel, columns) in zip(axes[0], found.items()):
-        lines = {column: [(row["step"], row[column]) for row in history if column in row] for column in columns}
-        over_steps = not isinstance(curves[panel], dict)
-        if not over_steps:
-            lines = {"last row": [(x, history[-1][c]) for x, c in sorted(curves[panel].items()) if c in history[-1]]}
-        for label, points in lines.items():
-            axis.plot(*zip(*points), marker="o" if len(points) < 40 else None, markersize=3, label=label)
-        axis.set(title=panel, xlabel="step" if over_steps else "")
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3)
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
