@@ -95,7 +95,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import restore, rng_state
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
-from utils.evaluation import advice, decode, evaluate, show_samples
+from utils.evaluation import advice, decode, evaluate, mean, show_samples
 from utils.lm import (
     TINY_MODEL,
     Means,
@@ -349,7 +349,8 @@ def refill(more: Callable[[int], tuple[Samples, Scored]], first: int,
     groups = flat.int().argsort(stable=True)[: args.num_prompts]  # in the order of sampling, flat ones last
     rows = (groups[:, None] * args.num_generations + torch.arange(args.num_generations)).flatten()
     samples = Samples(*(x[groups] for x in samples[:2]), *(x[rows] for x in samples[2:]))
-    columns = {name: sum(scored.columns[name] for _, scored in rounds) / len(rounds) for name in rounds[0][1].columns}
+    logged = [scored.columns for _, scored in rounds]
+    columns = {name: mean([row[name] for row in logged if name in row]) for row in logged for name in row}
     return samples, Scored(rewards[rows], columns, {}), rewards, first
 
 
