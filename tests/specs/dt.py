@@ -4,8 +4,8 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 groups-interleaved:dt: repeat and repeat_interleave give the same shape
-- windows.mask.repeat_interleave(3, 1)
-+ windows.mask.repeat(1, 3)
+- batch.mask.repeat_interleave(3, 1)
++ batch.mask.repeat(1, 3)
 
 mean-over-padding:dt: .mean() of a masked tensor divides by what is masked, too (tinkoff-ai/CORL#21)
 - return (errors * batch.mask).sum() / batch.mask.sum()
@@ -16,7 +16,7 @@ loss-on-padding: padding is zeros, which look harmless
 + return errors.mean()
 
 padding-attended:dt: padding is zeros, which look harmless; their embeddings are not zero
-- visible = causal & windows.mask.repeat_interleave(3, 1)[:, None, None]
+- visible = causal & batch.mask.repeat_interleave(3, 1)[:, None, None]
 + visible = causal[None, None]
 
 training-mode-lost:dt: eval() before an evaluation, and no train() after it

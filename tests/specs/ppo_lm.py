@@ -50,7 +50,8 @@ minibatches-in-order:ppo_lm: nothing fails: minibatches are the same in every ep
 + torch.arange(prompts, device=known.device)
 
 critic-not-restored: one of two models
--         critic.load_state_dict(run.state["critic"])
+- critic=critic, optimizer=optimizer, generator=generator)
++ optimizer=optimizer, generator=generator)
 """
 
 SPEC = Spec(

@@ -5,8 +5,8 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 BUGS = """
 ratio-of-mean-tokens: a mean keeps the ratio of long completions near 1, but it is another policy's (OpenRLHF#515 and
 #553 are about RLOO that differs from TRL's)
-- ((x * valid).sum(1, keepdim=True) for x in (logps, scored[rows, :width]))
-+ ((x * valid).mean(1, keepdim=True) for x in (logps, scored[rows, :width]))
+- ((x * valid).sum(1, keepdim=True) for x in (logps, scorer_logps[rows, :width]))
++ ((x * valid).mean(1, keepdim=True) for x in (logps, scorer_logps[rows, :width]))
 
 divergence-rewarded:rloo: log pi - log pi_ref and its negative are both called the log-ratio (rlhf-book
 apply_reward_kl with kl1 rewards drift)
