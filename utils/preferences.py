@@ -12,7 +12,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.tasks import Task, encode_completion, epochs, read_splits, train_and_heldout
+from utils.tasks import Task, encode_completion, epochs, procedural, read_splits, train_and_heldout
 
 
 @dataclass(frozen=True)
