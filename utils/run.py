@@ -181,7 +181,7 @@ class Run:
             raise UserError(f"another process is running in {self.dir}: wait for it or stop it") from error
 
     def rewind_metrics(self, size: int) -> None:
-        """Drops the rows after the checkpoint, which are computed again. Raises UserError where earlier ones are missing."""
+        """Drops the rows behind the checkpoint, which are computed again. Raises UserError where rows are missing."""
         if self.metrics.seek(0, os.SEEK_END) < size:
             lost = f"{self.dir / 'metrics.jsonl'} has lost rows that the checkpoint counts"
             raise UserError(f"{lost}: put it back as it was, or start afresh without --resume")
