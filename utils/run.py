@@ -34,7 +34,7 @@ from utils.plot import plot
 try:
     import fcntl
 except ImportError:  # Windows: two runs in one folder are not noticed there
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 LOGGING_FLAGS = ("resume", "track", "save_every", "keep", "output_dir")  # none of them changes what is computed
 
@@ -126,7 +126,8 @@ class Run:
         self.args, self.total, self.headline = args, total, headline
         self.history: list[dict] = []
         self.shown: dict[str, str] = {}  # the newest value of each headline column
-        self.signal = self.state = self.wandb = None
+        self.signal: int | None = None
+        self.state = self.wandb = None
         self.saved_step = -1
         config = json.dumps({"algo": algo, "task": task, "args": dataclasses.asdict(args), **environment()}, indent=1)
         if args.resume:
