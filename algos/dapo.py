@@ -27,7 +27,7 @@ The gain is a larger batch where answers are mostly all right or all wrong, at t
 Run
     python algos/dapo.py                                                            the embedded model learns countdown
     python algos/dapo.py --task sort --max-steps 16                                 a smaller task
-    python algos/dapo.py --max-completion-length 14 --overlong-buffer 2             answers must become shorter
+    python algos/dapo.py --max-completion-length 14 --overlong-buffer 2             long answers lose reward
     python algos/dapo.py --model Qwen/Qwen2.5-32B --task prompts.jsonl --reward rewards.py:accuracy \
         --num-prompts 512 --num-generations 16 --max-completion-length 20480 --overlong-buffer 4096 \
         --learning-rate 1e-6 --warmup-steps 20
@@ -36,7 +36,17 @@ Run
     python algos/dapo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
 
 Expect
-    (measured below)
+    The default run takes 330 CPU seconds. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8 0.42 to greedy
+    0.58, pass@1 0.52, pass@8 0.66 (seed 1, 256 prompts). grpo.py: 0.50 to 0.58, 0.47 to 0.53, 0.65 to 0.67 (8 seeds).
+    At equal steps it is a little better. All trained groups teach. The reward of steps 41 to 50 is 0.57 and 0.58 (seeds
+    1 and 2), 0.52 to 0.56 with grpo.py (8 seeds). The control is --max-sampling-rounds 1, which replaces nothing: 0.69
+    of its groups teach, and the reward of steps 31 to 40 is 0.51, as with grpo.py, instead of 0.54 (seed 1).
+    At equal completions nothing is gained. It samples 126,000 in 100 steps, grpo.py 51,200. After 51,200, which is step
+    50 here, greedy is 0.56 and 0.51, pass@1 0.48 and 0.48 (seeds 1 and 2): no more than grpo.py has at its end.
+    The clip does nothing here, for rho is 1; the penalty next to nothing, for few answers have more than 16 of the 20
+    tokens allowed. --max-completion-length 14 --overlong-buffer 2 shows it: 0.25 of the answers are cut off in step 1,
+    0.17 in steps 6 to 10. The control, --overlong-buffer 0: 0.25 and 0.34, with more right answers (seed 1).
+    --task sort --max-steps 16: greedy 0.23 to 1.00, pass@1 0.41 to 0.97, pass@8 0.91 to 1.00 (seeds 1 and 2).
 
 Metrics
     reward         mean over all completions that were sampled, without the penalty; rises
@@ -88,7 +98,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
-from utils.evaluation import advice, decode, evaluate, show_samples
+from utils.evaluation import advice, decode, evaluate, mean, show_samples
 from utils.lm import (
     TINY_MODEL,
     Inputs,
@@ -343,7 +353,8 @@ def refill(more: Callable[[int], tuple[Samples, Scored]], first: int,
     groups = flat.int().argsort(stable=True)[: args.num_prompts]  # in the order of sampling, flat ones last
     rows = (groups[:, None] * args.num_generations + torch.arange(args.num_generations)).flatten()
     samples = Samples(*(x[groups] for x in samples[:2]), *(x[rows] for x in samples[2:]))
-    columns = {name: sum(scored.columns[name] for _, scored in rounds) / len(rounds) for name in rounds[0][1].columns}
+    logged = [scored.columns for _, scored in rounds]
+    columns = {name: mean([row[name] for row in logged if name in row]) for row in logged for name in row}
     return samples, Scored(rewards[rows], columns, {}), rewards, first
 
 

@@ -24,6 +24,7 @@ from utils import run as utils_run
 REPO = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
 SMALL = {name: spec.small.split() for name, spec in SPECS.items()}  # arguments of runs of about a second
+ONLINE = [name for name, spec in SPECS.items() if spec.family == "Language models: rewards"]  # they sample
 
 
 def start(algo: str, *args, cwd: Path, **environment: str) -> subprocess.Popen:

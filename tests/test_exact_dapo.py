@@ -130,7 +130,8 @@ def fake_rounds(*rounds):
         rows += 2 * n
         mask = torch.ones(2 * n, 1, dtype=torch.bool)
         samples = Samples(ids[::2, None] // 2, mask[::2], ids[:, None], mask, -ids[:, None].float(), ids % 3 == 0)
-        parts.append((samples, Scored(torch.tensor(groups).flatten(), {"reward/f": float(len(parts))}, {})))
+        columns = {"reward/f": float(len(parts))} | ({"reward/late": 7.0} if len(parts) == len(rounds) - 1 else {})
+        parts.append((samples, Scored(torch.tensor(groups).flatten(), columns, {})))
     return lambda first: calls.append(first) or parts[len(calls) - 1], calls
 
 
@@ -159,7 +160,7 @@ def test_refill_by_hand(rounds, kept, calls):
     everything = torch.tensor(rounds).flatten()
     assert rewards.equal(everything) or rewards.isnan().any()
     assert scored.rewards.nan_to_num(9.0).tolist() == everything[rows].nan_to_num(9.0).tolist()
-    assert scored.columns == {"reward/f": (len(rounds) - 1) / 2}  # the mean over rounds
+    assert scored.columns == {"reward/f": (len(rounds) - 1) / 2, "reward/late": 7.0}  # means over rounds that have it
 
 
 def train(folder, **settings) -> list[dict]:
@@ -180,8 +181,13 @@ def test_rows_are_used_once_and_a_resumed_run_goes_on_behind_them(tmp_path, monk
     following = len(rows) - 1
     (folder,) = tmp_path.iterdir()
     rows.clear()
-    train(tmp_path, resume=str(folder), max_steps=4)
+    resumed = train(tmp_path, resume=str(folder), max_steps=4)
     assert rows[:2] == [0, following]
+    ours, straight = (
+        {name: value for name, value in history[-1].items() if not name.startswith("time/")}
+        for history in (resumed, train(tmp_path / "straight", max_steps=4))
+    )
+    assert ours == straight
 
 
 def test_the_penalty_is_learnt_from_but_does_not_count_elsewhere(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from helpers import SMALL, command_line
+from helpers import ONLINE, SMALL, command_line
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import utils.lm
@@ -25,7 +25,6 @@ G, T = 4, 6
 PROMPTS = [[5, 6, 7], [4, 8, 9, 10, 11, 12], [3], [13, 5]]
 P, B = len(PROMPTS), len(PROMPTS) * G
 SIZES = [1, 2, 4, 8, 12, B]
-ONLINE = ["grpo", "dapo", "rloo", "ppo_lm", "online_dpo"]  # scripts that sample
 AGGREGATIONS = ["sequence", "token", "constant"]
 
 
@@ -415,7 +414,7 @@ def with_dropout(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("script", [*ONLINE, "dpo", "simpo", "orpo", "kto", "reward_model"])
+@pytest.mark.parametrize("script", [*ONLINE, *(name for name in SMALL if "--num-pairs" in SMALL[name])])
 def test_the_model_that_is_updated_has_no_dropout(script, with_dropout, tmp_path, monkeypatch):
     """In training mode two passes give the same numbers: the policy that is updated is the one that sampled."""
     module, seen = importlib.import_module(f"algos.{script}"), []

@@ -3,6 +3,7 @@ stopped in every way; a child resumes from the middle, where all of its own stat
 
 import errno
 import fcntl
+import importlib
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import (
+    ONLINE,
     SMALL,
     Forked,
     assert_same_result,
@@ -27,18 +29,18 @@ from helpers import (
     wait_for,
 )
 
-from algos import grpo, online_dpo, ppo_lm, rloo, sft
+from algos import grpo
 from tests.specs import parent_of
 from utils.checkpoint import load_newest
 from utils.errors import UserError
 from utils.machine import environment
 from utils.run import saved_args
 
-MODULES = {"grpo": grpo, "rloo": rloo, "online_dpo": online_dpo, "ppo_lm": ppo_lm, "sft": sft}
+MODULES = {name: importlib.import_module(f"algos.{name}") for name in [*ONLINE, "sft"]}
 # 11 steps, so that the last one is evaluated out of turn; all checkpoints kept, to resume from any of them
 FLAGS = {name: [*SMALL[name], *"--max-steps 11 --keep 99".split()] for name in MODULES}
 FLAGS["sft"] += "--batch-size 32 --lr-schedule constant --warmup-steps 3".split()
-every_script = pytest.mark.parametrize("algo", MODULES)
+every_module = pytest.mark.parametrize("algo", MODULES)
 every_root = pytest.mark.parametrize("algo", [name for name in MODULES if parent_of(name) is None])
 
 
@@ -73,7 +75,7 @@ def uninterrupted(tmp_path_factory):
     return make
 
 
-@every_script
+@every_module
 def test_from_a_checkpoint_in_the_middle(algo, uninterrupted, tmp_path):
     """Every state that trains on is far from where it began: optimizer, generators, critic, place in the data."""
     folder = stopped_after(6, uninterrupted(algo), tmp_path)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from utils.errors import UserError
-from utils.tasks import Task, encode_completion, epochs, load_task, read_splits, train_and_heldout
+from utils.tasks import Task, encode_completion, epochs, procedural, read_splits, train_and_heldout
 
 Tokens = TypeVar("Tokens", bound=tuple)  # token ids of a prompt and of its completions
 
@@ -35,7 +35,7 @@ def load_preferences(spec: str, num_pairs: int, seed: int) -> Preferences:
     Raises UserError for an unknown name, a file that is missing, empty or unreadable, and rows that are no pairs.
     """
     if spec in ("countdown", "sort"):
-        task = load_task(spec)
+        task = procedural(spec)
         made = (right_and_wrong(spec, task.train(i, seed)) for i in count())
         train = list(islice((row for row in made if row["chosen"] != row["rejected"]), num_pairs))
         heldout = [right_and_wrong(spec, row) for row in task.heldout]

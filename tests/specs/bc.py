@@ -35,8 +35,8 @@ worst-trajectories: sorting ascends
 + np.argsort(data.trajectory_returns()
 
 fraction-of-trajectories: 10 %-BC is of steps in the paper's code; of trajectories it is other data (CORL's 10 %-BC)
-- below = np.cumsum(lengths[best_first]) < fraction * len(data.obs)
-+ below = np.arange(len(lengths)) < fraction * len(lengths)
+- below = np.cumsum(data.lengths()[best_first]) < fraction * len(data.obs)
++ below = np.arange(len(best_first)) < fraction * len(best_first)
 
 evaluation-with-training-noise:cloning: one function acts in both
 - log_std.exp() * noise * scale)

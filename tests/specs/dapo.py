@@ -1,6 +1,84 @@
 """DAPO: algos/dapo.py."""
 
-from tests.specs import Curve, Spec, parse_bugs
+from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
+buffer-off-by-one: the limit itself is counted as a token of the buffer
+- (max_completion_length - buffer - lengths)
++ (max_completion_length - buffer - lengths + 1)
+
+overlong-rewarded: a penalty is subtracted, and this one is negative already
+- scored.rewards.to(device) + penalty
++ scored.rewards.to(device) - penalty
+
+penalty-only-logged: a number that is computed, shown in the curves, and not used
+- scored.rewards.to(device) + penalty
++ scored.rewards.to(device)
+
+short-answers-rewarded: the middle case of equation 13 is written down for all lengths
+- .clamp(-1, 0)
++ .clamp(min=-1)
+
+upper-clip-lost: two clips of nearly equal size, and only the upper one is new
+- args.epsilon, args.epsilon_high)
++ args.epsilon, args.epsilon)
+
+groups-not-judged: P groups were sampled, so the batch looks full
+- (~flat).sum() < args.num_prompts
++ len(flat) < args.num_prompts
+
+flat-groups-kept: True sorts behind False, and a mask may mean what is kept or what is dropped
+- flat.int().argsort(stable=True)
++ (~flat).int().argsort(stable=True)
+
+same-prompts-in-every-round: the rows of a step were a function of the step alone
+-         first += args.num_prompts
+
+rewards-of-the-first-round: one round is the common case, in which nothing shows
+- torch.cat([scored.rewards for _, scored in rounds])
++ torch.cat([scored.rewards for _, scored in rounds[:1]])
+
+rewards-of-other-answers: what is chosen by groups has to be chosen by rows, too
+- *(x[rows] for x in samples[2:])
++ *(x[: len(rows)] for x in samples[2:])
+
+one-round-too-many: rounds count from 0 here and from 1 there
+- len(rounds) < args.max_sampling_rounds
++ len(rounds) <= args.max_sampling_rounds
+
+reward-of-the-kept-groups: what is at hand is the batch that is trained, which was chosen by its rewards
+- "reward": rewards.nanmean().item(),
++ "reward": scored.rewards.nanmean().item(),
+
+data-begin-again: the place in the data is nobody's state (open-instruct#651 and #1823; volcengine/verl#5725 and
+#7401; huggingface/trl#3179 and #3247 lost data, too)
+- next_row = run.state["next_row"] if run.state else 0
++ next_row = 0
 """
+
+SPEC = Spec(
+    "DAPO, arXiv 2503.14476",
+    "Language models: rewards",
+    small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
+          "2 --save-every 2 --overlong-buffer 14",
+    tests="exact_dapo invariance::test_reference_logps_are_the_scorers "
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
+          "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too "
+          "invariance::test_the_model_that_is_updated_has_no_dropout resume::test_from_a_checkpoint_in_the_middle "
+          "resume::test_killed_at_any_moment",
+    curves={
+        "dapo-sort": Curve(
+            dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",
+            numbers={"mean reward": "plain", "eval/greedy": "share"},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "Qwen/Qwen2.5-32B", "arXiv 2503.14476, section 4.1", preset="full",
+            paper=dict(learning_rate=1e-6, lr_schedule="constant", warmup_steps=20, num_prompts=512,
+                       num_generations=16, max_completion_length=16_384 + 4_096, overlong_buffer=4_096, epsilon=0.2,
+                       epsilon_high=0.28, beta=0.0, aggregation="token", scale_rewards="group"),
+        ),
+    ),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

@@ -55,11 +55,6 @@ rejected-is-imitated: an index instead of a name
 - loss = loss - args.sft_coef * logps[:, 0] / lengths[:, 0]
 + loss = loss - args.sft_coef * logps[:, 1] / lengths[:, 1]
 
-prompt-trained:likelihoods: labels are a copy of the inputs (ORPO's authors and TRL's ORPO trainer have the prompt in
-the likelihood)
-- Pair(prompt, *(completion[:room] for completion in completions))
-+ Pair(prompt[:1], *(prompt[1:] + completion[:room] for completion in completions))
-
 mean-for-sum-of-log-probabilities:kto: means per token are what losses of language models are; some losses want them,
 KTO does not
 - return logps.sum(1)

@@ -4,8 +4,8 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 groups-interleaved:dt: repeat and repeat_interleave give the same shape
-- windows.mask.repeat_interleave(3, 1)
-+ windows.mask.repeat(1, 3)
+- batch.mask.repeat_interleave(3, 1)
++ batch.mask.repeat(1, 3)
 
 mean-over-padding:dt: .mean() of a masked tensor divides by what is masked, too (tinkoff-ai/CORL#21)
 - return (errors * batch.mask).sum() / batch.mask.sum()
@@ -16,7 +16,7 @@ loss-on-padding: padding is zeros, which look harmless
 + return errors.mean()
 
 padding-attended:dt: padding is zeros, which look harmless; their embeddings are not zero
-- visible = causal & windows.mask.repeat_interleave(3, 1)[:, None, None]
+- visible = causal & batch.mask.repeat_interleave(3, 1)[:, None, None]
 + visible = causal[None, None]
 
 training-mode-lost:dt: eval() before an evaluation, and no train() after it
@@ -95,12 +95,12 @@ SPEC = Spec(
         "dt-hopper-small": Curve(
             dict(max_steps=1200, context_length=3, batch_size=128, embed_dim=64, num_layers=2, learning_rate=0.002,
             dropout=0.0, warmup_steps=100, eval_every=200, eval_episodes=8, target_returns=(2400.0, 300.0)),
-            "eval/slope", numbers={"mean eval/slope": "plain"},
+            "eval/slope", numbers={"mean eval/slope": "plain"}, slow=True,
         ),
         "dt-hopper": Curve(
             dict(max_steps=1200, context_length=3, batch_size=192, dropout=0.0, warmup_steps=100, eval_every=200,
             eval_episodes=8, target_returns=(2400.0, 300.0), precision="bfloat16"), "eval/slope",
-            numbers={"mean eval/slope": "plain"}, slow=True,
+            numbers={"mean eval/slope": "plain"},
         ),
         "dt-hopper-float32": Curve(
             dict(max_steps=1200, context_length=3, batch_size=192, dropout=0.0, warmup_steps=100, eval_every=200,

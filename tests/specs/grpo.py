@@ -31,21 +31,21 @@ policy_gradients/loss.py:23-57, whose test pins the wrong value (natolambert/rlh
 + difference = logps - ref_logps
 
 divergence-rewarded: the paper subtracts the penalty from what it maximises
-- loss + args.beta * kl, kl
-+ loss - args.beta * kl, kl
+- loss = loss + args.beta * kl
++ loss = loss - args.beta * kl
 
 reference-at-another-temperature: the temperature is thought of as a setting of the sampler (huggingface/trl#4159:
 temperature not applied to log-probabilities)
-- completion_logps(ref_model, *inputs, args.temperature)
-+ completion_logps(ref_model, *inputs)
+- completion_logps(ref_model or model, *inputs, args.temperature)
++ completion_logps(ref_model or model, *inputs)
 
 reference-is-the-policy: one name for two models of the same kind: the penalty then is 0 in value
-- completion_logps(ref_model, *inputs, args.temperature)
+- completion_logps(ref_model or model, *inputs, args.temperature)
 + completion_logps(model, *inputs, args.temperature)
 
 group-std-of-a-population: NumPy's default is ddof 0, torch's 1
-- STD_DDOF, STD_EPSILON = 1, 1e-4
-+ STD_DDOF, STD_EPSILON = 0, 1e-4
+- known.std(correction=1)
++ known.std(correction=0)
 
 not-centred: dividing by the deviation is what looks like normalising
 - centred = rewards - rewards.nanmean(1, keepdim=True)
@@ -120,15 +120,12 @@ clipped-after-the-step: two lines, in either order of which nothing fails
 +         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
 
 generator-not-restored: weights and optimizer are what people think of (Stable-Baselines3#1526, open)
--         generator.set_state(run.state["generator"].cpu())
+- optimizer=optimizer, generator=generator)
++ optimizer=optimizer)
 
 optimizer-not-restored: the weights are back, the moments of Adam are not
--         optimizer.load_state_dict(run.state["optimizer"])
-
-data-begin-again: the place in the data is nobody's state (open-instruct#651 and #1823; volcengine/verl#5725 and
-#7401; huggingface/trl#3179 and #3247 lost data, too)
-- step, next_row = run.state["step"], run.state["next_row"]
-+ step, next_row = run.state["step"], 0
+- run.restore(model=model, optimizer=optimizer
++ run.restore(model=model
 """
 
 SPEC = Spec(

@@ -4,8 +4,8 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 schedule-of-the-wrong-optimizer: one schedule and three optimizers
-- for group in optimizers.actor.param_groups:
-+ for group in optimizers.critics.param_groups:
+- optimizers.actor.param_groups[0]["lr"] = learning_rate
++ optimizers.critics.param_groups[0]["lr"] = learning_rate
 
 bootstrap-through-termination:iql: the mask is forgotten: the end of an episode costs nothing
 - gamma * (1 - batch.terminated) * next_values

@@ -4,8 +4,8 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 labels-swapped:kto: a label may say that a completion is good or that it is harmful
-- Example(prompt, completion[:room], rows[row]["label"])
-+ Example(prompt, completion[:room], not rows[row]["label"])
+- Example(*ids, rows[row]["label"])
++ Example(*ids, not rows[row]["label"])
 
 undesirable-is-learnt-too: one formula for both kinds, told apart by their weights only
 - args.beta * torch.where(labels, ratios - z, z - ratios)
@@ -64,8 +64,8 @@ weights-of-labels-swapped: two weights of nearly equal size, of which only one i
 + torch.where(labels, args.undesirable_weight, args.desirable_weight)
 
 beta-missing:kto: a log-ratio is taken for the reward, which is beta times it
-- torch.sigmoid(args.beta * torch.where(
-+ torch.sigmoid(torch.where(
+- sigmoid(args.beta * torch.where(
++ sigmoid(torch.where(
 
 log-sigmoid-for-the-value: DPO's loss has a logarithm there
 - args.undesirable_weight) * (1 - value)

@@ -62,7 +62,7 @@ exploration-term-of-the-policy-s-sample: two completions a prompt, in an order t
 + (logps * valid).sum(1)[::2]
 
 both-samples-are-the-policy-s: one name for two models of the same kind: at first they are equal
-- theirs = some(ref_model, args.num_generations // 2)
+- theirs = some(ref_model or model, args.num_generations // 2)
 + theirs = some(model, args.num_generations // 2)
 
 groups-interleaved:xpo: two batches are joined one behind the other: pairs then are of two prompts

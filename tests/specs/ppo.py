@@ -53,8 +53,8 @@ tutorial masks terminated only)
 
 next-observation-of-the-reset: what a vector returns is the first observation of the next episode
 (google-deepmind/mujoco_playground#305 and #320, google/brax#641: terminal observation discarded)
-- led_to[t] = statistics.observe(true_obs) if ended else current
-+ led_to[t] = current
+- next_obs[t] = statistics.observe(true_obs) if ended else current
++ next_obs[t] = current
 
 entropy-is-a-penalty: the paper adds the bonus to what it maximises
 - policy_loss - args.ent_coef * entropy.mean()
@@ -114,10 +114,20 @@ evaluation-updates-the-statistics: wrappers that normalise go on counting unless
 
 evaluated-without-the-statistics: weights are saved, the statistics that they were trained with are not
 (vwxyzjn/cleanrl#532, #425 and PR#556)
--         statistics.load_state_dict(saved["statistics"])
+- score_saved(args, score_agent, agent=agent, statistics=statistics)
++ score_saved(args, score_agent, agent=agent)
+
+generator-not-restored:ppo: weights and optimizer are what people think of (Stable-Baselines3#1526, open)
+- statistics=statistics, generator=generator)
++ statistics=statistics)
+
+optimizer-not-restored:ppo: the weights are back, the moments of Adam are not
+- run.restore(agent=agent, optimizer=optimizer
++ run.restore(agent=agent
 
 statistics-not-restored: statistics are not parameters (vwxyzjn/cleanrl#532, #425; DLR-RM/rl-baselines3-zoo#278)
--         statistics.load_state_dict(run.state["statistics"])
+- statistics=statistics, generator=generator)
++ generator=generator)
 """
 
 SPEC = Spec(

@@ -16,8 +16,8 @@ pixels-not-divided: a wrapper did it before
 + self.body(obs.flatten(0, -4).float())
 
 frames-not-stacked: networks take whatever number of channels comes
-- FrameStackObservation(Lives(game), 4)
-+ FrameStackObservation(Lives(game), 1)
+- gym.wrappers.FrameStackObservation(Lives(gym.wrappers.AtariPreprocessing(game)), 4)
++ gym.wrappers.FrameStackObservation(Lives(gym.wrappers.AtariPreprocessing(game)), 1)
 
 sticky-actions: ALE's v5 environments are sticky by default: other numbers than in the literature, and no exact resume
 - repeat_action_probability=0.0

@@ -40,8 +40,8 @@ members-all-alike:heads: one seed for everything
 + loaded = [load_member(args.seed, device, args) for seed in seeds]
 
 members-all-alike:order: one data loader for all members
-- orders[member](i, seeds[member])
-+ orders[member](i, args.seed)
+- Batches(len(data.train), args.batch_size, seed) for seed in seeds]
++ Batches(len(data.train), args.batch_size, args.seed) for seed in seeds]
 
 head-not-scaled: variance 1 is what randn gives: first scores then are far apart
 - torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1)
@@ -68,8 +68,8 @@ variance-of-a-sample-of-members: NumPy's default is ddof 0, torch's 1
 + (scores[..., 0] - scores[..., 1]).std(0)
 
 optimizer-not-restored:reward_model: the weights are back, the moments of Adam are not
--             optimizer.load_state_dict(moments)
-+             pass
+- members=tuple(members), optimizers=tuple(optimizers))
++ members=tuple(members))
 """
 
 SPEC = Spec(

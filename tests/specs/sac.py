@@ -87,6 +87,14 @@ evaluation-with-training-noise:sac: one function acts in both
 - .to(generator.device), noise * scale)
 + .to(generator.device), noise)
 
+generator-not-restored:sac: weights and optimizer are what people think of (Stable-Baselines3#1526, open)
+- optimizers=optimizers, generator=generator)
++ optimizers=optimizers)
+
+optimizer-not-restored:sac: the weights are back, the moments of Adam are not
+- run.restore(agent=agent, optimizers=optimizers
++ run.restore(agent=agent
+
 replay-not-restored: buffers are large (nicklashansen/tdmpc2#28)
 -         replay.load(run.dir / "replay.bin", run.state["replay"])
 """

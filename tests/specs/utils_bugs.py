@@ -13,6 +13,7 @@ TESTS = {  # as Spec.tests
     "utils/replay.py": "exact_sac exact_iql resume_control",
     "utils/reward_models.py": "reward_models exact_reward_model",
     "utils/rewards.py": "rewards runs reward_models",
+    "utils/rollouts.py": "envs exact_ppo command_line_control resume_control",
     "utils/run.py": "resume_offline runs resume::test_killed_at_any_moment",
     "utils/schedule.py": "exact_grpo runs",
     "utils/spaces.py": "exact_sac offline_data exact_iql exact_dt",
@@ -117,6 +118,11 @@ heldout-in-training: small spaces of problems repeat themselves
 heldout-in-training:splits: a test split is trusted to be one
 -         train = without(heldout, train, spec)
 +         train = train
+
+prompt-trained:likelihoods: labels are a copy of the inputs (ORPO's authors and TRL's ORPO trainer have the prompt in
+the likelihood)
+- tokens[row] = (prompt, *(completion[:room] for completion in completions))
++ tokens[row] = (prompt[:1], *(prompt[1:] + completion[:room] for completion in completions))
 
 same-order-every-epoch: a generator that is made anew in every epoch
 - random.Random(f"{seed}/{epoch}")
@@ -273,8 +279,8 @@ biased-pass-at-k: the obvious formula is biased (arXiv 2107.03374, section 2.1)
 + return 1.0 - (1.0 - correct / n) ** k
 
 generator-not-restored:global: the global generators belong to nobody
--             set_rng_state(self.state["rng"])
-+             pass
+- set_rng_state(self.state["rng"])
++ pass
 
 rows-twice-after-a-resume: logs are appended to
 -         self.metrics.truncate(size)
@@ -329,10 +335,10 @@ same:order-of-the-min
 + torch.minimum(clipped * advantages, ratio * advantages)
 
 same:independent-lines-of-ppo
+-         old_logps, _, values = agent(batch.obs, batch.actions)
 -         next_values = agent.value(batch.next_obs)
--         done = batch.terminated | batch.truncated
-+         done = batch.terminated | batch.truncated
 +         next_values = agent.value(batch.next_obs)
++         old_logps, _, values = agent(batch.obs, batch.actions)
 
 same:division-of-pixels
 - .float() / 255
