@@ -10,9 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 from utils.errors import UserError
 from utils.tasks import Task, encode_completion, epochs, procedural, read_splits, train_and_heldout
+
+Tokens = TypeVar("Tokens", bound=tuple)  # token ids of a prompt and of its completions
 
 
 @dataclass(frozen=True)
@@ -193,14 +196,15 @@ class Batches:
         return [self(step)[: left if step == steps[-1] else None] for step in steps]
 
 
-def encode_rows(rows: list[dict], wanted: list[list[int]], encode: Callable, tokenizer, eos: list[int],
-                max_length: int) -> tuple[dict[int, tuple[list[int], ...]], int]:  # fmt: skip
+def encode_rows(rows: list[dict], wanted: list[list[int]], encode: Callable[..., Tokens], tokenizer,
+                eos: list[int], max_length: int) -> tuple[dict[int, Tokens], int]:  # fmt: skip
     """Row number -> token ids of its prompt and its completions, for the rows in `wanted`; and in how many of them a
     completion was cut. A completion and its prompt may have `max_length` tokens together. encode: `encode_pair`, or
     `encode_row` of utils/tasks.py.
 
     Raises UserError where a prompt leaves no room for a completion."""
-    tokens, cut, too_long = {}, 0, []
+    tokens: dict[int, Any] = {}
+    cut, too_long = 0, []
     for row in dict.fromkeys(row for some in wanted for row in some):
         prompt, *completions = encode(rows[row], tokenizer, eos)
         if (room := max_length - len(prompt)) < 1:

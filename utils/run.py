@@ -122,7 +122,8 @@ class Run:
         self.args, self.total, self.headline = args, total, headline
         self.history: list[dict] = []
         self.shown: dict[str, str] = {}  # the newest value of each headline column
-        self.signal = self.state = self.wandb = None
+        self.signal: int | None = None
+        self.state = self.wandb = None
         self.saved_step = -1
         config = json.dumps({"algo": algo, "task": task, "args": dataclasses.asdict(args), **environment()}, indent=1)
         if args.resume:

@@ -13,8 +13,8 @@ simple_GRPO:80, rlhf-book rollout.py:139 mask by the id of padding)
 + mask = ids != 0
 
 labels-swapped: chosen and rejected are two tensors of one shape
-- LOSSES[args.loss](*ratios[-1].unbind(1), args)
-+ LOSSES[args.loss](*ratios[-1].flip(1).unbind(1), args)
+- chosen, rejected = ratios[-1].unbind(1)
++ rejected, chosen = ratios[-1].unbind(1)
 
 beta-missing: a log-ratio is taken for the reward, which is beta times it
 - args.beta * (chosen - rejected), args.label_smoothing

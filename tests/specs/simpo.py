@@ -4,8 +4,8 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 labels-swapped:simpo: chosen and rejected are two tensors of one shape
-- simpo_loss(*logps[-1].unbind(1), args)
-+ simpo_loss(*logps[-1].flip(1).unbind(1), args)
+- chosen, rejected = logps[-1].unbind(1)
++ rejected, chosen = logps[-1].unbind(1)
 
 target-margin-of-the-wrong-sign: a margin to be reached is taken off what is there, and people add bonuses
 - return -logsigmoid(args.beta * (chosen - rejected) - args.gamma)
