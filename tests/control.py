@@ -65,7 +65,7 @@ def twins(p: dict, name: str, obs, actions) -> list[torch.Tensor]:
     return [mlp(p, f"{name}.{q}", torch.hstack([obs, actions])) for q in ("q1", "q2")]
 
 
-def adam_step(p: dict, moments: dict, part: str, loss, rate: float) -> dict:
+def adam(p: dict, moments: dict, part: str, loss, rate: float) -> dict:
     """Moves the parameters whose names start with `part`. Returns their gradients."""
     names = [name for name in p if name.startswith(part)]
     gradients = dict(zip(names, torch.autograd.grad(loss, [p[name] for name in names])))
@@ -78,7 +78,7 @@ def adam_step(p: dict, moments: dict, part: str, loss, rate: float) -> dict:
     return gradients
 
 
-def follow(p: dict, tau: float) -> None:
+def lag(p: dict, tau: float) -> None:
     """Moves the target critics."""
     for name in p:
         if name.startswith("targets"):
@@ -107,7 +107,7 @@ def minibatch(kind, seed: int = 0, rows: int = 16, obs: int = 3, actions: int = 
 # what Probe tells
 
 
-def assert_of_probe(obs, actions, rewards, terminated, next_obs, factor: float = 1, summand: float = 0) -> None:
+def assert_probed(obs, actions, rewards, terminated, next_obs, factor: float = 1, summand: float = 0) -> None:
     """Each row is a transition of Probe: its own true end, and the action that arrived stretched to the bounds."""
     assert (np.abs(actions) <= 1).all()
     close(next_obs[:, 2:], [-1, 2] + (actions + 1) / 2 * [4, 0.5], 1e-5)
@@ -117,13 +117,15 @@ def assert_of_probe(obs, actions, rewards, terminated, next_obs, factor: float =
     close(terminated[:, 0], next_obs[:, 0] == next_obs[:, 1])
 
 
-def assert_of_one_probe(obs, actions, rewards, terminated, next_obs) -> None:
-    """One episode after the other: terminated, cut off, and both at once."""
+def assert_in_order(obs, actions, rewards, terminated, next_obs) -> set:
+    """One episode after the other, terminated and cut off. Returns (terminated, cut off) of their ends."""
     cut_off = next_obs[:, 0] == Probe.LIMIT
     ended = (terminated[:, 0] == 1) | cut_off
-    assert set(zip(terminated[ended, 0], cut_off[ended])) == {(1, False), (1, True), (0, True)}
+    kinds = set(zip(terminated[ended, 0], cut_off[ended]))
+    assert {(1, False), (0, True)} <= kinds
     close(obs[1:][~ended[:-1]], next_obs[:-1][~ended[:-1]])
     close(obs[1:][ended[:-1]][:, [0, 2, 3]], 0.0)
+    return kinds
 
 
 PROJECT = """
