@@ -1,12 +1,132 @@
-"""What the tests of the control scripts share. Another script is one more row of SCRIPTS, and of helpers.SMALL."""
+"""What the tests of the control and offline scripts share."""
 
+import contextlib
+import json
+
+import numpy as np
 import pytest
+import torch
+from environments import Probe
+from helpers import command_line
 
-from algos import ppo, sac
+from algos import bc, dt, iql, ppo, sac
 
 SCRIPTS = {"ppo": ppo, "sac": sac}
+OFFLINE = {"bc": bc, "iql": iql, "dt": dt}
 scripts = pytest.mark.parametrize("algo", SCRIPTS)
 WALK = ["--env-id", "environments:Walk-v0"]
+BANDIT = "--env-id environments:Bandit-v0 --env-kwargs"
+
+
+@contextlib.contextmanager
+def float64():
+    """New tensors are doubles: in a with statement, or as the decorator of a test."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def close(actual, expected, atol=1e-10) -> None:
+    actual, expected = (x.detach() if isinstance(x, torch.Tensor) else x for x in (actual, expected))
+    np.testing.assert_allclose(actual, np.asarray(expected), rtol=0, atol=atol)
+
+
+def without(rows: list[dict], start: str = "eval/") -> list[dict]:
+    """Rows of metrics without the columns whose names start so."""
+    return [{name: value for name, value in row.items() if not name.startswith(start)} for row in rows]
+
+
+def score(module, folder, capsys, *args) -> dict:
+    """What --evaluate prints."""
+    capsys.readouterr()
+    command_line(module, "--evaluate", folder, *args)
+    (line,) = capsys.readouterr().out.splitlines()
+    return json.loads(line)
+
+
+# a second implementation of a step: parameters by name, own forward pass, own Adam; derivatives are autograd's
+
+
+def named(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone().requires_grad_() for name, tensor in module.state_dict().items()}
+
+
+def mlp(p: dict, name: str, x: torch.Tensor) -> torch.Tensor:
+    layers = sorted({int(key.split(".")[-2]) for key in p if key.startswith(f"{name}.") and key.endswith("weight")})
+    for layer in layers:
+        x = x @ p[f"{name}.{layer}.weight"].T + p[f"{name}.{layer}.bias"]
+        x = x * (x > 0) if layer < layers[-1] else x
+    return x
+
+
+def twins(p: dict, name: str, obs, actions) -> list[torch.Tensor]:
+    return [mlp(p, f"{name}.{q}", torch.hstack([obs, actions])) for q in ("q1", "q2")]
+
+
+def adam(p: dict, moments: dict, part: str, loss, rate: float) -> dict:
+    """Moves the parameters whose names start with `part`. Returns their gradients."""
+    names = [name for name in p if name.startswith(part)]
+    gradients = dict(zip(names, torch.autograd.grad(loss, [p[name] for name in names])))
+    for name, g in gradients.items():
+        m, v, t = moments.get(name, (0.0, 0.0, 0))
+        m, v, t = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2, t + 1
+        moments[name] = m, v, t
+        p[name] = (p[name] - rate * m / (1 - 0.9**t) / (torch.sqrt(v / (1 - 0.999**t)) + 1e-8)).detach()
+        p[name].requires_grad_()
+    return gradients
+
+
+def lag(p: dict, tau: float) -> None:
+    """Moves the target critics."""
+    for name in p:
+        if name.startswith("targets"):
+            p[name] = ((1 - tau) * p[name] + tau * p[name.replace("targets", "critics")]).detach()
+
+
+def randomise(module, seed: int, weight: float, bias: float):
+    """Random parameters, other ones in the target critics; numbers without a dimension stay."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in (p for p in module.parameters() if p.dim()):
+            parameter.copy_(
+                (weight if parameter.dim() > 1 else bias) * torch.randn(parameter.shape, generator=generator)
+            )
+    return module
+
+
+def minibatch(kind, seed: int = 0, rows: int = 16, obs: int = 3, actions: int = 2):
+    """Random transitions, of which every third one terminates."""
+    g = torch.Generator().manual_seed(seed)
+    terminated = (torch.arange(rows) % 3 == 0).view(rows, 1).to(torch.get_default_dtype())
+    return kind(torch.randn(rows, obs, generator=g), torch.rand(rows, actions, generator=g) * 2 - 1,
+                3 * torch.randn(rows, 1, generator=g), terminated, torch.randn(rows, obs, generator=g))  # fmt: skip
+
+
+# what Probe tells
+
+
+def assert_probed(obs, actions, rewards, terminated, next_obs, factor: float = 1, summand: float = 0) -> None:
+    """Each row is a transition of Probe: its own true end, and the action that arrived stretched to the bounds."""
+    assert (np.abs(actions) <= 1).all()
+    close(next_obs[:, 2:], [-1, 2] + (actions + 1) / 2 * [4, 0.5], 1e-5)
+    close(rewards[:, 0], factor * (100 + next_obs[:, 2]) + summand, 1e-4 * factor)
+    close(next_obs[:, 0], obs[:, 0] + 1)  # a reset's would be 0
+    close(next_obs[:, 1], obs[:, 1])
+    close(terminated[:, 0], next_obs[:, 0] == next_obs[:, 1])
+
+
+def assert_in_order(obs, actions, rewards, terminated, next_obs) -> set:
+    """One episode after the other, terminated and cut off. Returns (terminated, cut off) of their ends."""
+    cut_off = next_obs[:, 0] == Probe.LIMIT
+    ended = (terminated[:, 0] == 1) | cut_off
+    kinds = set(zip(terminated[ended, 0], cut_off[ended]))
+    assert {(1, False), (0, True)} <= kinds
+    close(obs[1:][~ended[:-1]], next_obs[:-1][~ended[:-1]])
+    close(obs[1:][ended[:-1]][:, [0, 2, 3]], 0.0)
+    return kinds
+
 
 PROJECT = """
 import gymnasium as gym

@@ -81,6 +81,25 @@ class Bandit(gym.Env):
         return self.observe(), reward, terminated, truncated, {}
 
 
+class Probe(gym.Env):
+    """Observes the step in the episode, the length at which it ends by itself, the action as it arrived. Lengths of 2
+    to 7 under a time limit of 5: episodes terminate, are cut off, and both in one step."""
+
+    LIMIT = 5
+    observation_space = spaces.Box(-np.inf, np.inf, (4,))
+    action_space = spaces.Box(np.array([-1, 2], np.float32), np.array([3, 2.5], np.float32))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time, self.length = 0, int(self.np_random.integers(2, 8))
+        return np.array([0, self.length, 0, 0], np.float32), {}
+
+    def step(self, action):
+        self.time += 1
+        obs = np.array([self.time, self.length, *action], np.float32)
+        return obs, 100.0 + action[0], self.time == self.length, False, {}
+
+
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 OBSERVATIONS = {
     "box": BOX,
@@ -112,3 +131,4 @@ ACTIONS = {
 gym.register("Walk-v0", "environments:Walk", max_episode_steps=40)
 gym.register("Endless-v0", "environments:Walk", kwargs={"size": 1_000})
 gym.register("Bandit-v0", "environments:Bandit")
+gym.register("Probe-v0", "environments:Probe", max_episode_steps=Probe.LIMIT)

@@ -1,82 +1,83 @@
-"""Control: wrong input ends with one sentence and exit code 2; saved agents are scored as trained, usable elsewhere."""
+"""Control and offline: wrong input ends with one sentence and exit code 2; a saved agent is scored as it was trained.
+What is wrong with a dataset: test_offline_data.py. Use of the model elsewhere: test_load_elsewhere.py."""
 
 import json
 import shutil
 
-import gymnasium as gym
-import numpy as np
 import pytest
 import torch
-from control import SCRIPTS, WALK
-from helpers import SMALL, checkpoints, command_line, metrics, new_run, user_error
-from safetensors.torch import load_file
+from control import BANDIT, OFFLINE, SCRIPTS, WALK, score
+from every_script import options
+from helpers import SMALL, checkpoints, command_line, metrics, new_run, user_error, weights
+from small_data import pendulum
 
-from algos import ppo
+from algos import bc, dt, ppo
 from utils import run as run_module
 from utils.checkpoint import load_newest
 
-BANDIT = "--env-id environments:Bandit-v0 --env-kwargs"
-BOTH = [
+MODULES = SCRIPTS | OFFLINE
+NUMBERS = {  # what the sentence says -> wrong numbers, for every script that has the flag
+    "at least 1": "total-timesteps 0, num-envs 0, hidden-size 0, eval-episodes 0, save-every 0, keep 0, num-steps 0, "
+    "num-minibatches 0, update-epochs 0, batch-size 0, buffer-size 0, utd-ratio 0, log-every 0, max-steps 0, "
+    "context-length 0, max-episode-length 0",
+    "at least 0": "eval-every -1, threads -1, ent-coef -0.1, vf-coef -1, learning-starts -1, temperature -1, "
+    "online-steps -1, weight-decay -1",
+    "above 0": "learning-rate 0, clip-coef 0, max-grad-norm 0, target-kl 0, alpha 0, top-fraction 0, expectile 0, "
+    "rtg-scale 0",
+    "finite": "learning-rate nan, gamma nan, vf-coef inf, log-std-init nan, target-entropy nan, target-returns nan 1",
+    "from 0 to 1": "gamma 1.1, gamma -0.1, gae-lambda 1.5, tau 1.5, tau -0.1",
+    "below 1": "dropout 1, expectile 1",
+    "at most 1": "top-fraction 1.1",
+}
+ALL = [
+    ("--device quantum", "quantum", "cpu"),
+    ("--output-dir data.hdf5/runs", "--output-dir", "writable"),
+    ("--capture-video", "--capture-video", "--evaluate"),
+    ("--resume nowhere", "nowhere", "config.json"),
+    ("--evaluate nowhere", "nowhere", "config.json"),
     ("--env-id Absent-v0", "Absent", "registered"),
+]
+CONTROL = [
     ("--env-id nowhere:Name-v0", "nowhere", "--env-id"),
     ("--env-kwargs size=3", "size", "--env-id"),
     ("--env-kwargs size", "NAME=VALUE"),
     (f"{BANDIT} action=unit observation=sequence", "observation space", "fixed number"),
     (f"{BANDIT} action=multibinary", "action space", "MultiBinary"),
     (f"{BANDIT} action=dict", "action space", "Dict"),
+    (f"{BANDIT} action=tuple", "action space", "Tuple"),
     (f"{BANDIT} action=integers", "int64", "Box of floats"),
-    ("--total-timesteps 0", "--total-timesteps", "at least 1"),
-    ("--num-envs 0", "--num-envs", "at least 1"),
-    ("--hidden-size 0", "--hidden-size", "at least 1"),
-    ("--eval-episodes 0", "--eval-episodes", "at least 1"),
-    ("--eval-every -1", "--eval-every", "at least 0"),
-    ("--save-every 0", "--save-every", "at least 1"),
-    ("--keep 0", "--keep", "at least 1"),
-    ("--threads -1", "--threads", "at least 0"),
-    ("--learning-rate 0", "--learning-rate", "above 0"),
-    ("--learning-rate nan", "--learning-rate", "finite"),
-    ("--gamma 1.1", "--gamma", "from 0 to 1"),
-    ("--gamma -0.1", "--gamma", "from 0 to 1"),
-    ("--gamma nan", "--gamma", "finite"),
-    ("--device quantum", "quantum", "cpu"),
-    ("--output-dir file/runs", "--output-dir", "writable"),
-    ("--capture-video", "--capture-video", "--evaluate"),
-    ("--resume nowhere", "nowhere", "config.json"),
-    ("--evaluate nowhere", "nowhere", "config.json"),
+]
+DATASETS = [
+    ("--dataset nowhere.hdf5", "nowhere.hdf5", "neither a file or folder"),
+    ("--env-id CartPole-v1", "Discrete", "finite bounds"),
+    ("--env-id MountainCarContinuous-v0", "3 observation and 1 action", "2 and 1"),
 ]
 OWN = {
     "ppo": [
         ("--num-minibatches 3", "--num-minibatches 3", "32"),
         ("--num-minibatches 32", "--num-minibatches 32", "at least 2"),
         ("--total-timesteps 31", "--total-timesteps 31", "32"),
-        ("--num-steps 0", "--num-steps", "at least 1"),
-        ("--num-minibatches 0", "--num-minibatches", "at least 1"),
-        ("--update-epochs 0", "--update-epochs", "at least 1"),
-        ("--gae-lambda 1.5", "--gae-lambda", "from 0 to 1"),
-        ("--clip-coef 0", "--clip-coef", "above 0"),
-        ("--max-grad-norm 0", "--max-grad-norm", "above 0"),
-        ("--target-kl 0", "--target-kl", "above 0"),
-        ("--ent-coef -0.1", "--ent-coef", "at least 0"),
-        ("--vf-coef -1", "--vf-coef", "at least 0"),
-        ("--vf-coef inf", "--vf-coef", "finite"),
-        ("--log-std-init nan", "--log-std-init", "finite"),
+        *CONTROL,
     ],
     "sac": [
         ("--env-id CartPole-v1", "Discrete", "SAC needs a Box"),
         (f"{BANDIT} action=box", "Box", "finite bounds"),
         ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
-        ("--tau 1.5", "--tau", "from 0 to 1"),
-        ("--alpha 0", "--alpha", "above 0"),
-        ("--target-entropy nan", "--target-entropy", "finite"),
-        ("--batch-size 0", "--batch-size", "at least 1"),
-        ("--buffer-size 0", "--buffer-size", "at least 1"),
         ("--buffer-size 1000000000000000", "--buffer-size 1000000000000000", "36,000,000.0 GB"),
-        ("--utd-ratio 0", "--utd-ratio", "at least 1"),
-        ("--learning-starts -1", "--learning-starts", "at least 0"),
-        ("--log-every 0", "--log-every", "at least 1"),
+        *CONTROL,
     ],
+    "bc": DATASETS,
+    "iql": DATASETS,
+    "dt": [("--embed-dim 9", "--embed-dim 9", "--num-heads 2"), *DATASETS],
 }
-WRONG = [(algo, *case) for algo in SCRIPTS for case in BOTH + OWN[algo]]
+OUT_OF_BOUNDS = [
+    (algo, f"--{number}", (f"--{number.split()[0]}", bound))
+    for algo in MODULES
+    for bound, numbers in NUMBERS.items()
+    for number in numbers.split(", ")
+    if number.split()[0].replace("-", "_") in options(algo)
+]
+WRONG = OUT_OF_BOUNDS + [(algo, args, words) for algo in MODULES for args, *words in ALL + OWN[algo]]
 
 
 @pytest.fixture(autouse=True)
@@ -85,62 +86,62 @@ def no_plots(monkeypatch):
     monkeypatch.setattr(run_module, "plot", lambda *_: None)
 
 
-@pytest.mark.parametrize("algo, args, words", [(algo, args, words) for algo, args, *words in WRONG], ids=str)
-def test_seen_before_the_run(algo, args, words, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("algo, args, words", WRONG, ids=str)
+def test_wrong_input_is_seen_before_the_run(algo, args, words, tmp_path, monkeypatch, capsys):
     """The sentence names what is wrong, and nothing has been written."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
+    pendulum(tmp_path / "data.hdf5") if algo in OFFLINE else (tmp_path / "data.hdf5").touch()
+    data = ["--dataset", "data.hdf5"] if algo in OFFLINE else []
     output = [] if "--output-dir" in args else ["--output-dir", "made"]
     with user_error(capsys, *words):
-        command_line(SCRIPTS[algo], *SMALL[algo], *args.split(), *output)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+        command_line(MODULES[algo], *SMALL[algo], *data, *args.split(), *output)
+    assert [path.name for path in tmp_path.iterdir()] == ["data.hdf5"]
 
-
-# --- scoring a saved agent ---
 
 TRAINED = {
-    "ppo-cartpole": ("ppo", []),
-    "ppo-walk": ("ppo", [*WALK, "--env-kwargs", "size=5", "label=a b"]),
-    "sac-walk": ("sac", [*WALK, "--env-kwargs", "size=5"]),
+    "ppo-cartpole": [],
+    "ppo-walk": [*WALK, "--env-kwargs", "size=5", "label=a b"],
+    "sac-walk": [*WALK, "--env-kwargs", "size=5"],
+    "bc": [],
+    "iql": ["--online-steps", 32],
+    "dt": [],
 }
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """case -> the folder of a finished run, never to be changed."""
+    """case -> the folder of a finished run, whose dataset is gone; never to be changed."""
     made = {}
 
     def make(case: str):
         if case not in made:
-            algo, args = TRAINED[case]
-            made[case] = new_run(SCRIPTS[algo], tmp_path_factory.mktemp(case), *SMALL[algo], *args)
+            algo, folder = case.partition("-")[0], tmp_path_factory.mktemp(case)
+            data = ["--dataset", pendulum(folder / "data.hdf5")] if algo in OFFLINE else []
+            made[case] = new_run(MODULES[algo], folder / "runs", *SMALL[algo], *data, *TRAINED[case])
+            (folder / "data.hdf5").unlink(missing_ok=True)
         return made[case]
 
     return make
 
 
-def score(module, folder, capsys, *args) -> dict:
-    capsys.readouterr()
-    command_line(module, "--evaluate", folder, *args)
-    (line,) = capsys.readouterr().out.splitlines()
-    return json.loads(line)
-
-
 @pytest.mark.parametrize("case", TRAINED)
 def test_evaluate_gives_the_last_row(case, trained, tmp_path, monkeypatch, capsys):
-    """The score of a finished run is its own last one, without any further flag, from any folder, also where the run
-    was resumed and has been moved since; with another seed or number of episodes it is another. The run stays as it
-    was."""
-    folder, module = trained(case), SCRIPTS[TRAINED[case][0]]
-    expected = {name: value for name, value in metrics(folder)[-1].items() if name.startswith("eval/")}
+    """From any folder, without further flags or the dataset, also where the run was resumed and has been moved since;
+    with another seed or number of episodes it is another score. The run stays as it was."""
+    folder, module = trained(case), MODULES[case.partition("-")[0]]
+    last = {name: value for name, value in metrics(folder)[-1].items() if name.startswith("eval/")}
+    of_the_run = {"eval/score", "eval/best_return"} if case in OFFLINE else set()
+    assert of_the_run <= last.keys()
+    expected = {name: value for name, value in last.items() if name not in of_the_run}
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     monkeypatch.chdir(tmp_path)
-    assert len(expected) == 3 and score(module, folder, capsys) == expected
+    assert len(expected) >= 3 and score(module, folder, capsys) == expected
     assert score(module, folder, capsys, "--seed", 5) != expected != score(module, folder, capsys, "--eval-episodes", 5)
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    resumed = shutil.copytree(folder, tmp_path / "resumed")
-    command_line(module, "--resume", resumed)
-    assert score(module, resumed.rename(tmp_path / "moved"), capsys) == expected
+    moved = shutil.copytree(folder, tmp_path / "resumed")
+    if case not in OFFLINE:
+        command_line(module, "--resume", moved)
+    assert score(module, moved.rename(tmp_path / "moved"), capsys) == expected
 
 
 def test_evaluate_uses_the_saved_statistics(trained, tmp_path, capsys):
@@ -159,20 +160,21 @@ def test_evaluate_uses_the_saved_statistics(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "args, words",
+    "case, args, words",
     [
-        ("--gamma 0.5", ["--gamma", "0.99"]),
-        ("--hidden-size 8", ["--hidden-size", "64"]),
-        ("--no-normalize", ["--normalize", "True"]),
-        ("--env-id CartPole-v0", ["--env-id", "CartPole-v1"]),
-        ("--env-kwargs max_episode_steps=9", ["--env-kwargs", "()"]),
-        ("--eval-episodes 0", ["--eval-episodes", "at least 1"]),
+        ("ppo-cartpole", "--gamma 0.5", ["--gamma", "0.99"]),
+        ("ppo-cartpole", "--hidden-size 8", ["--hidden-size", "64"]),
+        ("ppo-cartpole", "--no-normalize", ["--normalize", "True"]),
+        ("ppo-cartpole", "--env-id CartPole-v0", ["--env-id", "CartPole-v1"]),
+        ("ppo-cartpole", "--env-kwargs max_episode_steps=9", ["--env-kwargs", "()"]),
+        ("ppo-cartpole", "--eval-episodes 0", ["--eval-episodes", "at least 1"]),
+        ("dt", "--context-length 9", ["--context-length", "4"]),
     ],
 )
-def test_evaluate_refuses_what_the_agent_was_made_with(args, words, trained, capsys):
+def test_evaluate_refuses_what_the_agent_was_made_with(case, args, words, trained, capsys):
     """What is typed beside --evaluate is heeded or refused, never ignored."""
     with user_error(capsys, *words):
-        command_line(ppo, "--evaluate", trained("ppo-cartpole"), *args.split())
+        command_line(MODULES[case.partition("-")[0]], "--evaluate", trained(case), *args.split())
 
 
 def test_evaluate_needs_a_run(trained, tmp_path, capsys):
@@ -193,39 +195,26 @@ def test_evaluate_needs_a_run(trained, tmp_path, capsys):
         command_line(ppo, "--evaluate", folder)
 
 
-@pytest.mark.parametrize("case", ["discrete", "box", "raw"])
-def test_the_model_is_usable_elsewhere(case, tmp_path):
-    """RUN/model/model.safetensors, by plain torch and README's formula, acts as the agent does."""
-    args = {
-        "discrete": [],
-        "box": [*WALK],
-        "raw": [*WALK, "--no-normalize"],
-    }[case]
-    run = new_run(ppo, tmp_path, *SMALL["ppo"], *args)
-    tensors = load_file(run / "model" / "model.safetensors")
-    actor = {name.removeprefix("actor."): tensor for name, tensor in tensors.items() if name.startswith("actor.")}
-    size, hidden = actor["0.weight"].shape[::-1]
-    policy = torch.nn.Sequential(
-        torch.nn.Linear(size, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, hidden), torch.nn.Tanh(),
-        torch.nn.Linear(hidden, len(actor["4.bias"])),
-    )  # fmt: skip
-    policy.load_state_dict(actor)
-    obs = torch.randn(500, size, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 500)[:, None]
-    if case == "raw":
-        assert not {"obs_mean", "obs_var"} & tensors.keys()
-        shown = obs
-    else:
-        shown = ((obs - tensors["obs_mean"]) / (tensors["obs_var"] + 1e-8).sqrt()).clip(-10, 10).float()
-        assert (shown.abs() == 10).any() and (shown != obs).any(1).all()
-    with torch.no_grad():
-        out = policy(shown)
-    actions = out.argmax(-1).numpy() if case == "discrete" else out.clip(-2, 2).numpy()
+def test_last_and_best_are_both_reported(trained, tmp_path, capsys):
+    """In the last row and in the terminal, with the number of episodes and the seed."""
+    for algo, module in OFFLINE.items():
+        rows = [row for row in metrics(trained(algo)) if "eval/return" in row]
+        assert rows[-1]["eval/best_return"] == max(row["eval/return"] for row in rows) and len(rows) >= 3
+        new_run(module, tmp_path, *SMALL[algo], "--dataset", pendulum(tmp_path / "data.hdf5"), "--seed", 7)
+        out = capsys.readouterr().out
+        assert "at the end" in out and "at best" in out and "of 2 episodes" in out and "seed 7" in out
 
-    state = load_newest(run / "checkpoints")
-    space = gym.spaces.Discrete(2) if case == "discrete" else gym.spaces.Box(-2, 2, (1,))
-    agent, statistics = ppo.Agent(size, space, hidden), ppo.Statistics(size, 2, 0.99, case != "raw")
-    agent.load_state_dict(state["agent"])
-    statistics.load_state_dict(state["statistics"])
-    ours = ppo.act_in_evaluation(agent, statistics, obs.numpy(), torch.zeros(500, 1), torch.Generator())
-    assert len(np.unique(ours)) > 1
-    np.testing.assert_allclose(actions, ours, rtol=0, atol=1e-6)
+
+def test_a_transformer_can_be_asked_for_other_returns(trained, capsys):
+    found = score(dt, trained("dt"), capsys, "--target-returns", -100, 50.5)
+    assert {"eval/return_at_-100", "eval/return_at_50.5", "eval/slope", "eval/return"} == found.keys()
+
+
+def test_the_smallest_top_fraction_keeps_the_best_trajectory(tmp_path, capsys):
+    folder = new_run(bc, tmp_path, *SMALL["bc"], "--dataset", pendulum(tmp_path / "d.hdf5"), "--top-fraction", 1e-9)
+    assert metrics(folder)[-1]["step"] == 160 and "40 transitions taken of 240" in capsys.readouterr().out
+
+
+def test_a_model_of_raw_observations_has_no_statistics(trained, tmp_path):
+    raw = new_run(ppo, tmp_path, *SMALL["ppo"], "--no-normalize")
+    assert weights(trained("ppo-cartpole")).keys() - weights(raw).keys() == {"obs_mean", "obs_var"}

@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from control import adam, assert_in_order, assert_probed, close, float64, lag, minibatch, mlp, named, randomise, twins
 from helpers import metrics, new_run, weights
 from scipy import optimize, stats
 from torch import nn
@@ -27,21 +28,6 @@ from utils.replay import ReplayBuffer
 
 D, A, H, B = 3, 2, 8, 16  # observations, actions, hidden units, rows of a minibatch
 GAMMA, TAU, RATE, EXPECTILE, TEMPERATURE = 0.9, 0.1, 1e-2, 0.8, 3.0
-
-
-@pytest.fixture
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-double = pytest.mark.usefixtures("float64")
-
-
-def close(actual, expected, atol=1e-10) -> None:
-    actual, expected = (x.detach() if isinstance(x, torch.Tensor) else x for x in (actual, expected))
-    np.testing.assert_allclose(actual, np.asarray(expected), rtol=0, atol=atol)
 
 
 # --- a finite MDP, whose best in-support behaviour no trajectory shows
@@ -115,37 +101,32 @@ class Table(nn.Module):
 
 
 @pytest.fixture(scope="module")
+@float64()
 def learnt():
     """Expectile -> agent after 350 updates with tables as critics and value. Plain gradient steps, each cell's times
     rows / (2 rows of the cell): then a step of a Q table is the mean of its targets."""
-    torch.set_default_dtype(torch.float64)
-    agents = {}
-    try:
-        for expectile in (0.5, 0.7, 0.9, 0.99):
-            torch.manual_seed(0)
-            args = iql.Args(gamma=GAMMA, tau=1.0, expectile=expectile, temperature=10.0, dropout=0.0, hidden_size=16)
-            agent, batch = iql.Agent(STATES, A, args), mdp_batch()
-            agent.critics, agent.targets, agent.value = Tables(1), Tables(2).requires_grad_(False), Table()
-            counts = torch.zeros(STATES, len(POINTS)).index_put_(
-                (torch.tensor(STATE), torch.tensor(ACTION)), torch.ones(len(ROWS)), accumulate=True
-            )
-            scale = len(ROWS) / 2 / counts.clamp(min=1)
-            for table in agent.critics.parameters():
-                table.register_hook(lambda g, scale=scale: g * scale)
-            v_scale = len(ROWS) / 2 / counts.sum(1).clamp(min=1) / max(expectile, 1 - expectile)
-            agent.value.v.register_hook(lambda g, scale=v_scale: g * scale)
-            optimizers = iql.Optimizers(torch.optim.Adam(agent.actor.parameters(), 2e-2),
-                                        torch.optim.SGD(agent.critics.parameters(), 1.0),
-                                        torch.optim.SGD(agent.value.parameters(), 1.0))  # fmt: skip
-            for _ in range(350):
-                iql.update(agent, optimizers, batch, args)
-            agents[expectile] = agent
-    finally:
-        torch.set_default_dtype(torch.float32)
+    agents, batch = {}, mdp_batch()
+    counts = torch.zeros(STATES, len(POINTS))
+    for pair in zip(STATE, ACTION):
+        counts[pair] += 1
+    for expectile in (0.5, 0.7, 0.9, 0.99):
+        torch.manual_seed(0)
+        args = iql.Args(gamma=GAMMA, tau=1.0, expectile=expectile, temperature=10.0, dropout=0.0, hidden_size=16)
+        agents[expectile] = agent = iql.Agent(STATES, A, args)
+        agent.critics, agent.targets, agent.value = Tables(1), Tables(2).requires_grad_(False), Table()
+        for table in agent.critics.parameters():
+            table.register_hook(lambda g: g * len(ROWS) / 2 / counts.clamp(min=1))
+        scale = len(ROWS) / 2 / counts.sum(1).clamp(min=1) / max(expectile, 1 - expectile)
+        agent.value.v.register_hook(lambda g, scale=scale: g * scale)
+        optimizers = iql.Optimizers(torch.optim.Adam(agent.actor.parameters(), 2e-2),
+                                    torch.optim.SGD(agent.critics.parameters(), 1.0),
+                                    torch.optim.SGD(agent.value.parameters(), 1.0))  # fmt: skip
+        for _ in range(350):
+            iql.update(agent, optimizers, batch, args)
     return agents
 
 
-@double
+@float64()
 @pytest.mark.parametrize("expectile", [0.5, 0.7, 0.9, 0.99])
 def test_update_converges_to_the_expectile_fixed_point(learnt, expectile):
     """V and both Q's; ended steps do not look at V(END), the cut off one in state 4 is worth 0.3 / (1 - gamma)."""
@@ -181,7 +162,7 @@ def test_value_approaches_in_support_value_iteration(learnt):
     assert chosen[0.9] == chosen[0.99] == greedy(best_q)
 
 
-@double
+@float64()
 def test_policy_leans_on_the_best_actions(learnt):
     """Its mean is that of the data's actions with weights exp(10 A), nearer to the best action than to the usual one,
     which behaviour cloning prefers."""
@@ -203,78 +184,37 @@ def test_policy_leans_on_the_best_actions(learnt):
 # --- a second implementation of the step
 
 
-def mlp(p: dict, name: str, x: torch.Tensor) -> torch.Tensor:
-    for layer in (0, 3, 6):
-        x = x @ p[f"{name}.{layer}.weight"].T + p[f"{name}.{layer}.bias"]
-        x = x * (x > 0) if layer < 6 else x
-    return x
-
-
-def own_q(p: dict, name: str, batch):
-    return [mlp(p, f"{name}.{q}", torch.hstack([batch.obs, batch.actions])) for q in ("q1", "q2")]
-
-
 def own_log_prob(p: dict, batch):
     std = torch.exp(torch.minimum(torch.maximum(p["actor.log_std"], torch.tensor(-5.0)), torch.tensor(2.0)))
     normal = torch.distributions.Normal(torch.tanh(mlp(p, "actor.net", batch.obs)), std)
     return normal.log_prob(batch.actions).sum(1)[:, None]
 
 
-def own_adam(p: dict, moments: dict, part: str, loss) -> None:
-    """Moves the parameters whose names start with `part`."""
-    names = [name for name in p if name.startswith(part)]
-    for name, g in zip(names, torch.autograd.grad(loss, [p[name] for name in names])):
-        m, v, t = moments.get(name, (0.0, 0.0, 0))
-        m, v, t = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2, t + 1
-        moments[name] = m, v, t
-        p[name] = (p[name] - RATE * m / (1 - 0.9**t) / (torch.sqrt(v / (1 - 0.999**t)) + 1e-8)).detach()
-        p[name].requires_grad_()
-
-
 def own_update(p: dict, moments: dict, batch) -> dict:
     """The authors' order. Changes `p` and `moments`; returns the metrics."""
-    q1, q2 = own_q(p, "targets", batch)
+    q1, q2 = twins(p, "targets", batch.obs, batch.actions)
     q = torch.where(q1 < q2, q1, q2).detach()
     u = q - mlp(p, "value", batch.obs)
-    own_adam(p, moments, "value", (abs(EXPECTILE - 1.0 * (u.detach() < 0)) * u**2).sum() / len(u))
+    adam(p, moments, "value", (abs(EXPECTILE - 1.0 * (u.detach() < 0)) * u**2).sum() / len(u), RATE)
 
     v, next_v = (mlp(p, "value", obs).detach() for obs in (batch.obs, batch.next_obs))
     w = torch.exp(TEMPERATURE * (q - v))
     w = torch.where(w > 100, torch.tensor(100.0), w)
     logps = own_log_prob(p, batch)
-    own_adam(p, moments, "actor", -(w * logps).sum() / len(w))
+    adam(p, moments, "actor", -(w * logps).sum() / len(w), RATE)
 
     y = torch.where(batch.terminated == 1, batch.rewards, batch.rewards + GAMMA * next_v)
-    online = own_q(p, "critics", batch)
+    online = twins(p, "critics", batch.obs, batch.actions)
     td_error = abs(online[0].detach() - y).mean()
-    own_adam(p, moments, "critics", sum(((x - y) ** 2).sum() / len(x) for x in online))
-    for name in p:
-        if name.startswith("targets"):
-            p[name] = ((1 - TAU) * p[name] + TAU * p[name.replace("targets", "critics")]).detach()
+    adam(p, moments, "critics", sum(((x - y) ** 2).sum() / len(x) for x in online), RATE)
+    lag(p, TAU)
     return {"q": q.mean(), "v": v.mean(), "weight": w.mean(), "clipped": (w == 100).double().mean(),
             "td_error": td_error, "nll": -logps.detach().mean(), "std": p["actor.log_std"].detach().exp().mean()
             }  # fmt: skip
 
 
-def make_agent(seed: int = 50) -> iql.Agent:
-    """Random weights, other ones in the target critics."""
-    generator = torch.Generator().manual_seed(seed)
-    agent = iql.Agent(D, A, iql.Args(hidden_size=H, dropout=0.0))
-    with torch.no_grad():
-        for parameter in agent.parameters():
-            parameter.copy_((0.5 if parameter.dim() > 1 else 0.2) * torch.randn(parameter.shape, generator=generator))
-    return agent
-
-
-def named(agent) -> dict:
-    return {name: tensor.detach().clone().requires_grad_() for name, tensor in agent.state_dict().items()}
-
-
-def make_batch(seed: int = 0) -> iql.Transitions:
-    g = torch.Generator().manual_seed(seed)
-    terminated = (torch.arange(B) % 3 == 0).view(B, 1).to(torch.get_default_dtype())
-    return iql.Transitions(torch.randn(B, D, generator=g), torch.rand(B, A, generator=g) * 2 - 1,
-                           3 * torch.randn(B, 1, generator=g), terminated, torch.randn(B, D, generator=g))  # fmt: skip
+def make_agent() -> iql.Agent:
+    return randomise(iql.Agent(D, A, iql.Args(hidden_size=H, dropout=0.0)), 50, 0.5, 0.2)
 
 
 def make_optimizers(agent) -> iql.Optimizers:
@@ -282,7 +222,7 @@ def make_optimizers(agent) -> iql.Optimizers:
     return iql.Optimizers(*(torch.optim.Adam(part.parameters(), lr=RATE, fused=True) for part in parts))
 
 
-@double
+@float64()
 def test_update_equals_a_second_implementation():
     """Five updates: all parameters and metrics. The value moves first, by the target critics; the policy's weights are
     those of the target critics less the new value, the critics' target has the new value, the targets come last."""
@@ -290,9 +230,9 @@ def test_update_equals_a_second_implementation():
     optimizers, p, moments, clipped = make_optimizers(agent), named(agent), {}, []
     args = iql.Args(gamma=GAMMA, tau=TAU, expectile=EXPECTILE, temperature=TEMPERATURE)
     for step in range(5):
-        batch = make_batch(step)
+        batch = minibatch(iql.Transitions, step)
         for name in ("critics", "targets"):  # each of the two is the smaller one somewhere
-            assert 0 < torch.lt(*own_q(p, name, batch)).sum() < B
+            assert 0 < torch.lt(*twins(p, name, batch.obs, batch.actions)).sum() < B
         numbers = iql.update(agent, optimizers, batch, args)
         own = own_update(p, moments, batch)
         for name, tensor in agent.state_dict().items():
@@ -305,44 +245,12 @@ def test_update_equals_a_second_implementation():
     assert 0 < sum(clipped) < 5  # weights on both sides of 100
 
 
-@double
-def test_losses_by_hand():
-    """Sums over both critics, not halved; the bootstrap is cut where terminated is 1, and only there."""
-    errors = torch.tensor([[2.0], [-1.0], [0.0], [3.0]])
-    close(iql.expectile_loss(errors, 0.9), (0.9 * 4 + 0.1 * 1 + 0.9 * 9) / 4)
-    close(iql.expectile_loss(errors, 0.5), 0.5 * 14 / 4)
-    errors.requires_grad_()
-    iql.expectile_loss(errors, 0.9).backward()
-    close(errors.grad[:, 0], np.array([2 * 0.9 * 2, -2 * 0.1, 0, 2 * 0.9 * 3]) / 4)
-
-    q1, q2 = (torch.tensor([[x], [x]], requires_grad=True) for x in (1.0, 4.0))
-    batch = iql.Transitions(None, None, torch.tensor([[10.0], [10.0]]), torch.tensor([[0.0], [1.0]]), None)
-    loss, td_errors = iql.critic_loss(lambda *_: (q1, q2), batch, torch.tensor([[5.0], [7.0]]), 0.9)
-    close(loss, ((14.5 - 1) ** 2 + (14.5 - 4) ** 2 + (10 - 1) ** 2 + (10 - 4) ** 2) / 2)
-    close(td_errors[:, 0], [13.5, 9])
-    loss.backward()
-    close(q1.grad[:, 0], [-13.5, -9])
-    close(q2.grad[:, 0], [-10.5, -6])
-
-    logps = torch.tensor([[-1.0], [0.5], [-3.0]], requires_grad=True)
-    advantages = torch.tensor([[0.2], [-4.0], [2.0]])  # exp(3 * 2) = 403
-    actor = SimpleNamespace(log_prob=lambda *_: logps)
-    loss, row_weights, out = iql.actor_loss(actor, batch, advantages, 3.0)
-    expected = [math.exp(0.6), math.exp(-12), 100.0]
-    close(row_weights[:, 0], expected)
-    close(loss, -(-expected[0] + 0.5 * expected[1] - 300) / 3)
-    loss.backward()
-    close(logps.grad[:, 0], -np.array(expected) / 3)
-    assert not out.requires_grad and torch.equal(out, logps.detach())
-    close(bc.actor_loss(actor, batch), 3.5 / 3)
-
-
 # --- temperature 0 is behaviour cloning
 
 
 def test_temperature_0_is_behaviour_cloning():
     """Bit for bit, whatever the advantages: the loss, its gradients, and the actor after an update."""
-    agent, batch = make_agent(), make_batch()
+    agent, batch = make_agent(), minibatch(iql.Transitions)
     cloner = bc.Agent(D, A, bc.Args(hidden_size=H))
     cloner.actor.load_state_dict(agent.actor.state_dict())
     advantages = 50 * torch.randn(B, 1, generator=torch.Generator().manual_seed(0))
@@ -355,10 +263,10 @@ def test_temperature_0_is_behaviour_cloning():
 
     optimizers, before = make_optimizers(agent), copy.deepcopy(agent.actor.state_dict())
     args = iql.Args(expectile=0.7, temperature=0.0)
-    adam = torch.optim.Adam(cloner.actor.parameters(), lr=RATE, fused=True)
+    optimizer = torch.optim.Adam(cloner.actor.parameters(), lr=RATE, fused=True)
     for step in range(3):
-        numbers = iql.update(agent, optimizers, make_batch(step), args)
-        own = bc.update(cloner, adam, bc.Transitions(*make_batch(step)))
+        numbers = iql.update(agent, optimizers, minibatch(iql.Transitions, step), args)
+        own = bc.update(cloner, optimizer, bc.Transitions(*minibatch(iql.Transitions, step)))
         assert {name: numbers[name] for name in own} == own
     for name, tensor in cloner.actor.state_dict().items():
         assert torch.equal(agent.actor.state_dict()[name], tensor) and not torch.equal(before[name], tensor)
@@ -378,14 +286,14 @@ def make_actor(module, log_std, dropout: float = 0.0):
     return actor
 
 
-@double
+@float64()
 @modules
 @pytest.mark.parametrize(
     "raw, bounded", [((-0.5, 0.4), (-0.5, 0.4)), ((-9.0, 1.9), (-5.0, 1.9)), ((-4.9, 3.0), (-4.9, 2.0))]
 )
 def test_density_is_normal_with_a_bounded_std(module, raw, bounded):
     """Mean tanh of the network, for any state the same log std; one beyond [-5, 2] counts as the bound."""
-    actor, batch = make_actor(module, raw), make_batch()
+    actor, batch = make_actor(module, raw), minibatch(iql.Transitions)
     mean, log_std = actor(batch.obs)
     close(log_std, bounded, 1e-15)
     close(mean, torch.tanh(mlp(named(actor), "net", batch.obs)))
@@ -467,34 +375,11 @@ def test_top_rows_of_equal_returns():
 
 # --- train()
 
-LIMIT = 5
-
-
-class Probe(gym.Env):
-    """Observation: step in the episode, length at which it ends by itself, the action as it arrived. Lengths of 2 to 7
-    under a time limit of LIMIT make episodes that terminate, that are cut off, and that do both in one step."""
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (4,))
-    action_space = gym.spaces.Box(np.array([-1, 2], np.float32), np.array([3, 2.5], np.float32))
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.step_in_episode, self.length = 0, int(self.np_random.integers(2, 8))
-        return np.array([0, self.length, 0, 0], np.float32), {}
-
-    def step(self, action):
-        self.step_in_episode += 1
-        obs = np.array([self.step_in_episode, self.length, *action], np.float32)
-        return obs, 100.0 + action[0], self.step_in_episode == self.length, False, {}
-
-
-gym.register("PlainrlIqlProbe-v0", Probe, max_episode_steps=LIMIT)
-
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """A collection of 12 episodes with random actions: its file and its columns."""
-    env, rows = gym.make("PlainrlIqlProbe-v0"), []
+    env, rows = gym.make("environments:Probe-v0"), []
     env.action_space.seed(0)
     for episode in range(12):
         obs, over = env.reset(seed=episode)[0], False
@@ -505,7 +390,7 @@ def recorded(tmp_path_factory):
             obs, over = next_obs, terminated or truncated
     columns = [np.array(column) for column in zip(*rows)]
     path = tmp_path_factory.mktemp("data") / "probe.hdf5"
-    save_collection(path, *columns[:5], {"env_id": "PlainrlIqlProbe-v0"})
+    save_collection(path, *columns[:5], {"env_id": "environments:Probe-v0"})
     assert 0 < columns[3].sum() < 12  # some terminated, some were cut off
     return path, columns
 
@@ -561,17 +446,10 @@ def test_train_treats_all_rewards_alike(recorded, tmp_path, treatment):
     close(next_obs, columns[4])
 
     assert len(run.added) == 1 + ONLINE and len(run.calls) == 8 + ONLINE
-    obs, actions, rewards, terminated, next_obs = (np.concatenate(column) for column in zip(*run.added[1:]))
-    assert (np.abs(actions) <= 1).all() and len(np.unique(actions)) > ONLINE
-    close(next_obs[:, 2:], [-1, 2] + (actions + 1) / 2 * [4, 0.5], 1e-5)
-    close(rewards[:, 0], factor * (100 + next_obs[:, 2]) + summand, 1e-6 * factor * 100)
-    close(next_obs[:, 0], obs[:, 0] + 1)  # a reset's would be 0
-    close(next_obs[:, 1], obs[:, 1])
-    close(terminated[:, 0], next_obs[:, 0] == next_obs[:, 1])
-    ended = (terminated[:, 0] == 1) | (next_obs[:, 0] == LIMIT)
-    assert (terminated[ended] == 0).any() and (terminated[ended] == 1).any()
-    close(obs[1:][~ended[:-1]], next_obs[:-1][~ended[:-1]])
-    close(obs[1:][ended[:-1]][:, [0, 2, 3]], 0.0)
+    online = [np.concatenate(column) for column in zip(*run.added[1:])]
+    assert len(np.unique(online[1])) > ONLINE
+    assert_probed(*online, factor, summand)
+    assert_in_order(*online)
     newest = torch.cat(run.calls[-1][2], 1)  # minibatches hold what is old and what is new
     assert newest.shape == (16, 4 + 2 + 1 + 1 + 4)
     rows = {tuple(np.float32(np.concatenate(row))): i for i, row in enumerate(
@@ -603,8 +481,8 @@ def test_policy_alone_is_annealed(recorded, tmp_path, anneal):
 
 def test_target_critics_begin_as_the_critics():
     agent = iql.Agent(D, A, iql.Args(hidden_size=H, dropout=0.0))
-    for target, critic in zip(agent.targets.parameters(), agent.critics.parameters()):
-        assert torch.equal(target, critic) and target is not critic and not target.requires_grad
+    pairs = list(zip(agent.targets.parameters(), agent.critics.parameters()))
+    assert all(torch.equal(target, critic) and target is not critic for target, critic in pairs)
     assert not torch.equal(agent.critics.q1[0].weight, agent.critics.q2[0].weight)
 
 
@@ -657,7 +535,7 @@ def test_rows_without_a_next_observation_are_left_out(recorded, tmp_path, module
     with h5py.File(path) as old, h5py.File(theirs, "w") as new:
         for key in ("observations", "actions", "rewards", "terminals", "timeouts"):
             new[key] = old[key][:]
-    run = trained(module, tmp_path, theirs, "--env-id", "PlainrlIqlProbe-v0")
+    run = trained(module, tmp_path, theirs, "--env-id", "environments:Probe-v0")
     cut_off = columns[5] & ~columns[3]
     cut_off[-1] = True
     close(run.added[0][0], columns[0][~cut_off])

@@ -48,7 +48,7 @@ SPEC = Spec(
     "Offline",
     small="--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32 "
           "--hidden-size 16 --batch-size 8",
-    tests="exact_iql command_line_offline offline_data resume_offline",
+    tests="exact_iql command_line_control offline_data resume_control",
     curves={
         "bc-hopper": Curve(
             dict(max_steps=3000, hidden_size=128, batch_size=128, learning_rate=0.001, eval_every=0,

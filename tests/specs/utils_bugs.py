@@ -3,18 +3,18 @@
 from tests.specs import parse_bugs
 
 TESTS = {  # as Spec.tests
-    "utils/checkpoint.py": "resume_offline runs",
+    "utils/checkpoint.py": "resume_control runs",
     "utils/envs.py": "exact_ppo exact_sac envs atari command_line_control resume_control",
     "utils/evaluation.py": "exact_grpo runs rewards",
     "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs",
     "utils/normalize.py": "exact_ppo parity_sb3",
-    "utils/offline.py": "offline_data exact_iql exact_dt command_line_offline",
+    "utils/offline.py": "offline_data exact_iql exact_dt command_line_control",
     "utils/preferences.py": "preferences unpaired parity_trl_dpo dpo_runs",
     "utils/replay.py": "exact_sac exact_iql resume_control",
     "utils/reward_models.py": "reward_models exact_reward_model",
     "utils/rewards.py": "rewards runs reward_models",
     "utils/rollouts.py": "envs exact_ppo command_line_control resume_control",
-    "utils/run.py": "resume_offline runs resume::test_killed_at_any_moment",
+    "utils/run.py": "resume_control runs resume::test_killed_at_any_moment",
     "utils/schedule.py": "exact_grpo runs",
     "utils/spaces.py": "exact_sac offline_data exact_iql exact_dt",
     "utils/tasks.py": "tasks sft preferences runs",
