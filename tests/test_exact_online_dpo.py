@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 import torch
 from groups import OTHER, REWARDS, TABLE, P, close, make_batch, rewards_of
-from tabular import COMPLETIONS, EOS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, gradients, log_probs, probability
+from tabular import (
+    COMPLETIONS,
+    EOS,
+    OUTSIDE,
+    PREFIXES,
+    PROMPTS,
+    TabularLM,
+    gradients,
+    log_probs,
+    probability,
+    sigma,
+    slope,
+)
 from tabular import random_table as random_logits
 
 import utils.lm
@@ -20,16 +32,10 @@ from algos import online_dpo
 from utils.lm import TINY_MODEL as TINY
 from utils.lm import Samples, load_model, sample
 
+pytestmark = pytest.mark.usefixtures("float64")
 BETA, ALPHA = 0.7, 0.3
 TIED = [{c: round(2 * r) / 2 for c, r in rewards.items()} for rewards in REWARDS]  # real rewards, some of them equal
 BINARY = [{c: float((i + p) % 3 == 0) for i, c in enumerate(COMPLETIONS)} for p in range(P)]
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def args_of(batch, **settings) -> online_dpo.Args:
@@ -44,10 +50,6 @@ def movement(batch, table=TABLE, **settings) -> tuple[np.ndarray, dict]:
     model.table.grad = torch.ones_like(model.table)  # of an earlier step
     metrics = online_dpo.update(model, torch.optim.SGD(model.parameters(), 1.0), batch, args_of(batch, **settings))
     return model.table.detach().numpy() - table, metrics
-
-
-def sigma(x):
-    return 1 / (1 + math.exp(-x))
 
 
 def log_ratio(p, c, table=TABLE, ref=OTHER) -> float:
@@ -114,26 +116,16 @@ def mean_reward(table, reward_table) -> float:
     return sum(probability(table, p, c) * reward_table[p][c] for p in range(P) for c in COMPLETIONS) / P
 
 
-def slopes(function) -> np.ndarray:
-    """Central differences of function(table) at TABLE."""
-    result = np.zeros_like(TABLE)
-    for index in np.ndindex(TABLE.shape):
-        step = np.zeros_like(TABLE)
-        step[index] = 1e-5
-        result[index] = (function(TABLE + step) - function(TABLE - step)) / 2e-5
-    return result
-
-
 @pytest.mark.parametrize("loss, factor", [("sigmoid", 2 * BETA), ("ipo", 4 / BETA)])
 def test_at_the_reference_it_is_a_policy_gradient_of_the_probability_to_win(loss, factor):
     """Slopes of the enumerated win rate against a frozen copy, times 2 beta or 4 / beta."""
     moved = expected(TIED, ref=TABLE, loss=loss)
-    np.testing.assert_allclose(moved, factor * slopes(lambda t: wins(t, TABLE, TIED)), rtol=0, atol=1e-8)
+    np.testing.assert_allclose(moved, factor * slope(lambda t: wins(t, TABLE, TIED), TABLE, 1e-5), rtol=0, atol=1e-8)
 
 
 def test_with_binary_rewards_the_first_step_is_reinforce():
     moved = expected(BINARY, ref=TABLE)
-    np.testing.assert_allclose(moved, BETA * slopes(lambda t: mean_reward(t, BINARY)), rtol=0, atol=1e-8)
+    np.testing.assert_allclose(moved, BETA * slope(lambda t: mean_reward(t, BINARY), TABLE, 1e-5), rtol=0, atol=1e-8)
 
 
 # XPO: the second completion is the reference's
@@ -157,7 +149,7 @@ def test_the_bonus_is_the_divergence_from_the_reference():
     that is flat."""
     equal = [dict.fromkeys(COMPLETIONS, 1.0)] * P
     moved = expected(equal, second=OTHER, xpo_alpha=ALPHA)
-    np.testing.assert_allclose(moved, ALPHA * slopes(divergence), rtol=0, atol=1e-8)
+    np.testing.assert_allclose(moved, ALPHA * slope(divergence, TABLE, 1e-5), rtol=0, atol=1e-8)
     assert np.abs(moved).max() > 1e-2
     close(expected(equal, ref=TABLE, second=TABLE, xpo_alpha=ALPHA), 0.0)
 

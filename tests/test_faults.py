@@ -398,13 +398,6 @@ def test_two_runs_begun_in_one_moment(reference, tmp_path, monkeypatch, capsys):
 # --- datasets and models ---
 
 
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="not run: datasets is not installed")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return datasets
-
-
 LOADERS = {
     "rows": lambda path: load_task(path),
     "pairs": lambda path: load_preferences(path, 10, 1),

@@ -9,18 +9,12 @@ from utils.lm import TINY_MODEL, load_model
 from utils.preferences import as_pair, encode_pair, encode_rows, load_preferences
 from utils.tasks import load_task
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))
 CHAT = (
     "{% for m in messages %}{{ 'C' if m.role == 'user' else 'S' }}{{ m.content }}<eos>+{% endfor %}"
     "{% if add_generation_prompt %}S{% endif %}"
 )
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """What the datasets library keeps of a file stays with the test."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def file_of(tmp_path, rows: list[dict]) -> str:

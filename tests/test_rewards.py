@@ -1,7 +1,6 @@
 """Reward functions written for TRL run unmodified, get what TRL gives them, and are added up as TRL adds them."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -12,21 +11,11 @@ from utils.errors import UserError
 from utils.rewards import make_scorer
 from utils.tasks import Task, load_task
 
+pytestmark = pytest.mark.usefixtures("imports_as_they_were")
 TASK = Task("mine", lambda index, seed: {"prompt": "?"}, [])
 CHAT = [[{"role": "user", "content": "one?"}], [{"role": "user", "content": "two?"}]]
 TEXTS = ["<think>a</think>b", "no thoughts", "<think>a</think>", "</think>"]
 IDS = [[1, 2, 3, 4], [5, 5, 5, 5, 5, 5, 5, 5], [1, 2, 1, 2, 1, 2], [7]]
-
-
-@pytest.fixture(autouse=True)
-def imports_as_they_were(monkeypatch):
-    """A user's package may take the name `utils`: give it back afterwards."""
-    ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "utils"}
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
-        del sys.modules[name]
-    sys.modules.update(ours)
 
 
 def scored(specs, weights=(), rows=None, chat=False, step=3):

@@ -14,18 +14,12 @@ from utils.errors import UserError
 from utils.lm import TINY_MODEL
 from utils.tasks import encode_completion, encode_prompt, load_task, present
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 KEYS = {
     "countdown": lambda row: (*sorted(row["numbers"]), "=", row["target"]),
     "sort": lambda row: "".join(sorted(row["digits"])),
 }
 procedural = pytest.mark.parametrize("name", ["countdown", "sort"])
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """What the datasets library keeps of a file stays with the test."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 @procedural

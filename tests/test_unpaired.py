@@ -9,14 +9,8 @@ from utils.lm import TINY_MODEL, load_model
 from utils.preferences import as_example, encode_pair, load_preferences, load_unpaired
 from utils.tasks import encode_completion, load_task
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """What the datasets library keeps of a file stays with the test."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def file_of(tmp_path, rows: list[dict]) -> str:
