@@ -13,7 +13,6 @@ import json
 import math
 import random
 import tempfile
-from collections import Counter
 from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,17 +30,16 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 from torch.testing import assert_close
 
-from algos import dpo, dt, iql, ppo, rloo, sac
+from algos import dpo, dt, iql, ppo, sac
 from utils import tasks
 from utils.errors import BOUNDS, UserError, check_numbers
-from utils.lm import Means, Samples, pad_left, positions, token_logps
+from utils.lm import Means, pad_left, positions, token_logps
 from utils.normalize import RunningMeanStd
 from utils.offline import Dataset
 from utils.preferences import Batches, shared_prefix
 from utils.replay import ReplayBuffer
 from utils.rewards import make_scorer
 from utils.run import Run, crosses
-from utils.schedule import learning_rate
 from utils.spaces import to_env, to_unit
 
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "plainrl-hypothesis")  # not into the repository
@@ -52,7 +50,7 @@ MODULES = [importlib.import_module(f"algos.{path.stem}") for path in sorted((REP
 NAN = float("nan")
 
 
-ELSEWHERE = {("gae", "ppo_lm")}  # tested in test_exact_ppo_lm.py
+ELSEWHERE = {("gae", "ppo_lm"), ("advantages", "rloo")}  # tested in test_exact_*.py
 MATCHED = {}  # name of a function -> the parameter lists under which it is tested
 
 
@@ -157,26 +155,6 @@ def test_equal_rewards_teach_nothing(advantages, size, value, scale):
     assert not advantages(rewards, scale).any()
 
 
-@every("advantages", "rewards")
-@quick
-@given(groups(), data)
-def test_leave_one_out_advantages(advantages, rewards, data):
-    """A baseline does not depend on the completion's own reward; 0 where unknown or alone, 0 on average; equivariant
-    to order, shift and scale; unknown rewards are as if they had not been there."""
-    out, known = advantages(rewards), ~rewards.isnan()
-    assert out.shape == rewards.shape and out.isfinite().all()
-    assert not out[~known].any() and not out[known.sum(1) == 1].any()
-    assert_close(out.sum(1), torch.zeros(len(out)).double(), rtol=0, atol=1e-8)
-    rows, columns = (permutation(data.draw, n) for n in rewards.shape)
-    assert_close(advantages(rewards[rows][:, columns]), out[rows][:, columns])
-    assert_close(advantages(-2 * rewards + data.draw(tensors(len(rewards), 1))), -2 * out, rtol=1e-7, atol=1e-7)
-    for i in known[0].nonzero()[:1, 0] if known[0].sum() > 1 else []:
-        other = rewards.clone()
-        other[0, i] += 5
-        assert_close(other[0, i] - advantages(other)[0, i], rewards[0, i] - out[0, i])
-    assert_close(advantages(rewards[:1, known[0]])[0], out[0, known[0]])
-
-
 @every("zero_std", "groups")
 @quick
 @given(groups(), data)
@@ -210,25 +188,6 @@ def test_rewards_are_finite_unknown_or_refused(values, weight):
 
 
 # --- losses of tokens ---
-
-
-@every("penalised", "batch", "beta")
-@quick
-@given(masks(), data)
-def test_penalised_rewards(penalised, mask, data):
-    """Unknown ones stay unknown; equal models cost nothing; tokens behind the end do not count."""
-    logps, ref = (data.draw(tensors(*mask.shape, low=-50, high=0)) for _ in range(2))
-    rewards = data.draw(tensors(len(mask)))
-    rewards[0] = NAN
-    samples = Samples(None, None, None, mask, logps, None)
-    batch = rloo.Batch(samples, rewards, ref)
-    out = penalised(batch, 0.1)
-    assert out[0].isnan() and out[1:].isfinite().all()
-    other = batch._replace(samples=samples._replace(logps=torch.where(mask, logps, 1e9)))
-    assert torch.equal(penalised(other, 0.1)[1:], out[1:])
-    for same in (batch._replace(ref_logps=None), batch._replace(ref_logps=logps)):
-        assert torch.equal(penalised(same, 0.1)[1:], rewards[1:])
-    assert_close((rewards - out)[1:] * 3, (rewards - penalised(batch, 0.3))[1:], rtol=1e-6, atol=1e-8)
 
 
 @every("whiten", "values", "mask")
@@ -693,17 +652,6 @@ def test_held_out_rows(rows, data):
         tasks.without(rows, rows, "mine.jsonl")
 
 
-@quick
-@given(st.integers(1, 9), st.integers(0, 5), st.lists(st.integers(0, 50), max_size=6))
-def test_epochs(n, seed, asked):
-    """Every row once an epoch; a row is a function of index and seed, whatever was asked for before."""
-    rows = [{"prompt": str(i)} for i in range(n)]
-    stream = tasks.epochs(rows)
-    for epoch in range(3):
-        assert Counter(stream(epoch * n + i, seed)["prompt"] for i in range(n)) == Counter(map(str, range(n)))
-    assert [stream(i, seed) for i in asked] == [tasks.epochs(rows)(i, seed) for i in asked]
-
-
 @pytest.mark.parametrize("name", ["countdown", "sort"])
 @quick
 @given(st.text("0123456789+-*/=, <answer>\n#٣", max_size=25), st.integers(0, 999))
@@ -718,20 +666,6 @@ def test_any_text_has_a_score(name, text, seed):
     numbers = tasks.gsm8k_score({"answer": "so\n#### 7"}, text)
     assert all(value in (0.0, 1.0) for value in numbers.values())
     assert tasks.gsm8k_score({"answer": "so\n#### 1,234"}, f"{text}\n#### 1234")["reward"] == 1
-
-
-@quick
-@given(st.integers(1, 20), st.integers(0, 25), st.sampled_from(["constant", "linear", "cosine"]), floats(1e-8, 1))
-def test_learning_rates(total, warmup, schedule, base):
-    """Above 0, never above the peak, which the warm-up's last step or the first after it reaches; rising, then not;
-    proportional to the peak."""
-    rates = [learning_rate(step, base, schedule, warmup, total) for step in range(1, total + 1)]
-    assert all(0 < rate <= base * (1 + 1e-12) for rate in rates)
-    before, after = rates[:warmup], rates[warmup:]
-    assert before == sorted(before) and after == sorted(after, reverse=True)
-    assert total < warmup or max(rates) == pytest.approx(base)
-    assert schedule != "constant" or all(rate == base for rate in after)
-    assert rates == pytest.approx([base * learning_rate(i + 1, 1.0, schedule, warmup, total) for i in range(total)])
 
 
 INTERVALS = {"": (-math.inf, math.inf, "()"), "at least 0": (0, math.inf, "[)"), "at least 1": (1, math.inf, "[)"),
