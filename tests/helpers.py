@@ -96,6 +96,12 @@ def runs_in(output_dir: Path) -> list[Path]:
     return sorted(output_dir.iterdir()) if output_dir.is_dir() else []
 
 
+def write_rows(path: Path, rows: list[dict]) -> str:
+    """A .jsonl file; returns its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def metrics(folder: Path) -> list[dict]:
     """The rows of metrics.jsonl without the columns that measure time."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

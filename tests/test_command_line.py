@@ -4,24 +4,21 @@ import ast
 import dataclasses
 import importlib
 import inspect
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import transformers
 from every_script import every_script
-from helpers import SMALL, assert_one_sentence, command_line, metrics, runs_in, start, user_error
+from helpers import SMALL, assert_one_sentence, command_line, metrics, runs_in, start, user_error, write_rows
 
 from algos import grpo, sft
 from utils.lm import TINY_MODEL
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch):
+def files(own_cache, tmp_path, monkeypatch):
     """A folder of things that are wrong, as the current folder."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     jsonl = {
         "empty": [],
@@ -32,8 +29,8 @@ def files(tmp_path, monkeypatch):
         "good": [{"prompt": f"S{i}1:", "completion": f"1{i}"} for i in range(9)],
     }
     for name, rows in jsonl.items():
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    datasets.Dataset.from_list(jsonl["good"]).to_parquet("whole.parquet")
+        write_rows(Path(f"{name}.jsonl"), rows)
+    own_cache.Dataset.from_list(jsonl["good"]).to_parquet("whole.parquet")
     whole = Path("whole.parquet").read_bytes()
     Path("half.parquet").write_bytes(whole[: len(whole) // 2])
     Path("malformed.jsonl").write_text('{"prompt": "S21:"}\n{"prompt": \n')

@@ -1,10 +1,9 @@
 """Whole runs of dpo.py and its children that train a policy: what they log, that they learn, and what they print."""
 
 import importlib
-import json
 
 import pytest
-from helpers import SMALL, command_line, metrics, new_run, runs_in, user_error, weights
+from helpers import SMALL, command_line, metrics, new_run, runs_in, user_error, weights, write_rows
 
 from algos import dpo, kto
 from utils.lm import TINY_MODEL, load_model
@@ -77,7 +76,7 @@ def test_a_file_with_a_long_row(name, said, tmp_path, capsys):
         rows.append({"prompt": f"S{i}:", "chosen": f"{i}", "rejected": text})
         if name == "kto":
             rows[-1] = {"prompt": f"S{i}:", "completion": text, "label": i % 4 == 0}
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     flags = f"--device cpu --task {path} --max-steps 4 --batch-size 10 --eval-every 2 --max-length".split()
     more = ["--desirable-weight", 2] if name == "kto" else []
     folder = new_run(MODULES[name], tmp_path / "runs", *flags, 16, *more)

@@ -15,6 +15,7 @@ from helpers import (
     runs_in,
     user_error,
     weights,
+    write_rows,
 )
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
@@ -175,11 +176,6 @@ def test_a_reward_model_is_trained_further(single, tmp_path):
 # the data
 
 
-def write_pairs(path, rows) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_the_margin_is_the_column_of_the_row():
     args = reward_model.Args(task="pairs.jsonl", use_margin=True)
     assert reward_model.margin_of({"margin": 3}, args) == 3.0
@@ -191,7 +187,7 @@ def test_the_margin_is_the_column_of_the_row():
 
 def test_long_sequences_keep_their_last_token(tmp_path, capsys):
     rows = [dict(prompt=f"S{i}:", chosen=f"{i}", rejected="9" * (30 if i == 12 else 3)) for i in range(10, 40)]
-    path, seen = write_pairs(tmp_path / "pairs.jsonl", rows), []
+    path, seen = write_rows(tmp_path / "pairs.jsonl", rows), []
     flags = ["--task", path, "--max-steps", 3, "--batch-size", 10, "--device", "cpu", "--eval-every", 2]
     score = reward_model.sequence_scores
     with pytest.MonkeyPatch.context() as patch:
@@ -210,7 +206,7 @@ def test_pairs_that_are_equal_when_cut(tmp_path, capsys):
             for i in range(10, 20)]  # fmt: skip
     for row in rows:
         row["rejected"] = row["rejected"] if row["prompt"] == "S12:" else "54321"
-    flags = ["--task", write_pairs(tmp_path / "pairs.jsonl", rows), "--max-steps", 2, "--batch-size", 4]
+    flags = ["--task", write_rows(tmp_path / "pairs.jsonl", rows), "--max-steps", 2, "--batch-size", 4]
     new_run(reward_model, tmp_path / "runs", *flags, "--device", "cpu", "--max-length", 10)
     assert "1 pairs are equal in what is left of them" in capsys.readouterr().out
 

@@ -1,12 +1,11 @@
 """Tasks: rows that depend on nothing but index and seed, scores that cannot be fooled, prompts for each model."""
 
 import itertools
-import json
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from helpers import write_rows
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -171,13 +170,8 @@ def gsm8k(tmp_path):
     for name, count in (("train", 30), ("test", 5)):
         rows = [{"question": f"{name} {i}?", "answer": f"{i} + 1 = <<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"}
                 for i in range(count)]  # fmt: skip
-        write(tmp_path / f"{name}.jsonl", rows)
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     return load_task(f"gsm8k:{tmp_path}")
-
-
-def write(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_gsm8k_rows(gsm8k):
@@ -242,7 +236,7 @@ def test_dataset_files(kind, chat, tmp_path):
     prompts = [[*MESSAGES, {"role": "user", "content": str(i)}] if chat else f"{i}?" for i in range(60)]
     rows = [{"ask": prompt, "prompt": "another column", "gold": i} for i, prompt in enumerate(prompts)]
     path = tmp_path / f"file.{kind}"
-    write(path, rows) if kind == "jsonl" else datasets.Dataset.from_list(rows).to_parquet(path)
+    write_rows(path, rows) if kind == "jsonl" else datasets.Dataset.from_list(rows).to_parquet(path)
     task = load_task(str(path), "ask")
     trained = [task.train(i, 1) for i in range(60 - len(task.heldout))]
     assert task.name == "file" and task.score is None and len(task.heldout) == 3
@@ -319,7 +313,7 @@ def test_prompt_for_each_kind_of_model(tmp_path):
 def test_prompt_column_is_the_prompt(tmp_path):
     """A dataset's own column called question is data: the model gets the prompt column, and nothing in place of it."""
     rows = [{"prompt": f"Answer in one word: {i}?", "question": f"{i}?"} for i in range(10)]
-    row = load_task(write(tmp_path / "file.jsonl", rows)).train(0, 1)
+    row = load_task(write_rows(tmp_path / "file.jsonl", rows)).train(0, 1)
     assert present(row, tokenizer(big=True)) == row["prompt"]
     assert present(row, tokenizer(TEMPLATE, big=True)) == [{"role": "user", "content": row["prompt"]}]
 
