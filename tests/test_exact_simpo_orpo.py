@@ -47,18 +47,6 @@ def test_value(name, settings):
 
 
 @both
-def test_gradient(name):
-    """By central differences of the formula, with respect to both averages."""
-    tensors = [torch.tensor(x, requires_grad=True) for x in (CHOSEN, REJECTED)]
-    by_script(name, *tensors).sum().backward()
-    dw, dl = np.minimum(1e-6, -1e-3 * CHOSEN), np.minimum(1e-6, -1e-3 * REJECTED)
-    by_chosen = by_formula(name, CHOSEN + dw, REJECTED) - by_formula(name, CHOSEN - dw, REJECTED)
-    by_rejected = by_formula(name, CHOSEN, REJECTED + dl) - by_formula(name, CHOSEN, REJECTED - dl)
-    for tensor, expected in zip(tensors, (by_chosen / (2 * dw), by_rejected / (2 * dl))):
-        np.testing.assert_allclose(tensor.grad.numpy(), expected, rtol=1e-5, atol=1e-8)
-
-
-@both
 @pytest.mark.parametrize("w, l", [(0.0, -300.0), (-300.0, 0.0), (0.0, 0.0), (-1e-8, -1e-8), (-300.0, -300.0)])
 def test_certain_and_impossible_completions_stay_finite_in_float32(name, w, l):  # noqa: E741
     """Averages of 0 are what float32 gives to a completion that has been learnt."""

@@ -398,10 +398,7 @@ def test_two_runs_begun_in_one_moment(reference, tmp_path, monkeypatch, capsys):
 # --- datasets and models ---
 
 
-LOADERS = {
-    "rows": lambda path: load_task(path),
-    "pairs": lambda path: load_preferences(path, 10, 1),
-}
+LOADERS = {"rows": lambda path: load_task(path), "pairs": lambda path: load_preferences(path, 10, 1)}
 
 
 def write_rows(path: Path, datasets) -> list[dict]:

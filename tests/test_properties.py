@@ -9,7 +9,6 @@ Hypothesis draws the same examples in every run and keeps no database.
 import ast
 import importlib
 import inspect
-import json
 import math
 import random
 import tempfile
@@ -30,12 +29,10 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 from torch.testing import assert_close
 
-from algos import dpo, dt, iql, ppo, sac
+from algos import dpo, iql, ppo
 from utils import tasks
 from utils.errors import BOUNDS, UserError, check_numbers
 from utils.lm import Means, pad_left, positions, token_logps
-from utils.normalize import RunningMeanStd
-from utils.offline import Dataset
 from utils.preferences import Batches, shared_prefix
 from utils.replay import ReplayBuffer
 from utils.rewards import make_scorer
@@ -50,7 +47,7 @@ MODULES = [importlib.import_module(f"algos.{path.stem}") for path in sorted((REP
 NAN = float("nan")
 
 
-ELSEWHERE = {("gae", "ppo_lm"), ("advantages", "rloo")}  # tested in test_exact_*.py
+ELSEWHERE = {("advantages", "rloo")}  # tested in test_exact_rloo.py
 MATCHED = {}  # name of a function -> the parameter lists under which it is tested
 
 
@@ -288,78 +285,6 @@ def test_shared_prefix(chosen, rejected):
 # --- control ---
 
 
-@st.composite
-def rollout(draw):
-    """(T, N) rewards, values, next values, terminated, done."""
-    shape = draw(st.integers(1, 6)), draw(st.integers(1, 3))
-    numbers = [draw(tensors(*shape)) for _ in range(3)]
-    terminated, truncated = (torch.from_numpy(draw(hnp.arrays(bool, shape))) for _ in range(2))
-    return *numbers, terminated, terminated | truncated
-
-
-@every("gae", "rewards", "values", "next_values", "terminated", "done", "gamma", "gae_lambda")
-@quick
-@given(rollout(), floats(0, 1), floats(0, 1), data)
-def test_gae_of_steps(gae, rollout, gamma, lam, data):
-    """Finite; environments apart; linear; nothing of an episode reaches the one before; what a terminated step led to
-    does not count. lambda 0: the error of one step."""
-    rewards, values, next_values, terminated, done = rollout
-    out = gae(*rollout, gamma, lam)
-    assert out.shape == rewards.shape and out.isfinite().all()
-    order = permutation(data.draw, rewards.shape[1])
-    assert torch.equal(gae(*(x[:, order] for x in rollout), gamma, lam), out[:, order])
-    assert_close(gae(-2 * rewards, -2 * values, -2 * next_values, terminated, done, gamma, lam), -2 * out)
-    other = gae(rewards, values, torch.where(terminated, 1e6, next_values), terminated, done, gamma, lam)
-    assert torch.equal(other, out)
-    step = data.draw(st.integers(0, len(rewards) - 1))
-    later = torch.arange(len(rewards))[:, None] > step
-    changed = gae(*(torch.where(later, x + 9, x) for x in (rewards, values, next_values)), terminated, done, gamma, lam)
-    assert torch.equal(changed[: step + 1, done[step]], out[: step + 1, done[step]])
-    errors = rewards + gamma * next_values * ~terminated - values
-    assert_close(gae(*rollout, gamma, 0.0), errors)
-    assert torch.equal(out[done], errors[done])
-
-
-@quick
-@given(st.lists(hnp.arrays(np.float64, st.tuples(st.integers(1, 4), st.just(2)), elements=floats(-1e6, 1e6)),
-                min_size=1, max_size=5), data)  # fmt: skip
-def test_running_statistics(batches, data):
-    """Mean and variance of all rows however they are split and ordered, and none ever negative."""
-    rows = np.concatenate(batches)
-    shuffled = rows[list(data.draw(st.permutations(range(len(rows)))))]
-    split, whole = RunningMeanStd((2,)), RunningMeanStd((2,))
-    for batch in batches:
-        split.update(batch)
-        assert (split.var >= 0).all() and np.isfinite(split.mean).all()
-    whole.update(shuffled)
-    scale = 1 + np.abs(rows).max()
-    for name in ("mean", "var"):
-        order = {"mean": 1, "var": 2}[name]
-        np.testing.assert_allclose(
-            getattr(split, name), getattr(whole, name), rtol=1e-7, atol=1e-10 * scale**order, err_msg=name
-        )
-    np.testing.assert_allclose(split.mean, rows.mean(0), rtol=0, atol=1.1e-4 / len(rows) * scale)
-    again = RunningMeanStd((2,))
-    again.load_state_dict(split.state_dict())
-    assert again.count == split.count and (again.mean == split.mean).all() and (again.var == split.var).all()
-
-
-@quick
-@given(st.lists(hnp.arrays(np.float64, (2, 3), elements=floats(-1e8, 1e8)), min_size=1, max_size=4), st.booleans())
-def test_normalised_observations_and_rewards(observations, enabled):
-    """Finite and within the clip, whatever comes; looking does not count."""
-    statistics = ppo.Statistics(3, 2, 0.99, enabled)
-    for obs in observations:
-        shown = statistics.observe(obs, count=True)
-        reward = statistics.reward(obs[:, 0], obs[:, 1] > 0)
-        assert np.isfinite(shown).all() and np.isfinite(reward).all()
-        assert not enabled or max(np.abs(shown).max(), np.abs(reward).max()) <= ppo.CLIP_NORMALIZED
-        assert enabled or (np.array_equal(reward, obs[:, 0]) and np.array_equal(shown, obs.astype(np.float32)))
-    before = json.dumps(statistics.state_dict(), default=Tensor.tolist)
-    statistics.observe(observations[0] * 2)
-    assert json.dumps(statistics.state_dict(), default=Tensor.tolist) == before
-
-
 SPACES = {
     "box": gym.spaces.Box(-1, 1, (2,)),
     "discrete": gym.spaces.Discrete(4),
@@ -387,58 +312,6 @@ def test_policies_of_ppo(space, obs, seed, scale):
             each = torch.stack([agent.log_prob(obs, choice.expand(3, -1))[0] for choice in choices])
             assert_close(each.exp().sum(0), torch.ones(3))
             assert (entropy >= -1e-5).all() and (entropy <= math.log(len(choices)) + 1e-5).all()
-
-
-@every("ppo_loss", "agent", "obs", "actions", "old_logps", "advantages", "returns", "old_values", "args")
-@quick
-@given(tensors(5, low=-80, high=80, dtype=torch.float32), tensors(5, dtype=torch.float32), st.booleans(), data)
-def test_ppo_loss(ppo_loss, ratios, advantages, normalize, data):
-    """Finite for ratios up to e^80; the order of the minibatch does not matter; with normalisation neither does a
-    constant in the advantages; clip_fraction is a share, approx_kl is never negative."""
-    args = ppo.Args(normalize_advantages=normalize, ent_coef=0.01, clip_vloss=True)
-    logps = torch.linspace(-3, 0, 5)
-    agent = lambda obs, actions: (obs[:, 0], obs[:, 1].abs(), obs[:, 2])  # noqa: E731
-
-    def loss(order, shift=0.0):
-        columns = torch.stack([logps, ratios, ratios.flip(0)], 1)
-        inputs = (columns, ratios[:, None], logps - ratios, advantages + shift, ratios, advantages)
-        return ppo_loss(agent, *(x[order] for x in inputs), args)
-
-    value, metrics = loss(torch.arange(5))
-    assert value.isfinite() and metrics.isfinite().all() and 0 <= metrics[1] <= 1 and metrics[0] > -1e-5
-    other, others = loss(permutation(data.draw, 5))
-    assert_close(other, value, rtol=1e-3, atol=1e-3)
-    assert_close(others, metrics, rtol=1e-3, atol=1e-3)
-    if normalize and advantages.std() > 1 and ratios.abs().max() < 2:
-        assert_close(loss(torch.arange(5), 8.0)[0], value, rtol=1e-3, atol=1e-2)
-
-
-@quick
-@given(tensors(6, 2, low=-6, high=6), tensors(6, 2, low=-8, high=8), st.sampled_from([1.0, 1e3]))
-def test_log_densities_of_sac(means, noise, scale):
-    """Finite and in [-1, 1] however far out; where tanh has not saturated, by the change of variables."""
-    log_std = means.flip(0)
-    actor = SimpleNamespace(net=lambda obs: torch.cat([scale * means, scale * log_std], 1))
-    actions, logps = sac.Actor.forward(actor, means, noise)
-    assert logps.shape == (6, 1) and logps.isfinite().all() and (actions.abs() <= 1).all()
-    single = SimpleNamespace(net=lambda obs: actor.net(obs).float())
-    assert all(x.isfinite().all() for x in sac.Actor.forward(single, means.float(), noise.float()))
-    std = (scale * log_std).clamp(*sac.LOG_STD_BOUNDS).exp()
-    u = scale * means + std * noise
-    normal = torch.distributions.Normal(scale * means, std).log_prob(u)
-    inside = (u.abs() < 5).all(1)
-    expected = (normal - (1 - u.tanh().square()).log()).sum(1, keepdim=True)
-    assert_close(logps[inside], expected[inside], rtol=1e-6, atol=1e-6)
-
-
-@quick
-@given(floats(-5, 5), tensors(5, 1, low=-50, high=50), floats(-10, 10))
-def test_target_entropy(log_alpha, logps, target):
-    """The temperature rises where the entropy is below its target and falls where it is above."""
-    parameter = torch.tensor(log_alpha, dtype=torch.float64, requires_grad=True)
-    sac.alpha_loss(parameter, logps, target).backward()
-    missing = target - (-logps.mean())
-    assert_close(-parameter.grad, math.exp(log_alpha) * missing)
 
 
 @quick
@@ -494,103 +367,6 @@ def test_replay_buffer(capacity, adds):
 # --- offline ---
 
 
-@st.composite
-def trajectories(draw):
-    """Rewards (n,) and the first rows of trajectories, of one step or more."""
-    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
-    rewards = draw(hnp.arrays(np.float32, sum(lengths), elements=st.floats(-1e3, 1e3, width=32)))
-    return rewards, np.cumsum([0, *lengths[:-1]])
-
-
-def dataset(rewards: np.ndarray, starts: np.ndarray) -> Dataset:
-    rows = np.arange(len(rewards), dtype=np.float32)[:, None]
-    return Dataset(rows, np.tanh(rows), rewards, np.zeros(len(rows), bool), rows + 1, np.ones(len(rows), bool), starts)
-
-
-@every("returns_to_go", "rewards", "starts")
-@quick
-@given(trajectories(), floats(-5, 5))
-def test_returns_to_go(returns_to_go, trajectories, shift):
-    """The reward and what follows it: the reward alone at the end, the whole return at the start."""
-    rewards, starts = trajectories
-    out = returns_to_go(rewards, starts)
-    ends = np.append(starts[1:], len(rewards)) - 1
-    assert out.shape == rewards.shape and np.isfinite(out).all()
-    np.testing.assert_allclose(out[ends], rewards[ends])
-    np.testing.assert_allclose(out[starts], dataset(*trajectories).trajectory_returns(), rtol=1e-9, atol=1e-9)
-    inner = np.setdiff1d(np.arange(len(rewards)), ends)
-    np.testing.assert_allclose(out[inner], rewards[inner] + out[inner + 1], rtol=1e-9, atol=1e-9)
-    other = np.where(np.arange(len(rewards)) < ends[0] + 1, rewards + shift, rewards)
-    assert np.array_equal(returns_to_go(other, starts)[ends[0] + 1 :], out[ends[0] + 1 :])
-
-
-@every("windows", "data", "rows", "length")
-@quick
-@given(trajectories(), st.integers(1, 7))
-def test_windows(windows, trajectories, length):
-    """The steps from a row on, of its own trajectory alone, in order, as many as there are up to the length, at the
-    right; zeros under the padding."""
-    rewards, starts = trajectories
-    n = len(rewards)
-    model = SimpleNamespace(obs_mean=torch.zeros(1), obs_std=torch.ones(1))
-    space = gym.spaces.Box(-1, 1, (1,))
-    rows = dt.sequences(dataset(*trajectories), space, model, 1.0, "cpu")
-    batch = windows(rows, torch.arange(n), length)
-    ends = np.append(starts[1:], n)
-    for row in range(n):
-        end = min(ends[ends > row][0], row + length)
-        kept = batch.mask[row]
-        assert kept.tolist() == [False] * (length - (end - row)) + [True] * (end - row)
-        assert batch.obs[row, kept, 0].tolist() == list(range(row, end))
-        first = starts[starts <= row][-1]
-        assert batch.timesteps[row, kept].tolist() == list(range(row - first, end - first))
-        assert not any(x[row][~kept].any() for x in (batch.obs, batch.actions, batch.rtg, batch.timesteps))
-
-
-@every("dt_loss", "predicted", "batch")
-@quick
-@given(masks(empty=False), data)
-def test_dt_loss(dt_loss, mask, data):
-    """The mean over real steps: padding, whatever is predicted there, and order do not matter."""
-    predicted, actions = (data.draw(tensors(*mask.shape, 2, low=-1, high=1)) for _ in range(2))
-    loss = lambda predicted, actions, mask: dt_loss(predicted, dt.Windows(None, actions, None, None, mask))  # noqa: E731
-    value = loss(predicted, actions, mask)
-    assert value.isfinite() and 0 <= value <= 4 and loss(actions, actions, mask) == 0
-    assert_close(loss(torch.where(mask[..., None], predicted, 1e3), actions, mask), value)
-    order = permutation(data.draw, len(mask))
-    assert_close(loss(predicted[order], actions[order], mask[order]), value)
-    wide = [torch.nn.functional.pad(x, (0, 0, 3, 0)) for x in (predicted, actions)]
-    assert_close(loss(*wide, torch.nn.functional.pad(mask, (3, 0))), value)
-
-
-@every("top_rows", "data", "fraction")
-@quick
-@given(trajectories(), floats(0.01, 1))
-def test_top_rows(top_rows, trajectories, fraction):
-    """Whole trajectories, none of a lower return than one that is left out but for size, the best one always."""
-    data = dataset(*trajectories)
-    rows, home, returns = top_rows(data, fraction), data.trajectory(), data.trajectory_returns()
-    kept = {k for k in range(len(returns)) if rows[home == k].any()}
-    assert all(rows[home == k].all() for k in kept) and returns.argmax() in kept
-    assert len(kept) == 1 or fraction == 1 or rows.sum() < fraction * len(rows)
-    assert all(returns[k] <= min(returns[list(kept)]) for k in set(range(len(returns))) - kept)
-    assert top_rows(data, 1.0).all()
-
-
-@every("expectile_loss", "errors", "expectile")
-@quick
-@given(tensors(6, 1), floats(0.05, 0.95), data)
-def test_expectile_loss(expectile_loss, errors, expectile, data):
-    """Half the mean square at 1/2; never negative; quadratic in scale; turned round for the opposite expectile."""
-    loss = expectile_loss(errors, expectile)
-    assert loss.isfinite() and loss >= 0
-    assert_close(expectile_loss(errors, 0.5), errors.square().mean() / 2)
-    assert_close(expectile_loss(3 * errors, expectile), 9 * loss)
-    assert_close(expectile_loss(-errors, 1 - expectile), loss)
-    assert_close(expectile_loss(errors[permutation(data.draw, 6)], expectile), loss)
-    assert expectile_loss(errors.abs(), 0.9) >= expectile_loss(-errors.abs(), 0.9)
-
-
 @quick
 @given(tensors(4, 1, low=-1e6, high=1e6, dtype=torch.float32), floats(0, 10))
 def test_weights_of_iql(advantages, temperature):
@@ -604,24 +380,6 @@ def test_weights_of_iql(advantages, temperature):
     order = advantages[:, 0].argsort()
     assert (weights[order].diff(dim=0) >= 0).all()
     assert_close(loss, -(weights * logps).mean())
-
-
-@quick
-@given(trajectories(), st.sampled_from(["raw", "return-range", "minus-one"]))
-def test_treatment_of_rewards(trajectories, treatment):
-    """return-range: returns then span 1,000, or an error where they do not differ."""
-    data = dataset(*trajectories)
-    returns = data.trajectory_returns()
-    if treatment == "return-range" and np.ptp(returns) == 0:
-        with pytest.raises(UserError, match="--rewards return-range"):
-            iql.reward_map(data, treatment)
-        return
-    factor, summand = iql.reward_map(data, treatment)
-    assert (
-        (factor, summand) == (1.0, {"raw": 0.0, "minus-one": -1.0}[treatment])
-        if treatment != "return-range"
-        else (summand == 0 and np.ptp(factor * returns) == pytest.approx(1000))
-    )
 
 
 # --- datasets, tasks, evaluation, runs ---

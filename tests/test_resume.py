@@ -48,24 +48,6 @@ every_module = pytest.mark.parametrize("algo", MODULES)
 every_root = pytest.mark.parametrize("algo", [name for name in MODULES if parent_of(name) is None])
 
 
-class Started:
-    """`start` with the manners of Forked."""
-
-    def __init__(self, algo: str, *args, cwd: Path):
-        self.process = start(algo, *args, cwd=cwd)
-        self.pid, self.poll = self.process.pid, self.process.poll
-
-    def communicate(self) -> tuple[str, int]:
-        return "".join(self.process.communicate(timeout=100)), self.process.returncode
-
-
-def begin(algo: str, folder: Path, *args) -> Started | Forked:
-    """The command line in a process: from nothing for grpo.py, forked for the others, which saves most of the time."""
-    if algo == "grpo":
-        return Started(algo, *args, cwd=folder)
-    return Forked(MODULES[algo], *args, log=folder / "log")
-
-
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory):
     """algo -> the folder of the run that nothing disturbed; made once, never to be changed."""
@@ -97,7 +79,8 @@ def test_killed_at_any_moment(algo, kills, uninterrupted, tmp_path):
     folder, output_dir = None, tmp_path / "runs"
     for _ in range(kills):
         began = time.time_ns()
-        process = begin(algo, tmp_path, *(["--resume", folder] if folder else FLAGS[algo]), "--output-dir", output_dir)
+        args = ["--resume", folder] if folder else FLAGS[algo]
+        process = Forked(MODULES[algo], *args, "--output-dir", output_dir, log=tmp_path / "log")
         started = lambda run: (c := run / "config.json").exists() and c.stat().st_mtime_ns > began  # noqa: B023, E731
         folder = wait_for(process, output_dir, started)
         time.sleep(moments.uniform(0, 0.6))
@@ -121,7 +104,7 @@ def test_signals(algo, uninterrupted, tmp_path):
     """SIGTERM and Ctrl-C end the step, save, say how to go on, and exit with 128 + signal; here both in one run."""
     args, rows = [*FLAGS[algo], "--output-dir", tmp_path / "runs", "--save-every", 99], 0
     for number in (signal.SIGTERM, signal.SIGINT):
-        process = begin(algo, tmp_path, *args)
+        process = Forked(MODULES[algo], *args, log=tmp_path / "log")
         new_row = lambda run: (run / "metrics.jsonl").exists() and len(metrics(run)) > rows  # noqa: B023, E731
         folder = wait_for(process, tmp_path / "runs", new_row)
         os.kill(process.pid, number)

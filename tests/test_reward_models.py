@@ -7,17 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from helpers import (
-    SMALL,
-    command_line,
-    metrics,
-    new_run,
-    runs_in,
-    user_error,
-    weights,
-    write_rows,
-)
-from safetensors.torch import load_file
+from helpers import SMALL, command_line, metrics, new_run, runs_in, user_error, weights, write_rows
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
@@ -98,20 +88,15 @@ def test_it_learns_and_learns_the_opposite_from_flipped_labels(tmp_path):
     assert wrong[-1]["eval/pair_accuracy"] < 0.1 and wrong[-1]["accuracy"] > 0.95
 
 
-def test_members_differ_and_are_ordinary_folders(ensemble, single):
-    members = [load_file(path) for path in sorted((ensemble / "model").glob("member-*/model.safetensors"))]
-    assert len(members) == 3 and not (ensemble / "model/config.json").exists()
-    initial = [reward_model.load_member(seed, torch.device("cpu"), reward_model.Args())[0] for seed in (1, 1, 2)]
-    heads = [model.score.weight for model in initial]
+def test_members_differ_and_are_ordinary_folders(ensemble):
+    assert not (ensemble / "model/config.json").exists()
+    heads = [reward_model.load_member(seed, torch.device("cpu"), reward_model.Args())[0].score.weight
+             for seed in (1, 1, 2)]  # fmt: skip
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert heads[0].std().item() == pytest.approx(129**-0.5, rel=0.2)
-    for a, b in combinations(members, 2):
-        assert not torch.equal(a["score.weight"], b["score.weight"])
-        assert (a["model.embed_tokens.weight"] - b["model.embed_tokens.weight"]).abs().max() > 1e-4
     scores = [by_transformers(ensemble / f"model/member-{k}", ["S10:01", "S10:10"]) for k in (1, 2, 3)]
     assert len({round(s[0].item(), 4) for s in scores}) == 3
-    assert {"eval/ensemble_accuracy", "eval/disagreement"} <= metrics(ensemble)[-1].keys()
-    assert metrics(ensemble)[-1]["eval/disagreement"] > 0
+    assert metrics(ensemble)[-1]["eval/disagreement"] > 0 <= metrics(ensemble)[-1]["eval/ensemble_accuracy"]
 
 
 def test_members_begin_apart_and_see_the_data_in_different_orders(tmp_path, monkeypatch):
@@ -186,29 +171,20 @@ def test_the_margin_is_the_column_of_the_row():
 
 
 def test_long_sequences_keep_their_last_token(tmp_path, capsys):
+    """They are counted, and so are pairs of which equal texts are left."""
     rows = [dict(prompt=f"S{i}:", chosen=f"{i}", rejected="9" * (30 if i == 12 else 3)) for i in range(10, 40)]
-    path, seen = write_rows(tmp_path / "pairs.jsonl", rows), []
+    rows[3] |= dict(chosen="123456781", rejected="123456782")
+    path, seen, score = write_rows(tmp_path / "pairs.jsonl", rows), [], reward_model.sequence_scores
     flags = ["--task", path, "--max-steps", 3, "--batch-size", 10, "--device", "cpu", "--eval-every", 2]
-    score = reward_model.sequence_scores
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward_model, "sequence_scores", lambda model, ids: seen.extend(ids) or score(model, ids))
         new_run(reward_model, tmp_path / "runs", *flags, "--max-length", 12)
-    assert "1 pairs have a completion cut off" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2 pairs have a completion cut off" in out and "1 pairs are equal in what is left of them" in out
     assert max(map(len, seen)) == 12 and all(ids[-1] == 1 and 1 not in ids[:-1] for ids in seen)
     with user_error(capsys, "equal", "--max-length"):
         command_line(reward_model, *flags, "--max-length", 4, "--output-dir", tmp_path / "none")
     assert runs_in(tmp_path / "none") == []
-
-
-def test_pairs_that_are_equal_when_cut(tmp_path, capsys):
-    """They are counted, and what they teach is nothing."""
-    rows = [dict(prompt=f"S{i}:", chosen="12345" + "6" * (i == 12), rejected="12345" + "7" * (i == 12))
-            for i in range(10, 20)]  # fmt: skip
-    for row in rows:
-        row["rejected"] = row["rejected"] if row["prompt"] == "S12:" else "54321"
-    flags = ["--task", write_rows(tmp_path / "pairs.jsonl", rows), "--max-steps", 2, "--batch-size", 4]
-    new_run(reward_model, tmp_path / "runs", *flags, "--device", "cpu", "--max-length", 10)
-    assert "1 pairs are equal in what is left of them" in capsys.readouterr().out
 
 
 def test_no_keys_and_values_are_kept_for_a_score(single):
