@@ -49,6 +49,20 @@ def gradients(table: np.ndarray, prompt: int, completion: tuple) -> np.ndarray:
     return result
 
 
+def sigma(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def slope(function, at: np.ndarray, step: float = 1e-6) -> np.ndarray:
+    """Gradient of function(array) by central differences in every entry."""
+    result = np.zeros_like(at)
+    for index in np.ndindex(at.shape):
+        shift = np.zeros_like(at)
+        shift[index] = step
+        result[index] = (function(at + shift) - function(at - shift)) / (2 * step)
+    return result
+
+
 class States:
     """Cache: where in the tree of prompts and completions each row stands, and how many real tokens it has read."""
 

@@ -29,15 +29,9 @@ from utils.evaluation import pass_at_k
 from utils.lm import completion_logps
 from utils.schedule import learning_rate
 
+pytestmark = pytest.mark.usefixtures("float64")
 L_MAX = 5  # what Args say, longer than any completion
 BINARY = [{c: float((i + p) % 3 == 0) for i, c in enumerate(COMPLETIONS)} for p in range(P)]
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def run_update(batch, table=TABLE, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
@@ -137,7 +131,7 @@ def test_sequence_aggregation_has_its_own_closed_form():
         ("sequence", "batch", 2, True),
     ],
 )
-def test_other_settings_have_their_enumerated_values(aggregation, scale, group_size, joint):
+def test_biased_settings_have_the_expectation_of_the_formula(aggregation, scale, group_size, joint):
     """Biased by design: pinned to the sum over all batches of probability times the formula, in numpy."""
     moved = expected_movement(group_size, joint, REWARDS, aggregation=aggregation, scale_rewards=scale)
     expected = sum(

@@ -14,15 +14,9 @@ from tabular import random_table as random_logits
 
 from algos import ppo_lm
 
+pytestmark = pytest.mark.usefixtures("float64")
 BETA, L_MAX, LAMBDA = 0.7, 5, 0.6
 VALUES = np.random.default_rng(5).normal(size=(P, len(PREFIXES)))  # a critic that knows nothing
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class TabularCritic(torch.nn.Module):

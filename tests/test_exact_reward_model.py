@@ -11,21 +11,15 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
-from tabular import COMPLETIONS, PROMPTS
+from tabular import COMPLETIONS, PROMPTS, sigma, slope
 
 from algos import reward_model
 from algos.reward_model import Pair
 
+pytestmark = pytest.mark.usefixtures("float64")
 P, N, PAD = len(PROMPTS), len(COMPLETIONS), 99
 TABLE = np.random.default_rng(0).normal(size=(P, N))
 STRENGTHS = np.array([[1, 3, 2, 1, 4, 2, 1], [2, 1, 1, 4, 1, 3, 2]])  # exp of the true reward
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Table(torch.nn.Module):
@@ -46,10 +40,6 @@ class Table(torch.nn.Module):
         return SimpleNamespace(logits=self.table[list(rows), list(columns)][:, None])
 
 
-def sigma(x):
-    return 1 / (1 + np.exp(-x))
-
-
 def loss(w, l, m, c):  # noqa: E741
     return -np.log(sigma(w - l - m)) + c * (w + l) ** 2
 
@@ -64,16 +54,6 @@ SOME = [pair(*pick) for pick in PICKS]  # both prompts, several lengths, one pai
 
 def objective(table: np.ndarray, picks, c: float) -> float:
     return float(np.mean([loss(table[p, i], table[p, j], m, c) for p, i, j, m in picks]))
-
-
-def slope(f, at: np.ndarray, step: float = 1e-6) -> np.ndarray:
-    """Gradient by central differences."""
-    result = np.zeros_like(at)
-    for index in np.ndindex(at.shape):
-        shift = np.zeros_like(at)
-        shift[index] = step
-        result[index] = (f(at + shift) - f(at - shift)) / (2 * step)
-    return result
 
 
 def movement(batch, **settings) -> np.ndarray:
@@ -170,14 +150,6 @@ def test_centring_fixes_the_constants():
     assert np.abs(by_scipy - true - (by_scipy - true).mean(1, keepdims=True)).max() < 0.2
     sums = [[by_scipy[q, i] + by_scipy[q, j] for q, i, j, _ in picks if q == p] for p in range(P)]
     assert max(abs(np.mean(s)) for s in sums) < 1e-5
-
-
-def test_flipped_labels_negate_the_scores():
-    flipped = [(p, j, i, m) for p, i, j, m in population()]
-    start = np.zeros((P, N))
-    found = minimised(population(), start, 0.01, 40)
-    assert np.abs(found).max() > 0.3
-    np.testing.assert_allclose(minimised(flipped, start, 0.01, 40), -found, atol=1e-9)
 
 
 # what is logged

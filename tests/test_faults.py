@@ -39,7 +39,6 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
-from algos import dpo, sft
 from utils import run as run_module
 from utils.checkpoint import load_newest, save_checkpoint
 from utils.errors import UserError
@@ -399,17 +398,7 @@ def test_two_runs_begun_in_one_moment(reference, tmp_path, monkeypatch, capsys):
 # --- datasets and models ---
 
 
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="not run: datasets is not installed")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return datasets
-
-
-LOADERS = {
-    "rows": lambda path: load_task(path),
-    "pairs": lambda path: load_preferences(path, 10, 1),
-}
+LOADERS = {"rows": lambda path: load_task(path), "pairs": lambda path: load_preferences(path, 10, 1)}
 
 
 def write_rows(path: Path, datasets) -> list[dict]:
@@ -438,16 +427,6 @@ def test_a_dataset_that_is_cut_off(suffix, loader, own_cache, tmp_path):
         cut.write_bytes(whole[: size - 1])
         with pytest.raises(UserError, match=cut.name):
             LOADERS[loader](str(cut))
-
-
-@pytest.mark.parametrize("module", [sft, dpo], ids=lambda module: module.__name__)
-def test_no_run_begins_on_a_dataset_that_is_cut_off(module, own_cache, tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    write_rows(path, own_cache)
-    path.write_bytes(path.read_bytes()[:-10])
-    with user_error(capsys, "rows.jsonl", "cannot read"):
-        command_line(module, "--device", "cpu", "--task", path, "--output-dir", tmp_path / "made")
-    assert not (tmp_path / "made").exists()
 
 
 def cut(name: str, share: float):
