@@ -8,7 +8,6 @@ log(1 - a^2)), losses and Adam; only derivatives are left to autograd.
 import math
 from types import SimpleNamespace
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
