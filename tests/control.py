@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 
 import numpy as np
 import pytest
@@ -65,15 +66,20 @@ def twins(p: dict, name: str, obs, actions) -> list[torch.Tensor]:
     return [mlp(p, f"{name}.{q}", torch.hstack([obs, actions])) for q in ("q1", "q2")]
 
 
-def adam(p: dict, moments: dict, part: str, loss, rate: float) -> dict:
-    """Moves the parameters whose names start with `part`. Returns their gradients."""
+def adam(p: dict, moments: dict, part: str, loss, rate: float, decay: float = 0, max_norm: float = math.inf) -> dict:
+    """Moves the parameters whose names start with `part`; weight decay is off the parameter itself. Returns their
+    gradients, of which those that are taken have a norm of at most `max_norm`."""
     names = [name for name in p if name.startswith(part)]
     gradients = dict(zip(names, torch.autograd.grad(loss, [p[name] for name in names])))
+    norm = math.sqrt(sum((g**2).sum().item() for g in gradients.values()))
     for name, g in gradients.items():
+        g = g * min(1.0, max_norm / (norm + 1e-6))
         m, v, t = moments.get(name, (0.0, 0.0, 0))
         m, v, t = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2, t + 1
         moments[name] = m, v, t
-        p[name] = (p[name] - rate * m / (1 - 0.9**t) / (torch.sqrt(v / (1 - 0.999**t)) + 1e-8)).detach()
+        p[name] = (
+            p[name] * (1 - rate * decay) - rate * m / (1 - 0.9**t) / (torch.sqrt(v / (1 - 0.999**t)) + 1e-8)
+        ).detach()
         p[name].requires_grad_()
     return gradients
 

@@ -29,7 +29,6 @@ def play(env, seed: int, steps: int) -> list:
 
 
 def test_a_seed_determines_the_game():
-    """The number of no-ops comes from it; other seeds give other numbers."""
     first, again, other = (play(BREAKOUT(), seed, 40) for seed in (1, 1, 2))
     assert all(np.array_equal(a[0], b[0]) and a[1:] == b[1:] for a, b in zip(first, again))
     assert any(not np.array_equal(a[0], b[0]) for a, b in zip(first, other))
@@ -109,7 +108,6 @@ def test_the_network_is_shared_and_right():
 
 
 def test_uint8_observations_are_divided_once():
-    """In float32, as trained: images of 255 are ones to the network."""
     agent = ppo_atari.Agent(4, gym.spaces.Discrete(2), 8)
     ones = agent.body(torch.ones(1, 4, 84, 84))
     torch.testing.assert_close(agent.features(torch.full((1, 4, 84, 84), 255, dtype=torch.uint8)), ones)

@@ -43,7 +43,6 @@ def vector(env_id, *kwargs, num_envs=3, seed=7, kind="sync"):
 
 
 def played(envs, steps: int, seed: int = 0) -> list:
-    """What `steps` random actions lead to, as plain lists."""
     rng, rows = np.random.default_rng(seed), []
     space = envs.single_action_space
     for step in range(steps):
@@ -64,12 +63,9 @@ def played(envs, steps: int, seed: int = 0) -> list:
 @pytest.mark.parametrize(
     "env_id, kwargs, words",
     [
-        ("Absent-v0", (), "Absent.*registered"),
         ("CartPole-v77", (), "CartPole"),
         ("environments:Absent-v0", (), "Absent.*registers"),
         ("nowhere.at.all:Name-v0", (), "nowhere.*folder"),
-        ("CartPole-v1", ("size=5",), "size"),
-        ("CartPole-v1", ("size",), "size is not NAME=VALUE"),
         ("CartPole-v1", ("=5",), "=5 is not NAME=VALUE"),
         ("CartPole-v1", ("a b=5",), "a b=5 is not NAME=VALUE"),
     ],
@@ -89,7 +85,6 @@ def test_arguments_of_the_environment():
 
 @pytest.mark.parametrize("name", OBSERVATIONS)
 def test_observations_become_vectors(name):
-    """As Gymnasium flattens the space; what has no fixed number of values is refused in one sentence."""
     pair, space = f"observation={name}", OBSERVATIONS[name]
     if name in REFUSED:
         with pytest.raises(UserError, match="observation space .* fixed number"):
@@ -149,7 +144,6 @@ def test_a_project_in_a_real_process(tmp_path, monkeypatch, capsys):
 
 
 def test_language_models_do_without_gymnasium():
-    """Their scripts neither need it nor wait for it."""
     code = "import sys; sys.modules['gymnasium'] = None; sys.path.insert(0, sys.argv[1]); from algos import grpo, sft"
     done = subprocess.run([sys.executable, "-c", code, REPO], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -159,7 +153,6 @@ def test_language_models_do_without_gymnasium():
 
 
 def test_episodes_are_functions_of_seed_environment_and_number():
-    """Equal in all three: equal. Different in one: different."""
 
     def starts(seed, index, episodes=3):
         env = Episode(make_env("environments:Walk-v0"), seed, index)
@@ -253,7 +246,6 @@ def test_an_environment_that_does_not_repeat_itself(capsys):
 
 
 def test_an_episode_that_is_too_long_to_replay(monkeypatch, capsys):
-    """It is not replayed, while shorter ones are."""
     monkeypatch.setattr(envs_module, "LONGEST_LOG", 2)
     envs, lost = vector("environments:Bandit-v0"), []
     reset_vector(envs)
@@ -277,7 +269,6 @@ def test_a_long_episode_keeps_its_length(monkeypatch):
 @pytest.mark.parametrize("kind", ["sync", "async"])
 @pytest.mark.parametrize("how, size", [("reward", 3), ("observation", 3), ("observation", -1)])
 def test_numbers_that_are_not_finite(how, size, kind, tmp_path):
-    """Which environment, which step, what it returned; also in the last observation of an episode (size -1)."""
     envs = vector("environments:Walk-v0", f"how={how}", f"broken={tmp_path}", "at=4", f"size={size}", kind=kind)
     reset_vector(envs)
     played(envs, 3)
@@ -341,7 +332,6 @@ def test_evaluation_leaves_the_generators_as_they_were(fails):
 
 
 def test_video(tmp_path, capsys):
-    """One file of the first episode; the score is the one without it."""
     pytest.importorskip("moviepy", reason="not run: moviepy is not installed")
     run = new_run(ppo, tmp_path / "runs", *SMALL["ppo"], *WALK)
     expected = score(ppo, run, capsys)

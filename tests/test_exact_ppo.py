@@ -59,7 +59,6 @@ def own_advantages(rewards, values, next_values, terminated, truncated, gamma, g
 
 
 def own_policy(p: dict, parts: list[int], obs, actions):
-    """Log-probabilities, entropies, and the slopes of both by the outputs and by log_std, of rows (B, D) and (B, A)."""
     out = obs @ p["actor.weight"].T
     if "log_std" in p:
         std = np.exp(p["log_std"])
@@ -131,7 +130,6 @@ def run_update(agent, batch, args, rate=1.0, loss_function=ppo.ppo_loss) -> tupl
 
 
 def ascent(agent, batch, args) -> dict:
-    """What one update with plain gradient descent at rate 1 adds to the weights."""
     before = weights(agent)
     return {name: p - before[name] for name, p in run_update(agent, batch, args)[0].items()}
 
@@ -169,7 +167,6 @@ def test_advantages_by_hand():
 @float64()
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.7, 1.0])
 def test_advantages_of_every_pattern_of_ends(gae_lambda):
-    """All 256 ways in which four rows can end by termination, truncation, both or not at all."""
     patterns = np.array(list(itertools.product(range(4), repeat=4))).T
     terminated, truncated = patterns % 2 == 1, patterns >= 2
     rewards, values, next_values = np.random.default_rng(0).normal(size=(3, *patterns.shape))
@@ -447,40 +444,6 @@ def test_the_learning_rate_falls_to_zero(tmp_path):
     assert [row["learning_rate"] for row in metrics(constant)] == [0.006] * 2
 
 
-def test_statistics_by_hand():
-    """gamma 1/2, two environments: one set of statistics for both; what was seen before stays as it was."""
-    statistics = ppo.Statistics(1, 2, 0.5, True)
-    first = np.array([[1.0], [3.0]])
-    close(statistics.observe(first), first, 1e-7)  # nothing counted: mean 0, variance 1
-    close(statistics.observe(first, count=True), [[-1], [1]], 1e-3)
-    before = statistics.state_dict()
-    close(statistics.observe(np.array([[2.0], [100.0]])), [[0], [10]], 1e-3)
-    close(statistics.observe(np.array([[-100.0], [2.5]])), [[-10], [0.5]], 1e-3)
-    close(statistics.obs.mean, [2.0], 1e-3)
-    # discounted returns: 2, 4; then, the second episode over, 2 / 2 + 1, 6
-    rewards = statistics.reward(np.array([2.0, 4.0]), np.array([False, True]))
-    close(rewards, [2.0, 4.0], 1e-3)  # of 2 and 4: standard deviation 1
-    rewards = statistics.reward(np.array([1.0, 6.0]), np.array([True, False]))
-    close(rewards, np.array([1.0, 6.0]) / np.std([2, 4, 2, 6]), 1e-3)
-    close(statistics.reward(np.array([0.0, 0.0]), np.array([False, False])), [0, 0])
-    close(statistics.discounted, [0, 3])
-    close(statistics.reward(np.array([-900.0, 900.0]), np.array([False, False])), [-900, 900] / np.std(
-        [2, 4, 2, 6, 0, 3, -900, 901.5]), 1e-3)  # fmt: skip
-    assert before["obs"]["mean"].item() == pytest.approx(2.0, abs=1e-3) and before["discounted"].tolist() == [0, 0]
-    again, rewards = ppo.Statistics(1, 2, 0.5, True), np.array([3.0, 5.0])
-    again.load_state_dict(statistics.state_dict())
-    over = np.array([False, False])
-    assert np.array_equal(again.reward(rewards, over), statistics.reward(rewards, over))
-    small = ppo.Statistics(1, 1, 0.0, True)
-    for reward in [0.0] * 400 + [1.0, -1.0]:
-        last = small.reward(np.array([reward]), np.array([False]))
-    assert last == [-10.0]  # about -14 standard deviations
-    off = ppo.Statistics(1, 2, 0.5, False)
-    assert np.array_equal(off.observe(first, count=True), first)
-    assert np.array_equal(off.reward(rewards, np.array([True, True])), rewards)
-    assert off.obs.count == off.returns.count == 1e-4
-
-
 def test_initial_weights():
     """Orthogonal rows or columns of length sqrt 2, of the policy head 0.01, of the value head 1; all else zero."""
     agent = ppo.Agent(3, Box(-1, 1, (2,)), 16)
@@ -498,7 +461,6 @@ def test_initial_weights():
     [Discrete(5), MultiDiscrete([2, 3, 4]), MultiDiscrete([[2, 3], [4, 2]]), Box(-1, 1, (1,)), Box(-1, 1, (2, 2))],
 )
 def test_log_probabilities_equal_torch(space):
-    """torch.distributions: Categorical for each choice, a sum over choices; independent Normals."""
     agent = linear_agent(3, space)
     obs, generator = torch.randn(4, 2, 3).double(), torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -75,7 +75,6 @@ def test_density_is_finite_far_out(u, dtype):
 
 @float64()
 def test_noise_0_is_the_likeliest_u_and_log_std_is_bounded():
-    """tanh(mean); and a log std beyond [-20, 2] counts as the bound, inside of it as itself."""
     for raw, log_std in [(-30.0, -20.0), (-19.9, -19.9), (0.5, 0.5), (1.9, 1.9), (7.0, 2.0)]:
         actor = constant_actor([0.7, -0.2], [raw, raw])
         actions, logps = act(actor, np.zeros((1, 2)))
@@ -386,7 +385,6 @@ def probe_run(tmp_path_factory):
 
 
 def test_train_stores_true_transitions(probe_run):
-    """In the file of the run, in each environment one episode after the other."""
     columns = rows_of(probe_run[0])
     assert_probed(*columns)
     for i in range(2):
@@ -453,7 +451,6 @@ def test_train_explores_uniformly_then_acts(tmp_path, monkeypatch):
 
 
 def test_act_samples_the_policy():
-    """`act` gives the actor's own actions: the likeliest for scale 0, for scale 1 those of the density."""
     space = Probe.action_space
     actor, generator = constant_actor([0.3, -0.2], [-0.5, 0.2]), torch.Generator().manual_seed(0)
     obs = np.zeros((4000, 1))  # float64, as MuJoCo's
@@ -464,5 +461,3 @@ def test_act_samples_the_policy():
     half = sac.act(actor, space, obs[:2], torch.tensor([[0.0], [1.0]]), generator)
     close(half[0], np.tanh([0.3, -0.2]), 1e-6)
     assert abs(half[1] - half[0]).min() > 1e-3
-
-

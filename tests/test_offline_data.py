@@ -64,7 +64,6 @@ def d4rl_columns(seed=0, n=60, last="cut", flags=bool, sizes=(2, 1)) -> dict:
 
 
 def collection(path, seed=0, about=WALK, episodes=12, sizes=(2, 1)) -> dict:
-    """Writes episodes that terminate or are cut off, and returns what was written."""
     rng = np.random.default_rng(seed)
     obs, next_obs, terminals, starts = [], [], [], []
     for k in range(episodes):
@@ -134,7 +133,6 @@ def test_d4rl_transitions(last, flags, tmp_path):
 
 
 def test_d4rl_columns_of_other_forms(tmp_path):
-    """Doubles, and columns of shape (n, 1), are the same data."""
     columns = d4rl_columns()
     plain = load(write(tmp_path / "hopper_a.hdf5", **columns))
     wide = {key: column.astype(np.float64).reshape(60, -1) for key, column in columns.items()}
@@ -251,7 +249,6 @@ def minari_dataset(name="lines/test-v0", space=SPACES["box"], action=FORCE, leng
 
 @pytest.fixture
 def minari_home(tmp_path, monkeypatch):
-    """An empty place for datasets, and no network."""
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
 
     def download(name, *_, **__):
@@ -286,17 +283,6 @@ def test_minari_episodes_without_steps_are_left_out(minari_home):
     assert_holds(load(folder, env_id="Any-v0"), expected | {"starts": np.array([0, 3])})
 
 
-def test_minari_tells_environment_and_returns(minari_home):
-    env = gym.make("Pendulum-v1", g=9.0)
-    folder, expected = minari_dataset(space=env.observation_space, action=env.action_space, env=env,
-                                      ref_min_score=-1500.0, ref_max_score=-100.0)  # fmt: skip
-    args = OfflineArgs(dataset=str(folder))
-    data = load_dataset(args)
-    assert (args.env_id, args.env_kwargs, data.returns) == ("Pendulum-v1", ("g=9.0",), (-1500.0, -100.0))
-    assert data.score(-800) == {"eval/score": pytest.approx(50)}
-    assert_holds(data, expected)
-
-
 @pytest.mark.parametrize("limit, evaluated, env_kwargs", [
     (200, None, ("g=9.0",)),  # the registered limit is what gym.make sets
     (50, None, ("g=9.0", "max_episode_steps=50")),
@@ -307,16 +293,17 @@ def test_minari_s_environment_for_evaluation(limit, evaluated, env_kwargs, minar
     """It is scored in the one that the dataset names for evaluation, where it does, and with its time limit."""
     env = gym.make("Pendulum-v1", g=9.0, max_episode_steps=limit)
     for_evaluation = evaluated and gym.make("Pendulum-v1", g=8.0, max_episode_steps=evaluated)
-    folder, _ = minari_dataset(space=env.observation_space, action=env.action_space, env=env, eval_env=for_evaluation,
-                               ref_min_score=-1500.0, ref_max_score=-100.0)  # fmt: skip
+    folder, expected = minari_dataset(space=env.observation_space, action=env.action_space, env=env,
+                                      eval_env=for_evaluation, ref_min_score=-1500.0, ref_max_score=-100.0)  # fmt: skip
     args = OfflineArgs(dataset=str(folder))
-    assert load_dataset(args).returns == (-1500.0, -100.0)
+    data = load_dataset(args)
+    assert_holds(data, expected)
+    assert data.returns == (-1500.0, -100.0) and data.score(-800) == {"eval/score": pytest.approx(50)}
     assert (args.env_id, args.env_kwargs) == ("Pendulum-v1", env_kwargs)
     assert make_env(args.env_id, args.env_kwargs).spec.max_episode_steps == (evaluated or limit)
 
 
 def test_minari_without_jax(minari_home):
-    """jax is only for writing datasets."""
     folder, expected = minari_dataset()
     code = (
         "import sys; sys.modules['jax'] = None\n"
@@ -415,7 +402,6 @@ def test_units_and_bounds_are_inverse(shape):
 
 
 def test_an_action_of_one_value():
-    """Refused, or a finite number in [-1, 1]."""
     space = Box(np.array([0, -1], np.float32), np.array([0, 1], np.float32))
     try:
         check_spaces(with_actions([0, 0]), OBS.shape[0], space)
@@ -459,7 +445,6 @@ def test_another_kind_of_file(content, tmp_path):
 
 
 def with_value(value, row: int = 7):
-    """A change of a column: that value in that row."""
 
     def change(column: np.ndarray) -> np.ndarray:
         column = column.astype(np.float32)
@@ -679,7 +664,6 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, args, words", [(name, args, words) for name, args, *words in WRONG], ids=str)
 def test_seen_before_the_run(name, args, words, folder, capsys):
-    """One sentence, exit code 2, and nothing has been written."""
     before = sorted(folder.iterdir())
     with user_error(capsys, *words):
         command_line(bc, *FLAGS, "--dataset", name, *args.split(), "--output-dir", "made")
@@ -698,7 +682,6 @@ def test_a_run_scores_by_the_recorded_returns(folder):
 
 
 def test_the_home_folder(minari_home, monkeypatch):
-    """~ is the home folder, of files and of Minari's folders."""
     folder, expected = minari_dataset()
     monkeypatch.setenv("HOME", str(folder.parent))
     write(folder.parent / "hopper_a.hdf5", **d4rl_columns())
