@@ -10,7 +10,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from tabular import COMPLETIONS, OUTSIDE, PROMPTS, TabularLM, gradients, log_probs, random_table, sigma
+from tabular import COMPLETIONS, OUTSIDE, PROMPTS, TabularLM, gradients, log_probs, minimised, random_table, sigma
 
 from algos import dpo
 from algos.dpo import LOSSES, Pair
@@ -201,16 +201,10 @@ def all_pairs(wins, ref=REF) -> list[Pair]:
             for item in [pair(p, COMPLETIONS[i], COMPLETIONS[j], ref)] * wins(p, i, j)]  # fmt: skip
 
 
-def minimise(batch, steps, rate, **settings) -> tuple[np.ndarray, list[dict]]:
-    """The table after `steps` updates from the reference by Adam, its rate falling to 0; and the metrics."""
-    model = TabularLM(REF)
+def trained(batch, steps: int, **settings) -> np.ndarray:
+    """The table that training from the reference ends at."""
     args = dpo.Args(micro_batch_size=len(batch), max_grad_norm=1e9, precision="float32", **settings)
-    optimizer = torch.optim.Adam(model.parameters(), rate)
-    history = []
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
-        history.append(dpo.update(model, optimizer, batch, args))
-    return model.table.detach().numpy(), history
+    return minimised(dpo.update, TabularLM(REF), batch, args, steps, 0.05)
 
 
 def distributions(table) -> np.ndarray:
@@ -237,7 +231,7 @@ def test_dpo_converges_to_the_tilted_reference():
     linked = {(i, (i + 1) % N) for i in range(N)} | {(0, 3), (2, 5)}
     wins = lambda p, i, j: int(STRENGTHS[p, i]) if (i, j) in linked or (j, i) in linked else 0  # noqa: E731
     beta = 0.5
-    table, _ = minimise(all_pairs(wins), 500, 0.05, beta=beta)
+    table = trained(all_pairs(wins), 500, beta=beta)
     target = tilted(np.log(STRENGTHS) / beta)
     assert total_variation(distributions(REF), target) > 0.1
     assert total_variation(distributions(table), target) < 1e-4
@@ -255,7 +249,7 @@ def test_ipo_converges_to_its_own_target():
             quarters[p, j, i] = 4 - quarters[p, i, j]
     tau = 0.4
     batch = all_pairs(lambda p, i, j: int(quarters[p, i, j] * mu[p, i] * mu[p, j]))
-    table, _ = minimise(batch, 400, 0.05, loss="ipo", beta=tau)
+    table = trained(batch, 400, loss="ipo", beta=tau)
     preferred = quarters / 4 + np.eye(N) / 2
     scores = np.einsum("pij,pj->pi", preferred, mu / mu.sum(1, keepdims=True)) / tau
     assert total_variation(distributions(REF), tilted(scores)) > 0.1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
-from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, log_probs, random_table, sigma, slope
+from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, log_probs, minimised, random_table, sigma, slope
 
 from algos import orpo, simpo
 from utils.lm import TINY_MODEL, load_model
@@ -178,15 +178,10 @@ def test_training_reaches_the_optimum(name):
         return objective(name, table, picks, **settings)
 
     found = minimize(value, start[:, : len(PREFIXES)].ravel(), method="BFGS", options=dict(gtol=1e-7, maxiter=400))
-    model = TabularLM(start)
     batch = [pair(module, *pick) for pick in picks]
     args = module.Args(**SETTINGS[name], **settings, micro_batch_size=len(batch), max_grad_norm=1e9,
                        precision="float32")  # fmt: skip
-    optimizer = torch.optim.Adam(model.parameters(), 0.1)
-    for step in range(400):
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * step / 400)) / 2
-        module.update(model, optimizer, batch, args)
-    table = model.table.detach().numpy()
+    table = minimised(module.update, TabularLM(start), batch, args, 400, 0.1)
     assert value(start[:, : len(PREFIXES)].ravel()) - found.fun > 0.02, "there was nothing to learn"
     assert objective(name, table, picks, **settings) == pytest.approx(found.fun, abs=1e-6)
     ours = np.exp([[log_probs(table, p, c).sum() for c in COMPLETIONS] for p in range(len(PROMPTS))])
