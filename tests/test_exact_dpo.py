@@ -67,7 +67,6 @@ def test_value(name, settings):
 
 
 def test_discopop_begins_the_wrong_way():
-    """Its own slope at D = 0, by hand: positive for tau below 0.102, the paper's 0.05 included."""
     for tau in (0.05, 0.2):
         d = torch.zeros(1, requires_grad=True)
         LOSSES["discopop"](d, torch.zeros(1), dpo.Args(beta=1.0, discopop_tau=tau)).backward()
@@ -159,7 +158,6 @@ def test_prompt_is_not_trained():
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 50])
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_change_nothing(name, size):
-    """Seven pairs: no size but 1 and 7 divides them."""
     settings = dict(loss=name, sft_coef=0.5)
     np.testing.assert_allclose(movement(some_pairs(), micro_batch_size=size, **settings),
                                movement(some_pairs(), **settings), atol=1e-10)  # fmt: skip

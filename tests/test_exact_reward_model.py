@@ -93,7 +93,6 @@ def test_update_descends_the_formula(c):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 50])
 def test_micro_batches_change_nothing(size):
-    """Seven pairs: no size but 1 and 7 divides them."""
     np.testing.assert_allclose(movement(SOME, micro_batch_size=size), movement(SOME), atol=1e-12)
 
 

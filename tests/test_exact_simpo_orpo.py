@@ -108,7 +108,6 @@ def test_update_descends_the_formula(name, settings):
 @both
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 50])
 def test_micro_batches_change_nothing(name, size):
-    """Seven pairs: no size but 1 and 7 divides them."""
     module, settings = MODULES[name], dict(sft_coef=0.5) if name == "simpo" else {}
     np.testing.assert_allclose(movement(module, some_pairs(module), micro_batch_size=size, **settings),
                                movement(module, some_pairs(module), **settings), atol=1e-10)  # fmt: skip

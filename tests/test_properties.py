@@ -156,7 +156,6 @@ def test_equal_rewards_teach_nothing(advantages, size, value, scale):
 @quick
 @given(groups(), data)
 def test_zero_std(zero_std, groups, data):
-    """As many values as there are different known rewards; order does not matter."""
     expected = [len({x for x in group if not math.isnan(x)}) < 2 for group in groups.tolist()]
     assert zero_std(groups).tolist() == expected
     assert zero_std(groups[:, permutation(data.draw, groups.shape[1])]).tolist() == expected
@@ -467,7 +466,6 @@ def test_crosses(iterations, every):
 @quick
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 25))
 def test_due(iterations, every):
-    """Where a multiple is crossed and in the last iteration, which need not be a multiple; never with every 0."""
     run = SimpleNamespace(step=0, total=sum(iterations))
     for size in iterations:
         step = run.step + size
@@ -496,7 +494,6 @@ def test_batches(rows, size, steps, seed):
 @quick
 @given(tensors(6, 4), hnp.arrays(bool, (6, 4)), st.integers(1, 6))
 def test_means(values, mask, size):
-    """The mean of the values that count, however the step is split."""
     mask = torch.from_numpy(mask)
     means = Means(mask.sum().clamp(min=1))
     for start in range(0, 6, size):
