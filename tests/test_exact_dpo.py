@@ -163,25 +163,6 @@ def test_micro_batches_change_nothing(name, size):
                                movement(some_pairs(), **settings), atol=1e-10)  # fmt: skip
 
 
-def test_order_and_duplicates_change_nothing():
-    batch = some_pairs()
-    for other in (batch[::-1], batch * 3, [item for item in batch for _ in range(2)]):
-        np.testing.assert_allclose(movement(other, micro_batch_size=4), movement(batch), atol=1e-10)
-    assert np.abs(movement(batch + batch[:1]) - movement(batch)).max() > 1e-3  # one pair more often: it counts more
-
-
-def test_padding_changes_nothing():
-    """Beside a pair with a longer prompt and longer completions, on a real model in float64."""
-    model = load_model(TINY_MODEL)[0].double()
-    short = [Pair([5, 6], [9, 1], [10, 1]), Pair([7], [4, 4, 4, 1], [1])]
-    long = Pair([3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 10, 11, 12, 1], [13, 1])
-    args = dpo.Args(micro_batch_size=8, precision="float32")
-    alone, _ = dpo.score_pairs(model, short, args)
-    beside, _ = dpo.score_pairs(model, [*short, long], args)
-    torch.testing.assert_close(beside[:2], alone, rtol=0, atol=1e-6)  # its norms are float32
-    assert (alone < -0.1).all()
-
-
 def test_metrics_by_hand():
     ratios = torch.tensor([[2.0, 1.0], [0.0, 3.0], [-1.0, -1.0], [-2.0, -6.0]])
     assert dpo.preference_metrics(ratios, 0.5) == {
