@@ -2,7 +2,7 @@
 believed, and after recovery the run equals the one that nothing disturbed, bit for bit.
 
 Most of it happens to a script of a few lines on utils/run.py, which is all of the file handling that scripts share; so
-every moment can be tried. Each script's own state is in test_resume*.py and test_dpo_runs.py, which kill each at one
+every moment can be tried. Each script's own state is in test_resume*.py, which kill each root at one
 random moment; here, at fifty (slow).
 """
 
