@@ -140,7 +140,6 @@ reward_model --model nowhere | nowhere
 
 @pytest.mark.parametrize("case", BEFORE_THE_RUN, ids=lambda case: case.partition(" |")[0])
 def test_seen_before_the_run(case, files, capsys):
-    """The sentence names what is wrong, and nothing has been written."""
     command, *words = case.split(" | ")
     algo, *args = command.split()
     with user_error(capsys, *words):
@@ -162,7 +161,6 @@ HYBRID = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_att
     ids=["mamba", "lfm2"],
 )
 def test_models_without_an_attention_cache(module, config, tmp_path, capsys):
-    """The sentence names the architecture, and nothing has been written."""
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "model")
     transformers.AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(tmp_path / "model")
@@ -180,7 +178,6 @@ def test_seen_in_the_run(function, words, files, capsys):
 
 
 def test_unwritable_output_folder(files, capsys):
-    """A path below a file cannot be made by anyone."""
     with user_error(capsys, "--output-dir", "one.jsonl/runs"):
         command_line(grpo, *SMALL["grpo"], "--output-dir", "one.jsonl/runs")
 
@@ -213,7 +210,6 @@ def documented(cls: type) -> dict[str, str]:
 
 @every_script
 def test_help(algo, capsys, monkeypatch):
-    """--help lists every argument with the text that stands under it in the source."""
     monkeypatch.setenv("COLUMNS", "150")
     module = importlib.import_module(f"algos.{algo}")
     with pytest.raises(SystemExit, match="0"):

@@ -3,13 +3,11 @@
 The formulas are numpy's, in float64. The reference is another table than the policy, so that no log-ratio is 0.
 """
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
-from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, log_probs, random_table, sigma, slope
+from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, log_probs, minimised, random_table, sigma, slope
 
 from algos import kto
 from algos.kto import Example
@@ -154,13 +152,8 @@ def test_training_reaches_the_optimum(z_fixed):
 
     start = REF[:, : len(PREFIXES)].ravel()
     found = minimize(value, start, method="BFGS", options=dict(gtol=1e-7, maxiter=100))
-    model = TabularLM(REF)
     args = kto.Args(**SETTINGS, micro_batch_size=len(rows), max_length=64, max_grad_norm=1e9, precision="float32")
-    optimizer, batch = torch.optim.Adam(model.parameters(), 0.1), examples(rows)
-    for n in range(400):
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * n / 400)) / 2
-        kto.update(model, optimizer, batch, args)
-    table = model.table.detach().numpy()
+    table = minimised(kto.update, TabularLM(REF), examples(rows), args, 400, 0.1)
     pi, best = (
         np.exp([[logp(t, p, i) for i in range(len(COMPLETIONS))] for p in range(len(PROMPTS))])
         for t in (table, with_free(found.x))

@@ -385,7 +385,6 @@ def test_with_xpo_the_logged_reward_is_the_policy_s(tmp_path, monkeypatch):
 
 
 def test_rewards_that_are_never_known(tmp_path):
-    """All None: nothing is learnt, no number that is not finite is logged, and the run ends."""
     (tmp_path / "rewards.py").write_text("def none(completions, **kwargs):\n    return [None] * len(completions)\n")
     history = run(tmp_path / "runs", reward=(f"{tmp_path / 'rewards.py'}:none",))
     for row in history[1:]:

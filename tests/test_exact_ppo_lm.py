@@ -296,7 +296,6 @@ def test_the_critic_of_a_real_model():
 
 
 def test_policy_and_critic_have_learning_rates_of_their_own(tmp_path):
-    """A policy whose rate is next to nothing stays where it is, and its critic learns."""
     torch.set_default_dtype(torch.float32)
     args = ppo_lm.Args(task="sort", max_steps=2, num_prompts=8, max_completion_length=8, eval_prompts=2, eval_every=0,
                        learning_rate=1e-12, critic_learning_rate=0.1, output_dir=str(tmp_path))  # fmt: skip

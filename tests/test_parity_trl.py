@@ -67,7 +67,6 @@ def test_recorded_cases_differ():
 
 
 def test_live(needs_trl, tmp_path):
-    """All settings against the installed TRL, on inputs other than the recorded ones."""
     inputs = make_inputs(seed=1)
     trl = TRL(inputs, str(tmp_path))
     for case in CASES:

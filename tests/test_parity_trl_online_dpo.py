@@ -82,7 +82,6 @@ def test_recorded(name):
 @pytest.mark.parametrize("name", LOSSES)
 @live
 def test_live(name):
-    """On inputs other than the recorded ones."""
     compare(name, inputs(1), *by_trl(name, inputs(1)))
 
 

@@ -62,7 +62,6 @@ def test_files(load, rows, kind, tmp_path, own_cache):
 
 @both
 def test_own_test_split(load, rows, monkeypatch, own_cache):
-    """A dataset's test split is what is held out, and its prompts are not trained."""
     splits = {name: own_cache.Dataset.from_list(rows(n)) for name, n in (("train", 19), ("test", 2))}
     monkeypatch.setattr("utils.preferences.read_splits", lambda spec: splits)
     data = load("org/name", 1, 1)

@@ -9,6 +9,7 @@ Hypothesis draws the same examples in every run and keeps no database.
 import ast
 import importlib
 import inspect
+import json
 import math
 import random
 import tempfile
@@ -29,10 +30,12 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 from torch.testing import assert_close
 
-from algos import dpo, iql, ppo
+from algos import dpo, dt, iql, ppo
 from utils import tasks
 from utils.errors import BOUNDS, UserError, check_numbers
 from utils.lm import Means, pad_left, positions, token_logps
+from utils.normalize import RunningMeanStd
+from utils.offline import Dataset
 from utils.preferences import Batches, shared_prefix
 from utils.replay import ReplayBuffer
 from utils.rewards import make_scorer
@@ -156,7 +159,6 @@ def test_equal_rewards_teach_nothing(advantages, size, value, scale):
 @quick
 @given(groups(), data)
 def test_zero_std(zero_std, groups, data):
-    """As many values as there are different known rewards; order does not matter."""
     expected = [len({x for x in group if not math.isnan(x)}) < 2 for group in groups.tolist()]
     assert zero_std(groups).tolist() == expected
     assert zero_std(groups[:, permutation(data.draw, groups.shape[1])]).tolist() == expected
@@ -285,6 +287,46 @@ def test_shared_prefix(chosen, rejected):
 # --- control ---
 
 
+@quick
+@given(st.lists(hnp.arrays(np.float64, st.tuples(st.integers(1, 4), st.just(2)), elements=floats(-1e6, 1e6)),
+                min_size=1, max_size=5), data)  # fmt: skip
+def test_running_statistics(batches, data):
+    """Mean and variance of all rows however they are split and ordered, and none ever negative."""
+    rows = np.concatenate(batches)
+    shuffled = rows[list(data.draw(st.permutations(range(len(rows)))))]
+    split, whole = RunningMeanStd((2,)), RunningMeanStd((2,))
+    for batch in batches:
+        split.update(batch)
+        assert (split.var >= 0).all() and np.isfinite(split.mean).all()
+    whole.update(shuffled)
+    scale = 1 + np.abs(rows).max()
+    for name in ("mean", "var"):
+        order = {"mean": 1, "var": 2}[name]
+        np.testing.assert_allclose(
+            getattr(split, name), getattr(whole, name), rtol=1e-7, atol=1e-10 * scale**order, err_msg=name
+        )
+    np.testing.assert_allclose(split.mean, rows.mean(0), rtol=0, atol=1.1e-4 / len(rows) * scale)
+    again = RunningMeanStd((2,))
+    again.load_state_dict(split.state_dict())
+    assert again.count == split.count and (again.mean == split.mean).all() and (again.var == split.var).all()
+
+
+@quick
+@given(st.lists(hnp.arrays(np.float64, (2, 3), elements=floats(-1e8, 1e8)), min_size=1, max_size=4), st.booleans())
+def test_normalised_observations_and_rewards(observations, enabled):
+    """Finite and within the clip, whatever comes; looking does not count."""
+    statistics = ppo.Statistics(3, 2, 0.99, enabled)
+    for obs in observations:
+        shown = statistics.observe(obs, count=True)
+        reward = statistics.reward(obs[:, 0], obs[:, 1] > 0)
+        assert np.isfinite(shown).all() and np.isfinite(reward).all()
+        assert not enabled or max(np.abs(shown).max(), np.abs(reward).max()) <= ppo.CLIP_NORMALIZED
+        assert enabled or (np.array_equal(reward, obs[:, 0]) and np.array_equal(shown, obs.astype(np.float32)))
+    before = json.dumps(statistics.state_dict(), default=Tensor.tolist)
+    statistics.observe(observations[0] * 2)
+    assert json.dumps(statistics.state_dict(), default=Tensor.tolist) == before
+
+
 SPACES = {
     "box": gym.spaces.Box(-1, 1, (2,)),
     "discrete": gym.spaces.Discrete(4),
@@ -365,6 +407,42 @@ def test_replay_buffer(capacity, adds):
 
 
 # --- offline ---
+
+
+@st.composite
+def trajectories(draw):
+    """Rewards (n,) and the first rows of trajectories, of one step or more."""
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+    rewards = draw(hnp.arrays(np.float32, sum(lengths), elements=st.floats(-1e3, 1e3, width=32)))
+    return rewards, np.cumsum([0, *lengths[:-1]])
+
+
+def dataset(rewards: np.ndarray, starts: np.ndarray) -> Dataset:
+    rows = np.arange(len(rewards), dtype=np.float32)[:, None]
+    return Dataset(rows, np.tanh(rows), rewards, np.zeros(len(rows), bool), rows + 1, np.ones(len(rows), bool), starts)
+
+
+@every("windows", "data", "rows", "length")
+@quick
+@given(trajectories(), st.integers(1, 7))
+def test_windows(windows, trajectories, length):
+    """The steps from a row on, of its own trajectory alone, in order, as many as there are up to the length, at the
+    right; zeros under the padding."""
+    rewards, starts = trajectories
+    n = len(rewards)
+    model = SimpleNamespace(obs_mean=torch.zeros(1), obs_std=torch.ones(1))
+    space = gym.spaces.Box(-1, 1, (1,))
+    rows = dt.sequences(dataset(*trajectories), space, model, 1.0, "cpu")
+    batch = windows(rows, torch.arange(n), length)
+    ends = np.append(starts[1:], n)
+    for row in range(n):
+        end = min(ends[ends > row][0], row + length)
+        kept = batch.mask[row]
+        assert kept.tolist() == [False] * (length - (end - row)) + [True] * (end - row)
+        assert batch.obs[row, kept, 0].tolist() == list(range(row, end))
+        first = starts[starts <= row][-1]
+        assert batch.timesteps[row, kept].tolist() == list(range(row - first, end - first))
+        assert not any(x[row][~kept].any() for x in (batch.obs, batch.actions, batch.rtg, batch.timesteps))
 
 
 @quick
@@ -467,7 +545,6 @@ def test_crosses(iterations, every):
 @quick
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 25))
 def test_due(iterations, every):
-    """Where a multiple is crossed and in the last iteration, which need not be a multiple; never with every 0."""
     run = SimpleNamespace(step=0, total=sum(iterations))
     for size in iterations:
         step = run.step + size
@@ -496,7 +573,6 @@ def test_batches(rows, size, steps, seed):
 @quick
 @given(tensors(6, 4), hnp.arrays(bool, (6, 4)), st.integers(1, 6))
 def test_means(values, mask, size):
-    """The mean of the values that count, however the step is split."""
     mask = torch.from_numpy(mask)
     means = Means(mask.sum().clamp(min=1))
     for start in range(0, 6, size):

@@ -72,7 +72,6 @@ def test_from_a_checkpoint_in_the_middle(algo, uninterrupted, tmp_path):
 @every_root
 @pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(algo, kills, uninterrupted, tmp_path):
-    """SIGKILL at random moments loses no row, repeats none, and changes no weight."""
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed of the moments: {seed}")
     moments = random.Random(seed)
@@ -157,7 +156,6 @@ def test_changed_arguments_are_refused(algo, change, uninterrupted, tmp_path, ca
 
 @every_root
 def test_budget_of_a_decaying_schedule_is_refused(algo, tmp_path, capsys):
-    """A learning rate that decays towards the budget ties the run to it."""
     flags = SMALL[algo] + "--max-steps 2 --lr-schedule linear --eval-every 0".split()
     folder = new_run(MODULES[algo], tmp_path / "runs", *flags)
     with user_error(capsys, "--max-steps", "schedule"):
@@ -210,7 +208,6 @@ def test_a_signal_ends_the_reference_pass(algo, tmp_path, monkeypatch):
 
 
 def test_logging_flags_may_change(uninterrupted, tmp_path):
-    """--save-every and --keep change what lies on the disk, not what is computed."""
     folder = stopped_after(4, uninterrupted("grpo"), tmp_path)
     command_line(grpo, "--resume", folder, "--save-every", 3, "--keep", 2)
     assert checkpoints(folder) == [9, 11]
@@ -235,14 +232,12 @@ def test_a_disk_that_fails_for_a_moment_costs_no_checkpoint(error, uninterrupted
 
 
 def test_finished_run(uninterrupted, tmp_path):
-    """Resuming a run that is over changes nothing in it."""
     folder = shutil.copytree(uninterrupted("grpo"), tmp_path / "copy")
     command_line(grpo, "--resume", folder)
     assert_same_result(folder, uninterrupted("grpo"))
 
 
 def test_run_of_another_script_is_refused(uninterrupted, capsys):
-    """A folder that another script made is no run to continue, nor is a folder that none made."""
     with user_error(capsys, "another script"):
         command_line(grpo, "--resume", uninterrupted("sft"))
     with user_error(capsys, "config.json"):

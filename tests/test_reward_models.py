@@ -326,7 +326,6 @@ def test_more_than_nine_members(ensemble, tmp_path):
 
 
 def test_beside_functions_and_the_task(single, tmp_path):
-    """Weights, names of columns, and the task's own score of the same answers."""
     path = tmp_path / "mine.py"
     path.write_text("def length(completions, **columns):\n    return [len(c) for c in completions]\n")
     right = ["".join(sorted(SORT.heldout[0]["digits"])), "0"] + ["1"] * 4
@@ -381,7 +380,6 @@ def test_many_answers_are_scored_in_batches(single, monkeypatch):
 
 @pytest.mark.parametrize("suffix", ["", ":worst-case"])
 def test_an_online_script_is_trained_on_it(suffix, ensemble, tmp_path):
-    """What is trained on is the model's score, the task's own stands beside it, and evaluation is the task's."""
     flags = [*SMALL["rloo"], "--max-steps", 2, "--reward", f"{ensemble}/model{suffix}"]
     rows = metrics(new_run(rloo, tmp_path, *flags))
     for row in rows[1:]:
@@ -435,7 +433,6 @@ def test_trust_remote_code_is_for_the_policy_and_for_reward_models(single, tmp_p
 
 
 def test_functions_of_a_package_are_no_models(tmp_path, monkeypatch):
-    """A package that lies in a folder of its name, in the current folder."""
     (tmp_path / "mypackage").mkdir()
     (tmp_path / "mypackage/__init__.py").write_text("def f(completions, **columns):\n    return [1.0] * 6\n")
     monkeypatch.chdir(tmp_path)

@@ -104,7 +104,6 @@ def test_none_skips_and_weights_add_up(tmp_path):
 
 
 def test_function_that_scores_nothing_logs_nothing(tmp_path):
-    """A mean over nothing is no number and not logged."""
     path = write(tmp_path, "def nothing(completions, **columns): return [None] * 4")
     result = scored([f"{path}:nothing"])
     assert result.columns == {} and result.rewards.isnan().all()
@@ -134,7 +133,6 @@ def test_steps_without_any_reward_are_logged_without_one(tmp_path, capsys):
 
 
 def test_same_name_twice(tmp_path):
-    """Two functions of one name are two columns."""
     path = write(tmp_path, "def f(completions, **columns): return [1.0] * 4")
     (tmp_path / "other").mkdir()
     other = write(tmp_path / "other", "def f(completions, **columns): return [2.0] * 4")
@@ -171,7 +169,6 @@ def test_a_file_is_run_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("value", ["float('nan')", "float('inf')"])
 def test_not_a_number_is_refused(value, tmp_path):
-    """NaN and infinity would spoil the whole group: the function is named, and the completion."""
     path = write(tmp_path, f"def f(completions, **columns): return [0.0, 0.0, {value}, 0.0]")
     with pytest.raises(UserError, match="function f returned .*</think>"):
         scored([f"{path}:f"])

@@ -94,7 +94,6 @@ def test_config(finished):
 
 
 def test_metrics(finished):
-    """One row a step from 0, the columns that the docstring explains, evaluation when it is due, finite numbers."""
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(7))
     evaluated = {"eval/greedy", "eval/pass@1", "eval/pass@8"}
@@ -147,7 +146,6 @@ def test_the_seed_also_chooses_the_sampled_answers(algo, tmp_path):
 
 
 def test_sft_run(tmp_path):
-    """It begins without weights, saves the model that it evaluated last, and grpo.py can train on from there."""
     run = new_run(sft, tmp_path, *SMALL["sft"])
     rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, 7)) and rows[-1]["loss"] < rows[0]["loss"]
@@ -169,7 +167,6 @@ def test_track(tmp_path):
 
 
 def test_without_track(tmp_path, monkeypatch):
-    """Without --track wandb is not even imported."""
     asked, real = set(), builtins.__import__
     spy = lambda name, *rest, **named: asked.add(name) or real(name, *rest, **named)  # noqa: E731
     monkeypatch.setattr(builtins, "__import__", spy)
@@ -203,7 +200,6 @@ def test_advice(change, line, begins):
 
 
 def test_show():
-    """Special tokens are visible, and so are rewards and what functions attached."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     text = show(tokenizer, [0, *tokenizer("S21:")["input_ids"]], [[4, 5, 1], [5]], [1.0, 0.25], {"note": ["x", "y"]})
     prompt, first, second = text.splitlines()
@@ -318,7 +314,6 @@ def test_its_siblings_sample_in_parts_too(algo, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("algo", ["grpo", "sft"])
 def test_evaluation_samples_in_parts_too(algo, tmp_path, monkeypatch):
-    """Memory that suffices for training's samples suffices for evaluation's."""
     rows = []
     spy = lambda *inputs: rows.append(len(inputs[1]) * inputs[3]) or sample(*inputs)  # noqa: E731
     monkeypatch.setattr(utils.evaluation, "sample", spy)

@@ -119,7 +119,6 @@ COUNTDOWN = """
 
 @pytest.mark.parametrize("case", COUNTDOWN)
 def test_countdown_score(case):
-    """Each number once, right arithmetic, the target at the end, and nothing else."""
     numbers, target, answer, why = re.match(r"([ \d]+)=(\d+) (\S+) (.*)", case, re.ASCII).groups()
     row = {"numbers": [*map(int, numbers.split())], "target": int(target)}
     assert load_task("countdown").score(row, answer) == {"reward": float(why.startswith("is right"))}
@@ -160,7 +159,6 @@ def test_most_sort_demonstrations_are_wrong():
                                             ("112", 0), ("01122", 0), ("0 1 1 2", 0), ("٠112", 0),
                                             ("", 0)])  # fmt: skip
 def test_sort_score(answer, reward):
-    """The digits in ascending order, nothing else."""
     assert load_task("sort").score({"digits": "1201"}, answer) == {"reward": float(reward)}
 
 
@@ -269,7 +267,6 @@ def test_a_dataset_with_a_test_split_of_its_own(names, train, heldout, monkeypat
 
 
 def test_a_test_split_that_is_the_training_split(monkeypatch):
-    """Nothing would be left to train on."""
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"prompt": f"{i}?"} for i in range(9)])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(train=rows, test=rows))

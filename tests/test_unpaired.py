@@ -82,7 +82,6 @@ def test_one_kind_of_label(label, tmp_path):
 
 
 def test_tokens():
-    """The two completions of a pair, each alone, are those of the pair."""
     _, tokenizer = load_model(TINY_MODEL)
     eos = [tokenizer.eos_token_id]
     row = dict(prompt="S21:", chosen="12", rejected="2<eos>1")
