@@ -30,7 +30,7 @@ TRAINING = dict(
     max_grad_norm=0.05, eval_every=0, eval_prompts=2, micro_batch_size=4,
 )  # fmt: skip
 ANSWERS = dict(eval_samples=2, sample_batch_size=8)
-PAIRS = TRAINING | ANSWERS | dict(num_pairs=12, batch_size=8, eval_max_new_tokens=4)
+PAIRS = TRAINING | ANSWERS | dict(num_pairs=12, batch_size=8, eval_max_new_tokens=2)
 ONLINE = TRAINING | ANSWERS | dict(
     reward=("@rewards.py:graded",), num_prompts=2, num_generations=4, max_completion_length=6, num_iterations=2,
     beta=0.1, temperature=0.9,
@@ -44,7 +44,8 @@ NOISY_REWARD = JITTER | dict(reward=("@rewards.py:noisy",))
 # episodes end before the checkpoint: a resume that only replays the last one draws less
 WALK = dict(env_id="environments:Walk-v0", env_kwargs=("label=noisy", "size=1"))
 
-RIGHT = dict(model="@tiny", learning_rate=1e-5, eval_max_new_tokens=20)  # the shipped model gives some right answers
+# the shipped model gives some right answers
+RIGHT = dict(model="@tiny", max_steps=1, learning_rate=1e-5, eval_max_new_tokens=20)
 SPECIAL = {
     "model": ({}, "@other"),
     "task": ({}, "countdown"),

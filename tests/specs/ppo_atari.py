@@ -66,12 +66,11 @@ SPEC = Spec(
     ),
     flags=PPO | dict(env_id="NoisyPong-v0", env_kwargs=("max_num_frames_per_episode=80",), num_steps=4,
                      total_timesteps=16, learning_rate=1e-3),
-    only=("seed", "env_id", "env_kwargs", "vector", "clip_coef", "normalize", "hidden_size", "compile"),
+    only=("seed", "env_id", "env_kwargs", "clip_coef", "normalize", "hidden_size", "compile"),
     special={
         "env_id": ({}, "ALE/Breakout-v5"),
         "env_kwargs": ({}, ("max_num_frames_per_episode=40",)),
         "clip_coef": ({"clip_coef": 0.01}, 0.005),
-        "vector": ({"env_id": "ALE/Pong-v5"}, "async"),  # processes have generators of their own
     },
     noise=dict(env_kwargs=("max_num_frames_per_episode=40",), total_timesteps=32),
     bugs=parse_bugs(BUGS),
