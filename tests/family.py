@@ -274,6 +274,9 @@ SPEC = Spec(
     small=PARENT.small,
     tests="exact_{child}",
     no_recipe="TODO",
+    flags=PARENT.flags,
+    special=PARENT.special,
+    noise=PARENT.noise,
     bugs=parse_bugs(BUGS),
 )
 '''

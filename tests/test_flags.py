@@ -1,6 +1,6 @@
 """Every flag of every script matters: changed alone, from settings in which it acts, it changes the metrics or the
 final weights. config.json does not count. Flags of memory leave the results equal, and are seen to act. The settings
-stand in flags.py."""
+stand in the specs."""
 
 import dataclasses
 import importlib
@@ -9,8 +9,10 @@ import typing
 import pytest
 import torch
 from every_script import NAMES
-from flags import BASE, EXEMPT, MEMORY, SPECIAL
 from tiny_runs import Result, result, same
+
+from tests.flags import EXEMPT, MEMORY, SPECIAL
+from tests.specs import SPECS
 
 ROUNDED = 1e-3, 1e-4  # how far a flag of memory may change results, relative and absolute: sums in another order
 DECIDED_BY_ROUNDING = ("accuracy",)  # where policy and reference are equal
@@ -24,13 +26,14 @@ def choices(algo: str, flag: str) -> list:
 
 
 def changes(algo: str, flag: str) -> list[tuple[dict, list]]:
-    """(settings, changed values) of a flag: what flags.py says, else another value of the same type."""
-    assert algo in BASE, f"tests/flags.py: give {algo} settings in BASE"
-    special = SPECIAL.get(f"{algo} {flag}", SPECIAL.get(flag))
+    """(settings, changed values) of a flag: what the spec or flags.py says, else another value of the same type."""
+    base = SPECS[algo].flags
+    assert base, f"tests/specs/{algo}.py: give Spec(flags=...)"
+    special = (SPECIAL | SPECS[algo].special).get(flag)
     if special is not None:
         pairs = special if isinstance(special, list) else [special]
-        return [(BASE[algo] | more, value if isinstance(value, list) else [value]) for more, value in pairs]
-    value = result(algo, BASE[algo]).args[flag]
+        return [(base | more, value if isinstance(value, list) else [value]) for more, value in pairs]
+    value = result(algo, base).args[flag]
     if isinstance(value, bool):
         others = [not value]
     elif literals := choices(algo, flag):
@@ -40,8 +43,8 @@ def changes(algo: str, flag: str) -> list[tuple[dict, list]]:
     elif isinstance(value, float):
         others = [0.7 * value or 0.3]
     else:
-        raise AssertionError(f"tests/flags.py: say in SPECIAL how --{flag} of {algo} is changed, for it is {value!r}")
-    return [(BASE[algo], others)]
+        raise AssertionError(f"tests/specs/{algo}.py: say in special how --{flag} is changed, for it is {value!r}")
+    return [(base, others)]
 
 
 def assert_only_rounded(one: Result, other: Result) -> None:
@@ -56,7 +59,7 @@ CASES = [
     (algo, field.name)
     for algo in NAMES
     for field in dataclasses.fields(importlib.import_module(f"algos.{algo}").Args)
-    if field.name not in EXEMPT
+    if field.name not in EXEMPT and field.name in (SPECS[algo].only or (field.name,))
 ]
 
 
@@ -77,4 +80,4 @@ def test_every_flag_matters(algo, flag):
 @pytest.mark.parametrize("algo", NAMES)
 def test_the_same_settings_give_the_same_results(algo):
     """Else every flag would seem to matter."""
-    assert same(result(algo, BASE[algo]), result(algo, BASE[algo] | {"save_every": 2, "keep": 1}))
+    assert same(result(algo, SPECS[algo].flags), result(algo, SPECS[algo].flags | {"save_every": 2, "keep": 1}))

@@ -403,38 +403,6 @@ def test_small_steps_move_float32_weights():
     assert share_of_weights_moved(torch.bfloat16) < 0.3
 
 
-@pytest.fixture(scope="module")
-def with_dropout(tmp_path_factory):
-    """The folder of a small GPT-2 with dropout 0.1 everywhere and the shipped tokenizer."""
-    folder, tokenizer = tmp_path_factory.mktemp("gpt2"), load_model(TINY_MODEL)[1]
-    config = transformers.GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=1, n_head=2,
-                                     bos_token_id=1, eos_token_id=tokenizer.eos_token_id, pad_token_id=0)  # fmt: skip
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("script", [*ONLINE, *(name for name in SMALL if "--num-pairs" in SMALL[name])])
-def test_the_model_that_is_updated_has_no_dropout(script, with_dropout, tmp_path, monkeypatch):
-    """In training mode two passes give the same numbers: the policy that is updated is the one that sampled."""
-    module, seen = importlib.import_module(f"algos.{script}"), []
-    update = module.update
-
-    def spy(model, *rest):
-        ids = torch.arange(12).view(2, 6)
-        assert model.training
-        seen.append(torch.equal(*(model(input_ids=ids).logits for _ in range(2))))
-        return update(model, *rest)
-
-    monkeypatch.setattr(module, "update", spy)
-    sizes = dict(num_pairs=8, batch_size=4)
-    if script in ONLINE:
-        sizes = dict(num_prompts=4, num_generations=2, micro_batch_size=4, max_completion_length=4)
-    module.train(module.Args(model=str(with_dropout), task="sort", max_steps=1, eval_prompts=2, eval_every=0,
-                             output_dir=str(tmp_path), **sizes))  # fmt: skip
-    assert seen == [True]
-
-
 @pytest.mark.parametrize("script", ONLINE)
 def test_trust_remote_code_is_passed_on_to_rewards(script, tmp_path, monkeypatch):
     module, seen = importlib.import_module(f"algos.{script}"), []

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 from every_script import NAMES, options
-from flags import BASE, NOISE
 from helpers import assert_same_result, checkpoints, stopped_after
 from tiny_runs import result, same, train
 
+from tests.specs import SPECS
 from utils.checkpoint import load_newest
 from utils.evaluation import evaluate
 from utils.lm import TINY_MODEL, load_model
@@ -19,15 +19,15 @@ LANGUAGE = [algo for algo in NAMES if "lora_rank" in options(algo)]
 @pytest.mark.parametrize("algo", LANGUAGE)
 def test_dropout_of_the_model_is_off(algo):
     """A model with dropout trains as one without it that has the same weights. sft.py keeps the model's own."""
-    with_dropout = result(algo, BASE[algo] | {"model": "@dropout"})
-    assert same(with_dropout, result(algo, BASE[algo])) == (algo != "sft")
+    with_dropout = result(algo, SPECS[algo].flags | {"model": "@dropout"})
+    assert same(with_dropout, result(algo, SPECS[algo].flags)) == (algo != "sft")
 
 
 @pytest.mark.parametrize("algo", NAMES)
 def test_a_resumed_run_goes_on_with_the_global_generators(algo, tmp_path):
     """Rewards, environments and models of the user may draw from them: a resumed run equals the uninterrupted one."""
-    assert algo in NOISE, f"tests/flags.py: give {algo} settings in NOISE"
-    settings = BASE[algo] | NOISE[algo] | {"save_every": 1, "keep": 99}
+    assert SPECS[algo].noise, f"tests/specs/{algo}.py: give Spec(noise=...)"
+    settings = SPECS[algo].flags | SPECS[algo].noise | {"save_every": 1, "keep": 99}
     train(algo, settings, tmp_path)
     (reference,) = tmp_path.iterdir()
     (reference / "curve.png").touch()
@@ -35,7 +35,7 @@ def test_a_resumed_run_goes_on_with_the_global_generators(algo, tmp_path):
     folder = stopped_after(late, reference, tmp_path)
     states = [load_newest(path / "checkpoints")["rng"] for path in (folder, reference)]
     assert len({str([state["python"], state["numpy"], state["torch"].tolist()]) for state in states}) == 2, (
-        f"tests/flags.py: no global generator is drawn from after step {late} of {algo}: its settings in NOISE must"
+        f"tests/specs/{algo}.py: no global generator is drawn from after step {late}: the settings in noise must"
     )
     train(algo, settings | {"resume": str(folder)}, tmp_path)
     assert_same_result(folder, reference)
@@ -46,7 +46,7 @@ def test_long_completions_are_cut_at_the_end(algo):
     """What stands beyond --max-length changes nothing; what stands before it does."""
     task = lambda name: {"task": (name,) if algo == "sft" else name}  # noqa: E731
     long, other_end, other_start = (
-        result(algo, BASE[algo] | {"max_length": 8} | task(f"@{name}.jsonl"))
+        result(algo, SPECS[algo].flags | {"max_length": 8} | task(f"@{name}.jsonl"))
         for name in ("long", "other-end", "other-start")
     )
     assert same(long, other_end) and not same(long, other_start)
@@ -57,7 +57,7 @@ def test_the_policy_begins_as_its_reference(average):
     """Its log-probabilities are averaged or summed as the reference's are, or no log-ratio would be 0 at the start."""
     ratios = [
         value
-        for row in result("dpo", BASE["dpo"] | {"average_logps": average}).rows[:2]
+        for row in result("dpo", SPECS["dpo"].flags | {"average_logps": average}).rows[:2]
         for name, value in row.items()
         if name.endswith("logratio")
     ]

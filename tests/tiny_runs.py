@@ -2,6 +2,7 @@
 data of their own, and counts of what a run does that its results do not show."""
 
 import atexit
+import copy
 import dataclasses
 import functools
 import importlib
@@ -152,9 +153,16 @@ def same(one: Result, other: Result) -> bool:
     )
 
 
+load_from_disk = functools.cache(transformers.AutoModelForCausalLM.from_pretrained)
+
+
+def copy_of_model(*args, **kwargs) -> transformers.PreTrainedModel:
+    return copy.deepcopy(load_from_disk(*args, **kwargs))
+
+
 def train(algo: str, settings: dict, output_dir: Path) -> tuple[list[dict], dict, Counts]:
     """The history, the resolved arguments and the counts of a run. Settings that only other scripts know are left out;
-    no curve is drawn."""
+    no curve is drawn, and versions are not recorded."""
 
     def paths(value):
         if isinstance(value, tuple):
@@ -166,8 +174,9 @@ def train(algo: str, settings: dict, output_dir: Path) -> tuple[list[dict], dict
     module = importlib.import_module(f"algos.{algo}")
     args = dict(device="cpu", output_dir=str(output_dir), save_every=10**9) | settings
     args = module.Args(**{name: paths(value) for name, value in args.items() if name in options(algo)})
-    no_curve = mock.patch("matplotlib.pyplot.subplots", lambda *_, **__: (mock.MagicMock(), mock.MagicMock()))
-    with Counts() as counts, no_curve, mock.patch.dict("os.environ", PATH=""):  # nor is git asked for the commit
+    slow = dict(environment=dict, plot=lambda *_: None)  # a third of such a run
+    loaded = mock.patch.object(transformers.AutoModelForCausalLM, "from_pretrained", copy_of_model)
+    with Counts() as counts, mock.patch.multiple("utils.run", **slow), loaded:
         return module.train(args), dataclasses.asdict(args), counts
 
 

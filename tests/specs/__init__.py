@@ -45,7 +45,7 @@ class Recipe:
     preset: str = ""
     """of PRESETS, for what the command leaves at None"""
     differs: dict = field(default_factory=dict)
-    """argument -> our value, and the words of the docstring that say so"""
+    """argument -> our value, and the words of the file that say so"""
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,16 @@ class Spec:
     """one of the seven best-known scripts, which learn in every run of the tests"""
     needs: str = ""
     """a package that only this script needs"""
+    flags: dict = field(default_factory=dict)
+    """settings of a run of a fraction of a second in which the flags act (test_flags.py); those that the script does
+    not have are left out. Text that begins with @ is a path in the folder that tests/tiny_runs.py fills"""
+    special: dict = field(default_factory=dict)
+    """how a flag is changed that cannot simply be another number or choice: flag -> (more settings, changed value or a
+    list of them), or a list of such pairs. Goes before SPECIAL of tests/flags.py"""
+    only: tuple[str, ...] = ()
+    """the flags that are tried; none: all. For a child whose runs take long"""
+    noise: dict = field(default_factory=dict)
+    """more settings, in which Python's, NumPy's or torch's global generator acts (test_wiring.py)"""
 
 
 @cache

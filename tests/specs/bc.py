@@ -1,5 +1,6 @@
 """behaviour cloning and 10 %-BC: algos/bc.py."""
 
+from tests.flags import OFFLINE
 from tests.specs import Curve, Spec, parse_bugs
 
 BUGS = """
@@ -62,5 +63,7 @@ SPEC = Spec(
         ),
     },
     no_recipe="its network and update are iql.py's at temperature 0, and 10 %-BC's paper gives no table",
+    flags=OFFLINE | dict(hidden_size=8), noise=dict(dropout=0.5),
+    special={"env_id": ({}, "Heavy-v0")},
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """DAPO: algos/dapo.py."""
 
+from tests.flags import NOISY_REWARD, ONLINE
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -63,9 +64,7 @@ SPEC = Spec(
           "2 --save-every 2 --overlong-buffer 14",
     tests="exact_dapo invariance::test_reference_logps_are_the_scorers "
           "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
-          "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too "
-          "invariance::test_the_model_that_is_updated_has_no_dropout resume::test_from_a_checkpoint_in_the_middle "
-          "resume::test_killed_at_any_moment",
+          "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
     curves={
         "dapo-sort": Curve(
             dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",
@@ -80,5 +79,10 @@ SPEC = Spec(
                        epsilon_high=0.28, beta=0.0, aggregation="token", scale_rewards="group"),
         ),
     ),
+    flags=ONLINE | dict(overlong_buffer=4), noise=NOISY_REWARD,
+    special={
+        "overlong_buffer": ({}, 2),
+        "max_sampling_rounds": ({"reward": ("@rewards.py:sparse",)}, 1),
+    },
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

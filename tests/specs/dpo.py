@@ -1,5 +1,6 @@
 """DPO: algos/dpo.py."""
 
+from tests.flags import JITTER, PAIRS
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -80,7 +81,7 @@ SPEC = Spec(
     "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
-    tests="exact_dpo parity_trl_dpo invariance::test_the_model_that_is_updated_has_no_dropout dpo_runs "
+    tests="exact_dpo parity_trl_dpo wiring::test_dropout_of_the_model_is_off dpo_runs "
           "resume::test_from_a_checkpoint_in_the_middle",
     known=True,
     curves={
@@ -96,5 +97,12 @@ SPEC = Spec(
                        lr_schedule="constant", label_smoothing=0.0, sft_coef=0.0, average_logps=False),
         ),
     ),
+    flags=PAIRS, noise=JITTER,
+    special={
+        "loss": [({}, ["ipo", "hinge", "apo-zero", "apo-down", "sppo-hard", "dpop", "nca", "discopop"]),
+                 ({"label_smoothing": 0.1}, ["robust", "exo"])],
+        "dpop_lambda": ({"loss": "dpop"}, 20.0),
+        "discopop_tau": ({"loss": "discopop"}, 0.1),
+    },
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Decision Transformer: algos/dt.py."""
 
+from tests.flags import OFFLINE
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -117,5 +118,8 @@ SPEC = Spec(
             differs=dict(warmup_steps=(10_000, "table has 100,000")),
         ),
     ),
+    flags=OFFLINE | dict(embed_dim=8, num_layers=1, context_length=3, max_grad_norm=0.01, warmup_steps=4),
+    noise=dict(dropout=0.5),
+    special={"env_id": ({}, "Heavy-v0"), "target_returns": ({}, (-100.0, -200.0))},
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """GRPO: algos/grpo.py."""
 
+from tests.flags import NOISY_REWARD, ONLINE
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -133,8 +134,8 @@ SPEC = Spec(
     "Language models: rewards",
     small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
           "2 --save-every 2",
-    tests="exact_grpo parity_trl invariance resume::test_from_a_checkpoint_in_the_middle rewards runs "
-          "resume::test_killed_at_any_moment",
+    tests="exact_grpo parity_trl invariance wiring::test_dropout_of_the_model_is_off "
+          "resume::test_from_a_checkpoint_in_the_middle rewards runs resume::test_killed_at_any_moment",
     known=True,
     curves={
         "grpo-sort": Curve(
@@ -153,5 +154,6 @@ SPEC = Spec(
                        num_iterations=1, num_prompts=16, aggregation="sequence", scale_rewards="group"),
         ),
     ),
+    flags=ONLINE, noise=NOISY_REWARD,
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

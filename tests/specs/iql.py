@@ -1,5 +1,6 @@
 """IQL: algos/iql.py."""
 
+from tests.flags import OFFLINE
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -79,5 +80,7 @@ SPEC = Spec(
                        max_steps=1_000_000),
         ),
     ),
+    flags=OFFLINE | dict(hidden_size=8), noise=dict(dropout=0.5),
+    special={"env_id": ({}, "Heavy-v0"), "online_steps": ({}, 4)},
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """KTO: algos/kto.py."""
 
+from tests.flags import JITTER, PAIRS
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -77,7 +78,7 @@ SPEC = Spec(
     "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
-    tests="exact_kto parity_trl_preferences invariance::test_the_model_that_is_updated_has_no_dropout dpo_runs "
+    tests="exact_kto parity_trl_preferences wiring::test_dropout_of_the_model_is_off dpo_runs "
           "resume::test_from_a_checkpoint_in_the_middle",
     curves={
         "kto-sort": Curve(
@@ -92,5 +93,6 @@ SPEC = Spec(
                        undesirable_weight=1.0),
         ),
     ),
+    flags=PAIRS, noise=JITTER,
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """online DPO: algos/online_dpo.py."""
 
+from tests.flags import NOISY_REWARD, ONLINE
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -95,7 +96,7 @@ SPEC = Spec(
     tests="exact_online_dpo parity_trl_online_dpo invariance::test_reference_logps_are_the_scorers "
           "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
           "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too "
-          "invariance::test_the_model_that_is_updated_has_no_dropout resume::test_from_a_checkpoint_in_the_middle",
+          "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
     curves={
         "online_dpo-sort": Curve(
             dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",
@@ -109,5 +110,6 @@ SPEC = Spec(
                        temperature=0.9, beta=0.1, loss="sigmoid", xpo_alpha=0.0),
         ),
     ),
+    flags=ONLINE, noise=NOISY_REWARD,
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """ORPO: algos/orpo.py."""
 
+from tests.flags import JITTER, PAIRS
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -53,7 +54,7 @@ SPEC = Spec(
     "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
-    tests="exact_simpo_orpo parity_trl_preferences invariance::test_the_model_that_is_updated_has_no_dropout "
+    tests="exact_simpo_orpo parity_trl_preferences wiring::test_dropout_of_the_model_is_off "
           "dpo_runs resume::test_from_a_checkpoint_in_the_middle",
     curves={
         "orpo-sort": Curve(
@@ -70,5 +71,6 @@ SPEC = Spec(
             differs=dict(lr_schedule=("linear", "here with a linear decay")),
         ),
     ),
+    flags=PAIRS, noise=JITTER,
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

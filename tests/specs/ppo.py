@@ -1,5 +1,6 @@
 """PPO: algos/ppo.py."""
 
+from tests.flags import PPO, WALK
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -174,9 +175,9 @@ SPEC = Spec(
                        gamma=0.99, gae_lambda=0.95, clip_coef=0.2, total_timesteps=1_000_000, num_envs=1,
                        hidden_size=64, anneal_lr=False, normalize=False, normalize_advantages=False,
                        clip_vloss=False, ent_coef=0.0),
-            differs=dict(anneal_lr=(True, "falls linearly to 0"), normalize=(True,
-                         "Observations are normalised"), normalize_advantages=(True,
-                         "Advantages are normalised per minibatch")),
+            differs=dict(anneal_lr=(True, "(table 3), annealed"), normalize=(True,
+                         "Observations and rewards are normalised by running statistics"), normalize_advantages=(True,
+                         "per minibatch, as CleanRL and SB3; the paper does not")),
         ),
         Recipe(
             "--num-steps 512", "RL Baselines3 Zoo, hyperparams/ppo.yml, HalfCheetah", preset="continuous",
@@ -185,9 +186,11 @@ SPEC = Spec(
                        ent_coef=0.000401762, vf_coef=0.58096, max_grad_norm=0.8, log_std_init=-2.0,
                        hidden_size=256, anneal_lr=False, normalize=True),
             differs=dict(ent_coef=(0.0004, "RL Baselines3 Zoo's"),  # rounded; the others are not arguments
-                   vf_coef=(0.58, "as SB3's value loss is not halved, half of its weight of the value loss"),
-                   hidden_size=(256, "tanh where it has ReLU, orthogonal weights where it has ortho_init=False")),
+                   vf_coef=(0.58, "half its weight of the value loss, because SB3 does not halve that loss"),
+                   hidden_size=(256, "tanh for its ReLU, orthogonal weights for its ortho_init=False")),
         ),
     ),
+    flags=PPO | dict(env_id="CartPole-v1", num_steps=8, total_timesteps=64), noise=WALK,
+    special={"log_std_init": ({"env_id": "environments:Walk-v0"}, -1.0)},
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """PPO on Atari: algos/ppo_atari.py."""
 
+from tests.flags import PPO
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -63,5 +64,14 @@ SPEC = Spec(
             differs=dict(update_epochs=(4, "makes 3 epochs"), vf_coef=(0.5, "weighs the value loss by 1")),
         ),
     ),
+    flags=PPO | dict(env_id="NoisyPong-v0", env_kwargs=("max_num_frames_per_episode=80",), num_steps=4,
+                     total_timesteps=16, learning_rate=1e-3),
+    only=("seed", "env_id", "env_kwargs", "clip_coef", "normalize", "hidden_size", "compile"),
+    special={
+        "env_id": ({}, "ALE/Breakout-v5"),
+        "env_kwargs": ({}, ("max_num_frames_per_episode=40",)),
+        "clip_coef": ({"clip_coef": 0.01}, 0.005),
+    },
+    noise=dict(env_kwargs=("max_num_frames_per_episode=40",), total_timesteps=32),
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """reward model (Bradley-Terry): algos/reward_model.py."""
 
+from tests.flags import JITTER, TRAINING
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -77,7 +78,7 @@ SPEC = Spec(
     "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
-    tests="exact_reward_model invariance::test_the_model_that_is_updated_has_no_dropout reward_models "
+    tests="exact_reward_model wiring::test_dropout_of_the_model_is_off reward_models "
           "resume::test_from_a_checkpoint_in_the_middle",
     curves={
         "reward_model-sort": Curve(
@@ -90,8 +91,10 @@ SPEC = Spec(
             "meta-llama/Llama-2-7b-chat-hf", "arXiv 2307.09288, section 3.2.2", preset="full",
             paper=dict(batch_size=512, learning_rate=1e-5, lr_schedule="cosine", weight_decay=0.1,
                        warmup_steps=30, use_margin=True, center_coef=0.0),
-            differs=dict(use_margin=(False, "with --use-margin where there are some")),
+            differs=dict(use_margin=(False, "--use-margin if the data has margins")),
         ),
     ),
+    flags=TRAINING | dict(num_pairs=12, batch_size=8), noise=JITTER,
+    special={"use_margin": ({"task": "@margins.jsonl"}, True), "eval_prompts": ({}, 4)},
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

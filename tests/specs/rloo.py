@@ -1,5 +1,6 @@
 """RLOO: algos/rloo.py."""
 
+from tests.flags import NOISY_REWARD, ONLINE
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -26,6 +27,8 @@ micro-batch-mean:rloo: the mean at hand is right while there is one micro-batch 
 + loss.mean().backward()
 """
 
+CLIPPED = dict(epsilon=0.02, num_prompts=4, num_iterations=3)  # ratios of whole answers: beyond after one step
+
 SPEC = Spec(
     "RLOO, arXiv 2402.14740",
     "Language models: rewards",
@@ -34,7 +37,7 @@ SPEC = Spec(
     tests="exact_rloo invariance::test_reference_logps_are_the_scorers "
           "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
           "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too "
-          "invariance::test_the_model_that_is_updated_has_no_dropout resume::test_from_a_checkpoint_in_the_middle",
+          "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
     known=True,
     curves={
         "rloo-sort": Curve(
@@ -57,5 +60,10 @@ SPEC = Spec(
                        num_generations=4, num_prompts=128, num_iterations=1),
         ),
     ),
+    flags=ONLINE, noise=NOISY_REWARD,
+    special={
+        "epsilon": (CLIPPED, 0.01),
+        "epsilon_high": (CLIPPED, 0.001),
+    },
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """SAC: algos/sac.py."""
 
+from tests.flags import WALK
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -130,5 +131,9 @@ SPEC = Spec(
                        hidden_size=256, utd_ratio=1, target_entropy=None, alpha=None),
         ),
     ),
+    flags=dict(env_kwargs=("max_episode_steps=20",), num_envs=2, total_timesteps=48, learning_starts=16, batch_size=8,
+               hidden_size=8, buffer_size=1000, log_every=16, eval_every=0, eval_episodes=1),
+    noise=WALK,
+    special={"alpha": ({}, 0.5), "buffer_size": ({}, 16)},
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """supervised fine-tuning: algos/sft.py."""
 
+from tests.flags import JITTER, PAIRS
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -52,5 +53,7 @@ SPEC = Spec(
                        max_steps=6500),
         ),
     ),
+    flags=PAIRS | dict(task=("sort",)), noise=JITTER,
+    special={"task": ({}, ("countdown",)), "prompt_column": ({"task": ("@rows.jsonl",)}, "question")},
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

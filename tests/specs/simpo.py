@@ -1,5 +1,6 @@
 """SimPO: algos/simpo.py."""
 
+from tests.flags import JITTER, PAIRS
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
@@ -57,7 +58,7 @@ SPEC = Spec(
     "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
-    tests="exact_simpo_orpo parity_trl_preferences invariance::test_the_model_that_is_updated_has_no_dropout "
+    tests="exact_simpo_orpo parity_trl_preferences wiring::test_dropout_of_the_model_is_off "
           "dpo_runs resume::test_from_a_checkpoint_in_the_middle",
     curves={
         "simpo-sort": Curve(
@@ -72,5 +73,6 @@ SPEC = Spec(
                        lr_schedule="cosine", sft_coef=0.0),
         ),
     ),
+    flags=PAIRS, noise=JITTER,
     bugs=parse_bugs(BUGS),
 )  # fmt: skip
