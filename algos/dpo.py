@@ -308,7 +308,8 @@ def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
         pairs = batch[start : start + args.micro_batch_size]
         logps, lengths = pair_logps(model, pairs, args)
         ratios.append(log_ratios(logps, pairs, lengths, args))
-        loss = LOSSES[args.loss](*ratios[-1].unbind(1), args)
+        chosen, rejected = ratios[-1].unbind(1)
+        loss = LOSSES[args.loss](chosen, rejected, args)
         if args.sft_coef:  # per token of each completion; RPO (arXiv 2405.16436) sums, TRL's "sft" averages over all
             loss = loss - args.sft_coef * logps[:, 0] / lengths[:, 0]
         (loss.sum() / len(batch)).backward()

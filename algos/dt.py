@@ -158,8 +158,8 @@ class DecisionTransformer(nn.Module):
         self.dropout = nn.Dropout(args.dropout)
         self.blocks = nn.ModuleList(Block(width, args.num_heads, args.dropout) for _ in range(args.num_layers))
         self.predict_action = nn.Linear(width, action_size)
-        self.register_buffer("obs_mean", torch.zeros(obs_size))  # statistics of the dataset, saved with the weights
-        self.register_buffer("obs_std", torch.ones(obs_size))
+        self.obs_mean = nn.Buffer(torch.zeros(obs_size))  # statistics of the dataset, saved with the weights
+        self.obs_std = nn.Buffer(torch.ones(obs_size))
 
     def forward(self, batch: Windows) -> Tensor:
         """Predicted actions (B, K, A) in [-1, 1]; each depends on what stands up to its state, and not on padding."""

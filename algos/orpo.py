@@ -194,7 +194,8 @@ def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
     for start in range(0, len(batch), args.micro_batch_size):
         pairs = batch[start : start + args.micro_batch_size]
         logps.append(pair_logps(model, pairs, args))
-        loss = orpo_loss(*logps[-1].unbind(1), args)
+        chosen, rejected = logps[-1].unbind(1)
+        loss = orpo_loss(chosen, rejected, args)
         (loss.sum() / len(batch)).backward()
         logps[-1] = logps[-1].detach()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)

@@ -149,7 +149,7 @@ class Agent(nn.Module):
     head 1), zero biases. Box actions: diagonal Gaussian with a state-independent log_std. Discrete and multi-discrete
     actions: categorical, `parts` the number of choices of each."""
 
-    def __init__(self, obs_size: int, space: gym.Space, hidden_size: int, log_std_init: float = 0.0):
+    def __init__(self, obs_size: int, space, hidden_size: int, log_std_init: float = 0.0):
         super().__init__()
         self.space, self.continuous = space, isinstance(space, gym.spaces.Box)
         if self.continuous:
@@ -189,7 +189,7 @@ class Agent(nn.Module):
             z = (actions - out) * (-self.log_std).exp()
             log_norm = self.log_std + 0.5 * np.log(2 * np.pi)
             return -(0.5 * z * z + log_norm).sum(-1), (0.5 + log_norm).sum().expand(out.shape[:-1])
-        logp, entropy = 0.0, 0.0
+        logp = entropy = out.new_zeros(())
         for i, part in enumerate(out.split(self.parts, -1)):
             logps = part.log_softmax(-1)
             logp = logp + logps.gather(-1, actions[..., i : i + 1].long())[..., 0]

@@ -135,7 +135,7 @@ class Lives(gym.Wrapper):
     """Reports a lost life as info["life_lost"], and presses FIRE where the game waits for it: at its
     start and after each lost life."""
 
-    def __init__(self, env: gym.Env):
+    def __init__(self, env):
         super().__init__(env)
         self.fire = "FIRE" in env.unwrapped.get_action_meanings()[1:2]
 
@@ -181,11 +181,11 @@ class Agent(nn.Module):
 
     continuous = False
 
-    def __init__(self, obs_size: int, space: gym.Space, hidden_size: int):
+    def __init__(self, obs_size: int, space, hidden_size: int):
         super().__init__()
         self.space, self.parts = space, [int(space.n)]
-        layers = [nn.Conv2d(obs_size, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3, 1),
-                  nn.Linear(64 * 7 * 7, hidden_size)]  # fmt: skip
+        layers: list[nn.Conv2d | nn.Linear] = [nn.Conv2d(obs_size, 32, 8, 4), nn.Conv2d(32, 64, 4, 2),
+                                               nn.Conv2d(64, 64, 3, 1), nn.Linear(64 * 7 * 7, hidden_size)]  # fmt: skip
         self.actor_head, self.critic_head = nn.Linear(hidden_size, self.parts[0]), nn.Linear(hidden_size, 1)
         gains = [2**0.5] * 4 + [0.01, 1.0]
         for layer, gain in zip([*layers, self.actor_head, self.critic_head], gains):

@@ -70,7 +70,7 @@ Differences
 import copy
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -86,6 +86,7 @@ from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positi
 from utils.evaluation import advice, decode, evaluate, show_samples
 from utils.lm import (
     TINY_MODEL,
+    Inputs,
     Means,
     Samples,
     autocast,
@@ -306,7 +307,7 @@ def select(batch: Batch, prompts: Tensor, group_size: int) -> tuple[Batch, Tenso
     return Batch(samples, *(x if x is None else x[rows] for x in batch[1:])), rows
 
 
-def micro_batches(batch: Batch, group_size: int, size: int):
+def micro_batches(batch: Batch, group_size: int, size: int) -> Iterator[tuple[slice, Inputs]]:
     """Yields (rows, arguments of completion_logps) of `size` completions each, trimmed to their own longest."""
     prompt_ids, prompt_mask, ids, mask, _, _ = batch.samples
     for start in range(0, len(ids), size):

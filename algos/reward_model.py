@@ -286,7 +286,7 @@ def load_member(seed: int, device: torch.device, args: Args):
     model = for_training(model, args.lora_rank, args.gradient_checkpointing, "SEQ_CLS")
     for module in model.modules():  # with LoRA the head that is trained is a copy
         if isinstance(module, torch.nn.Linear) and module.out_features == 1:
-            module.forward = in_float32(module)
+            module.forward = in_float32(module)  # type: ignore[method-assign]
     without_dropout(model)
     return model, tokenizer
 

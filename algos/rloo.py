@@ -64,7 +64,7 @@ Differences
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +80,7 @@ from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positi
 from utils.evaluation import advice, decode, evaluate, show_samples
 from utils.lm import (
     TINY_MODEL,
+    Inputs,
     Means,
     Samples,
     autocast,
@@ -214,7 +215,7 @@ def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
     return difference.exp() - difference - 1
 
 
-def micro_batches(batch: Batch, group_size: int, size: int):
+def micro_batches(batch: Batch, group_size: int, size: int) -> Iterator[tuple[slice, Inputs]]:
     """Yields (rows, arguments of completion_logps) of `size` completions each, trimmed to their own longest."""
     prompt_ids, prompt_mask, ids, mask, _, _ = batch.samples
     for start in range(0, len(ids), size):

@@ -197,7 +197,8 @@ def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
     for start in range(0, len(batch), args.micro_batch_size):
         pairs = batch[start : start + args.micro_batch_size]
         logps.append(pair_logps(model, pairs, args))
-        loss = simpo_loss(*logps[-1].unbind(1), args)
+        chosen, rejected = logps[-1].unbind(1)
+        loss = simpo_loss(chosen, rejected, args)
         if args.sft_coef:  # per token of each completion; TRL and the authors average over all tokens
             loss = loss - args.sft_coef * logps[-1][:, 0]
         (loss.sum() / len(batch)).backward()

@@ -6,8 +6,6 @@
 Nothing in the tables is typed: a test fails when a page differs from what `write` would write.
 """
 
-import ast
-import difflib
 import importlib
 import json
 import resource
@@ -22,6 +20,7 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.curves import ENOUGH, band, recorded  # noqa: E402
+from tests import family  # noqa: E402
 from tests.specs import FAMILIES, SPECS, parent_of  # noqa: E402
 from utils.machine import environment  # noqa: E402
 
@@ -37,46 +36,13 @@ SHOWN = {  # column of the metrics -> how the table calls it
 }
 
 
-def code_of(path: Path) -> list[str]:
-    """Lines of code: without docstrings, comments and the Args class."""
-    tree, source = ast.parse(path.read_text()), path.read_text().splitlines()
-    dropped = set()
-    for node in ast.walk(tree):
-        docstring = (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        )
-        if docstring or (isinstance(node, ast.ClassDef) and node.name == "Args"):
-            dropped |= set(range(node.lineno, node.end_lineno + 1))
-    kept = [line for number, line in enumerate(source, 1) if number not in dropped]
-    return [line for line in kept if line.strip() and not line.strip().startswith("#")]
-
-
-def definitions(path: Path) -> dict[str, str]:
-    """Name -> code without docstrings and comments, of every function, class, constant and option at the top level."""
-    found = {}
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name == "Args":
-            options = [n for n in node.body if isinstance(n, ast.AnnAssign)]
-            found |= {f"Args.{option.target.id}": ast.unparse(option) for option in options}
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            for inner in ast.walk(node):
-                if isinstance(inner, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(inner) is not None:
-                    inner.body = inner.body[1:] or [ast.Pass()]
-            found[node.name] = ast.unparse(node)
-        elif isinstance(node, ast.Assign):
-            found[ast.unparse(node.targets[0]).strip("()")] = ast.unparse(node)
-    return found
-
-
 def own_lines(script: str) -> int:
     """Lines of code, of a child those that its parent does not have, without docstrings and the Args class."""
-    if parent_of(script) is None:
-        return len(code_of(ROOT / f"algos/{script}.py"))
-    code = []
-    for name in (parent_of(script), script):
-        parts = definitions(ROOT / f"algos/{name}.py")
-        code.append([line for key in parts if not key.startswith("Args.") for line in parts[key].splitlines()])
-    return sum(line.startswith("+ ") for line in difflib.ndiff(*code))
+    return family.own_lines(script) if parent_of(script) else lines_of(script)
+
+
+def lines_of(script: str) -> int:
+    return len(family.without_args(family.code_of(ROOT / f"algos/{script}.py")))
 
 
 def read(name: str) -> dict:
@@ -128,10 +94,10 @@ def default_run(script: str, short: bool = False) -> str:
 def algorithms() -> str:
     """By family, for README.md."""
     rows = ["| script | algorithm | own lines | default run |", "|---|---|---|---|"]
-    for family in FAMILIES:
-        rows.append(f"| **{family}** | | | |")
+    for field in FAMILIES:
+        rows.append(f"| **{field}** | | | |")
         for script, spec in SPECS.items():
-            if spec.family == family:
+            if spec.family == field:
                 cells = [spec.title, str(own_lines(script)), default_run(script, short=True)]
                 rows.append(f"| [`{script}.py`](algos/{script}.py) | {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -143,7 +109,7 @@ def catalogue() -> str:
     rows.append("|---|---|---|---|---|")
     for script in SPECS:
         parent = f"`{parent_of(script)}.py`" if parent_of(script) else ""
-        cells = [f"[`{script}.py`]({script}.py)", parent, len(code_of(ROOT / f"algos/{script}.py")), own_lines(script)]
+        cells = [f"[`{script}.py`]({script}.py)", parent, lines_of(script), own_lines(script)]
         rows.append(f"| {' | '.join(map(str, cells))} | {default_run(script)} |")
     return "\n".join(rows)
 

@@ -121,6 +121,36 @@ def alarm(request) -> float:
 
 
 @pytest.fixture
+def float64():
+    """New tensors are of this type."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """What the datasets library keeps of a file stays with the test."""
+    datasets = pytest.importorskip("datasets", reason="not run: datasets is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return datasets
+
+
+@pytest.fixture
+def needs_trl(monkeypatch):
+    """Skips without TRL 1.16, and silences its remarks on experimental arguments."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    try:
+        import trl
+    except ImportError as error:
+        pytest.skip(f"not run: trl is not installed ({error}): pip install trl==1.16.0")
+    if not trl.__version__.startswith("1.16."):
+        pytest.skip(f"not run: trl is {trl.__version__}: the comparison is with 1.16")
+
+
+@pytest.fixture
 def imports_as_they_were(monkeypatch):
     """A user's project may take the name `utils`: give it back afterwards, and forget control.write_project's own."""
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "utils"}

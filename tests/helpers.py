@@ -24,7 +24,8 @@ from utils import run as utils_run
 REPO = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
 SMALL = {name: spec.small.split() for name, spec in SPECS.items()}  # arguments of runs of about a second
-ONLINE = [name for name, spec in SPECS.items() if spec.family == "Language models: rewards"]  # they sample
+LANGUAGE = [name for name, spec in SPECS.items() if spec.family.startswith("Language models")]
+ONLINE = [name for name in LANGUAGE if SPECS[name].family == "Language models: rewards"]  # they sample
 
 
 def start(algo: str, *args, cwd: Path, **environment: str) -> subprocess.Popen:
@@ -95,6 +96,12 @@ def runs_in(output_dir: Path) -> list[Path]:
     return sorted(output_dir.iterdir()) if output_dir.is_dir() else []
 
 
+def write_rows(path: Path, rows: list[dict]) -> str:
+    """A .jsonl file; returns its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def metrics(folder: Path) -> list[dict]:
     """The rows of metrics.jsonl without the columns that measure time."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -102,7 +109,13 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
+    """Of the saved model; those of an ensemble's members begin with the member's name."""
+    root, found = folder / "model", {}
+    for path in sorted(root.rglob("*.safetensors")):
+        prefix = "" if path.parent == root else f"{path.parent.name} "
+        found |= {prefix + name: tensor for name, tensor in load_file(path).items()}
+    assert found, f"{root} holds no weights"
+    return found
 
 
 def checkpoints(folder: Path) -> list[int]:

@@ -4,6 +4,7 @@ The torch module stands where a Hugging Face model stands in utils/lm.py (cache,
 The numpy functions share no code with it: they index the table by prompt and prefix.
 """
 
+import math
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -46,6 +47,20 @@ def gradients(table: np.ndarray, prompt: int, completion: tuple) -> np.ndarray:
     for t, token in enumerate(completion):
         row = PREFIXES.index(completion[:t])
         result[t, prompt, row] = np.eye(VOCAB)[token] - np.exp(log_softmax(table[prompt, row]))
+    return result
+
+
+def sigma(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def slope(function, at: np.ndarray, step: float = 1e-6) -> np.ndarray:
+    """Gradient of function(array) by central differences in every entry."""
+    result = np.zeros_like(at)
+    for index in np.ndindex(at.shape):
+        shift = np.zeros_like(at)
+        shift[index] = step
+        result[index] = (function(at + shift) - function(at - shift)) / (2 * step)
     return result
 
 
@@ -106,3 +121,12 @@ class TabularLM(torch.nn.Module):
             states.append(cache.state)
         rows = self.rows[torch.stack(states, 1)[:, -logits_to_keep:]]
         return SimpleNamespace(logits=self.table.flatten(0, 1)[rows], past_key_values=cache if use_cache else None)
+
+
+def minimised(update, model, batch, args, steps: int, rate: float) -> np.ndarray:
+    """The table after updates by Adam, its rate falling to 0."""
+    optimizer = torch.optim.Adam(model.parameters(), rate)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
+        update(model, optimizer, batch, args)
+    return model.table.detach().numpy()

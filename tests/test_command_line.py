@@ -4,23 +4,21 @@ import ast
 import dataclasses
 import importlib
 import inspect
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import transformers
-from helpers import REPO, SMALL, assert_one_sentence, command_line, metrics, runs_in, start, user_error
+from every_script import every_script
+from helpers import SMALL, assert_one_sentence, command_line, metrics, runs_in, start, user_error, write_rows
 
 from algos import grpo, sft
 from utils.lm import TINY_MODEL
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch):
+def files(own_cache, tmp_path, monkeypatch):
     """A folder of things that are wrong, as the current folder."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     jsonl = {
         "empty": [],
@@ -31,8 +29,8 @@ def files(tmp_path, monkeypatch):
         "good": [{"prompt": f"S{i}1:", "completion": f"1{i}"} for i in range(9)],
     }
     for name, rows in jsonl.items():
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    datasets.Dataset.from_list(jsonl["good"]).to_parquet("whole.parquet")
+        write_rows(Path(f"{name}.jsonl"), rows)
+    own_cache.Dataset.from_list(jsonl["good"]).to_parquet("whole.parquet")
     whole = Path("whole.parquet").read_bytes()
     Path("half.parquet").write_bytes(whole[: len(whole) // 2])
     Path("malformed.jsonl").write_text('{"prompt": "S21:"}\n{"prompt": \n')
@@ -46,82 +44,106 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-BEFORE_THE_RUN = [
-    ("--task sorting", "'sorting'", "countdown"),
-    ("--task none.jsonl", "none.jsonl", "file"),
-    ("--task empty.jsonl --reward rewards.py:fine", "empty.jsonl", "empty"),
-    ("--task one.jsonl --reward rewards.py:fine", "one.jsonl", "one prompt"),
-    ("--task no_prompt.jsonl --reward rewards.py:fine", "'prompt'", "question", "--prompt-column"),
-    ("--task half.parquet --reward rewards.py:fine", "half.parquet", "cannot read"),
-    ("--task malformed.jsonl --reward rewards.py:fine", "malformed.jsonl", "cannot read"),
-    ("--task chat.jsonl --reward rewards.py:fine", "chat template"),
-    ("--task good.jsonl", "--reward"),
-    ("--task gsm8k:nowhere", "nowhere"),
-    ("--model nowhere", "nowhere", "folder"),
-    ("--model ./no_tokenizer", "no_tokenizer", "tokenizer"),
-    ("--model ./no_weights", "no_weights"),
-    ("--reward rewards", "FILE.py:FUNCTION"),
-    ("--reward nowhere.py:f", "nowhere.py", "no file"),
-    ("--reward nowhere.at.all:f", "nowhere", "no module"),
-    ("--reward rewards.py:absent", "no function absent"),
-    ("--reward rewards.py:fine --reward-weights 1 2", "--reward-weights", "2", "1"),
-    ("--num-generations 1", "--num-generations", "2"),
-    ("--num-generations 4 --micro-batch-size 6", "--micro-batch-size 6", "--num-generations 4"),
-    ("--num-prompts 0", "--num-prompts"),
-    ("--max-steps 0", "--max-steps"),
-    ("--eval-prompts 0", "--eval-prompts"),
-    ("--save-every 0", "--save-every"),
-    ("--temperature 0", "--temperature", "above 0"),
-    ("--temperature nan", "--temperature is nan", "finite"),
-    ("--beta -0.1", "--beta is -0.1", "at least 0"),
-    ("--beta inf", "--beta is inf", "finite"),
-    ("--epsilon 0", "--epsilon", "above 0"),
-    ("--epsilon-high 0", "--epsilon-high", "above 0"),
-    ("--eval-every -1", "--eval-every", "at least 0"),
-    ("--learning-rate 0", "--learning-rate", "above 0"),
-    ("--learning-rate nan", "--learning-rate", "finite"),
-    ("--max-grad-norm -1", "--max-grad-norm", "above 0"),
-    ("--warmup-steps -1", "--warmup-steps", "at least 0"),
-    ("--weight-decay -0.1", "--weight-decay", "at least 0"),
-    ("--lora-rank -1", "--lora-rank", "at least 0"),
-    ("--adam-beta2 1", "--adam-beta2", "below 1"),
-    ("--adam-beta2 -0.1", "--adam-beta2", "at least 0"),
-    ("--reward rewards.py:fine --reward-weights nan", "--reward-weights", "finite"),
-    ("--device quantum", "quantum", "cpu"),
-    ("--resume nowhere", "nowhere", "config.json"),
-]
+BEFORE_THE_RUN = """
+grpo --task sorting | 'sorting' | countdown
+grpo --task none.jsonl | none.jsonl | file
+grpo --task empty.jsonl --reward rewards.py:fine | empty.jsonl | empty
+grpo --task one.jsonl --reward rewards.py:fine | one.jsonl | one prompt
+grpo --task no_prompt.jsonl --reward rewards.py:fine | 'prompt' | question | --prompt-column
+grpo --task half.parquet --reward rewards.py:fine | half.parquet | cannot read
+grpo --task malformed.jsonl --reward rewards.py:fine | malformed.jsonl | cannot read
+grpo --task chat.jsonl --reward rewards.py:fine | chat template
+grpo --task good.jsonl | --reward
+grpo --task gsm8k:nowhere | nowhere
+grpo --model nowhere | nowhere | folder
+grpo --model ./no_tokenizer | no_tokenizer | tokenizer
+grpo --model ./no_weights | no_weights
+grpo --reward rewards | FILE.py:FUNCTION
+grpo --reward nowhere.py:f | nowhere.py | no file
+grpo --reward nowhere.at.all:f | nowhere | no module
+grpo --reward rewards.py:absent | no function absent
+grpo --reward rewards.py:fine --reward-weights 1 2 | --reward-weights | 2 | 1
+grpo --reward rewards.py:fine --reward-weights nan | --reward-weights | finite
+grpo --num-generations 1 | --num-generations | 2
+grpo --num-generations 4 --micro-batch-size 6 | --micro-batch-size 6 | --num-generations 4
+grpo --num-prompts 0 | --num-prompts
+grpo --max-steps 0 | --max-steps
+grpo --eval-prompts 0 | --eval-prompts
+grpo --save-every 0 | --save-every
+grpo --temperature 0 | --temperature | above 0
+grpo --temperature nan | --temperature is nan | finite
+grpo --beta -0.1 | --beta is -0.1 | at least 0
+grpo --beta inf | --beta is inf | finite
+grpo --epsilon 0 | --epsilon | above 0
+grpo --epsilon-high 0 | --epsilon-high | above 0
+grpo --eval-every -1 | --eval-every | at least 0
+grpo --learning-rate 0 | --learning-rate | above 0
+grpo --learning-rate nan | --learning-rate | finite
+grpo --max-grad-norm -1 | --max-grad-norm | above 0
+grpo --warmup-steps -1 | --warmup-steps | at least 0
+grpo --weight-decay -0.1 | --weight-decay | at least 0
+grpo --lora-rank -1 | --lora-rank | at least 0
+grpo --adam-beta2 1 | --adam-beta2 | below 1
+grpo --adam-beta2 -0.1 | --adam-beta2 | at least 0
+grpo --device quantum | quantum | cpu
+grpo --resume nowhere | nowhere | config.json
+online_dpo --num-generations 3 | --num-generations is 3
+online_dpo --num-generations 0 | --num-generations is 0
+online_dpo --micro-batch-size 1 | --micro-batch-size 1
+online_dpo --num-generations 6 --micro-batch-size 3 | --micro-batch-size 3
+online_dpo --num-generations 6 --micro-batch-size 4 | --micro-batch-size 4
+online_dpo --xpo-alpha -0.1 | --xpo-alpha is -0.1
+online_dpo --xpo-alpha nan | --xpo-alpha is nan
+online_dpo --beta 0.0 | --beta is 0.0
+sft --task no_completion.jsonl | completion
+sft --task good.jsonl --max-length 3 | --max-length
+sft --task malformed.jsonl | malformed.jsonl | cannot read
+sft --task sorting | 'sorting'
+sft --max-steps 0 | --max-steps
+sft --batch-size 0 | --batch-size
+sft --micro-batch-size 0 | --micro-batch-size
+sft --eval-prompts 0 | --eval-prompts
+sft --eval-every -1 | --eval-every | at least 0
+sft --learning-rate 0 | --learning-rate | above 0
+sft --max-grad-norm 0 | --max-grad-norm | above 0
+sft --warmup-steps -1 | --warmup-steps | at least 0
+sft --weight-decay nan | --weight-decay | finite
+sft --lora-rank -1 | --lora-rank | at least 0
+dpo --task nothing | nothing | countdown | .jsonl
+dpo --task malformed.jsonl | malformed.jsonl | cannot read
+dpo --beta 0 | --beta | above
+dpo --loss exo | exo | --label-smoothing | 0.001
+dpo --label-smoothing 0.5 | --label-smoothing | below 0.5
+dpo --loss ipo --label-smoothing 0.1 | --label-smoothing | ipo | sigmoid
+dpo --batch-size 0 | --batch-size | at least 1
+dpo --sft-coef -1 | --sft-coef | at least 0
+dpo --model nowhere | nowhere
+simpo --beta 0 | --beta | above
+simpo --gamma -1 | --gamma | at least 0
+simpo --sft-coef -1 | --sft-coef | at least 0
+simpo --task nothing | nothing | countdown | .jsonl
+orpo --beta -0.1 | --beta | at least 0
+orpo --learning-rate 0 | --learning-rate | above
+kto --beta 0 | --beta | above
+kto --batch-size 1 | --batch-size | 1 | at least 2
+kto --desirable-weight 0 | --desirable-weight | above
+kto --undesirable-weight -1 | --undesirable-weight | above
+kto --task nothing | nothing | countdown | .jsonl
+reward_model --task nothing | nothing | countdown | .jsonl
+reward_model --ensemble 0 | --ensemble | at least 1
+reward_model --label-noise 1.5 | --label-noise | from 0 to 1
+reward_model --center-coef -1 | --center-coef | at least 0
+reward_model --use-margin | --use-margin | margin
+reward_model --model nowhere | nowhere
+""".strip().splitlines()
 
 
-@pytest.mark.parametrize("args, words", [(args, words) for args, *words in BEFORE_THE_RUN], ids=lambda x: str(x)[:50])
-def test_seen_before_the_run(args, words, files, capsys):
-    """The sentence names what is wrong, and nothing has been written."""
+@pytest.mark.parametrize("case", BEFORE_THE_RUN, ids=lambda case: case.partition(" |")[0])
+def test_seen_before_the_run(case, files, capsys):
+    command, *words = case.split(" | ")
+    algo, *args = command.split()
     with user_error(capsys, *words):
-        command_line(grpo, *SMALL["grpo"], *args.split(), "--output-dir", "made")
-    assert not Path("made").exists()
-
-
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        ("--task no_completion.jsonl", ["completion"]),
-        ("--task good.jsonl --max-length 3", ["--max-length"]),
-        ("--task sorting", ["'sorting'"]),
-        ("--max-steps 0", ["--max-steps"]),
-        ("--batch-size 0", ["--batch-size"]),
-        ("--micro-batch-size 0", ["--micro-batch-size"]),
-        ("--eval-prompts 0", ["--eval-prompts"]),
-        ("--eval-every -1", ["--eval-every", "at least 0"]),
-        ("--learning-rate 0", ["--learning-rate", "above 0"]),
-        ("--max-grad-norm 0", ["--max-grad-norm", "above 0"]),
-        ("--warmup-steps -1", ["--warmup-steps", "at least 0"]),
-        ("--weight-decay nan", ["--weight-decay", "finite"]),
-        ("--lora-rank -1", ["--lora-rank", "at least 0"]),
-    ],
-)
-def test_sft_seen_before_the_run(args, words, files, capsys):
-    """As for grpo.py."""
-    with user_error(capsys, *words):
-        command_line(sft, *SMALL["sft"], *args.split(), "--output-dir", "made")
+        command_line(importlib.import_module(f"algos.{algo}"), *SMALL[algo], *args, "--output-dir", "made")
     assert not Path("made").exists()
 
 
@@ -139,7 +161,6 @@ HYBRID = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_att
     ids=["mamba", "lfm2"],
 )
 def test_models_without_an_attention_cache(module, config, tmp_path, capsys):
-    """The sentence names the architecture, and nothing has been written."""
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "model")
     transformers.AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(tmp_path / "model")
@@ -157,7 +178,6 @@ def test_seen_in_the_run(function, words, files, capsys):
 
 
 def test_unwritable_output_folder(files, capsys):
-    """A path below a file cannot be made by anyone."""
     with user_error(capsys, "--output-dir", "one.jsonl/runs"):
         command_line(grpo, *SMALL["grpo"], "--output-dir", "one.jsonl/runs")
 
@@ -170,8 +190,8 @@ def test_good_files_are_accepted(files):
     assert [len(metrics(folder)) for folder in runs_in(Path("made"))] == [2, 1]
 
 
-def test_real_process(tmp_path):
-    """In a process of its own, from another folder, and where a project on PYTHONPATH has a package `utils`."""
+def test_a_process_of_its_own(tmp_path):
+    """From another folder, where a project on PYTHONPATH has a package `utils`."""
     (tmp_path / "utils").mkdir()
     (tmp_path / "utils" / "__init__.py").touch()
     process = start("grpo", "--task", "sorting", cwd=tmp_path, PYTHONPATH=str(tmp_path))
@@ -188,11 +208,10 @@ def documented(cls: type) -> dict[str, str]:
     return dict(pairs)
 
 
-@pytest.mark.parametrize("script", sorted(path.stem for path in (REPO / "algos").glob("*.py")))
-def test_help(script, capsys, monkeypatch):
-    """--help lists every argument with the text that stands under it in the source."""
+@every_script
+def test_help(algo, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
-    module = importlib.import_module(f"algos.{script}")
+    module = importlib.import_module(f"algos.{algo}")
     with pytest.raises(SystemExit, match="0"):
         command_line(module, "--help")
     squeezed = "".join(c for c in capsys.readouterr().out if not c.isspace() and c not in "│")

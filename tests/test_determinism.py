@@ -1,7 +1,7 @@
 """Equal arguments give equal runs, bit for bit, on the same machine: weights, and metrics but for time/*.
 
 tests/test_eject.py compares two runs of every script, in two processes with random hash seeds of their own and from two
-folders; tests/test_resume*.py and test_dpo_runs.py compare interrupted and uninterrupted ones. Here is what they leave:
+folders; tests/test_resume*.py compare interrupted and uninterrupted ones. Here is what they leave:
 what is looked at and written during a run changes nothing in it, nor does what ran in the process before; and, slow,
 two named hash seeds.
 

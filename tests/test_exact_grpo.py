@@ -29,15 +29,9 @@ from utils.evaluation import pass_at_k
 from utils.lm import completion_logps
 from utils.schedule import learning_rate
 
+pytestmark = pytest.mark.usefixtures("float64")
 L_MAX = 5  # what Args say, longer than any completion
 BINARY = [{c: float((i + p) % 3 == 0) for i, c in enumerate(COMPLETIONS)} for p in range(P)]
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def run_update(batch, table=TABLE, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
@@ -137,8 +131,7 @@ def test_sequence_aggregation_has_its_own_closed_form():
         ("sequence", "batch", 2, True),
     ],
 )
-def test_other_settings_have_their_enumerated_values(aggregation, scale, group_size, joint):
-    """Biased by design: pinned to the sum over all batches of probability times the formula, in numpy."""
+def test_biased_settings_have_the_expectation_of_the_formula(aggregation, scale, group_size, joint):
     moved = expected_movement(group_size, joint, REWARDS, aggregation=aggregation, scale_rewards=scale)
     expected = sum(
         weight * own_movement(groups, rewards_of(groups, REWARDS), aggregation, scale)
@@ -310,7 +303,6 @@ def test_token_weights_by_hand():
 
 
 def test_groups_without_variance_by_hand():
-    """All known rewards equal, one known, or none: such a group teaches nothing."""
     nan = math.nan
     groups = torch.tensor(
         [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [nan, 2.0, 2.0], [nan, 2.0, 3.0], [nan] * 3, [nan, 1, nan]]
@@ -319,7 +311,6 @@ def test_groups_without_variance_by_hand():
 
 
 def test_pass_at_k_counts_subsets():
-    """The share of the k-subsets of n samples that hold a right one."""
     for n in range(1, 7):
         for right in range(n + 1):
             for k in range(1, n + 1):

@@ -3,33 +3,21 @@
 The formulas are numpy's, in float64. The reference is another table than the policy, so that no log-ratio is 0.
 """
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
-from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, log_probs, random_table
+from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, log_probs, minimised, random_table, sigma, slope
 
 from algos import kto
 from algos.kto import Example
 from utils.lm import TINY_MODEL, load_model
 
+pytestmark = pytest.mark.usefixtures("float64")
 REF, TABLE = random_table(6), random_table(1)  # z is 1.05
 SETTINGS = dict(beta=0.7, desirable_weight=1.3, undesirable_weight=0.6)
 # (prompt, completion, desirable): both prompts, one and two tokens, both labels, one row twice; an odd number
 ROWS = [(0, 0, True), (1, 4, False), (0, 5, False), (1, 6, True), (1, 2, True), (0, 5, False), (0, 3, True)]
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def sigma(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def logp(table, prompt: int, completion: int) -> float:
@@ -55,17 +43,6 @@ def objective(table, rows, z, beta, desirable_weight, undesirable_weight, ref=RE
         else:
             total += undesirable_weight * (1 - sigma(beta * (z - h)))
     return total / len(rows)
-
-
-def slope(function, table) -> np.ndarray:
-    """Gradient by central differences in every entry of the table."""
-    result, step = np.zeros_like(table), 1e-6
-    for at in np.ndindex(table.shape):
-        up, down = table.copy(), table.copy()
-        up[at] += step
-        down[at] -= step
-        result[at] = (function(up) - function(down)) / (2 * step)
-    return result
 
 
 def examples(rows, ref=REF) -> list[Example]:
@@ -137,18 +114,6 @@ def test_update_descends_the_formula(table, ref):
     assert (np.abs(moving - expected).max() > 1e-2) == (z > 0)
 
 
-def test_where_the_policy_is_the_reference(monkeypatch):
-    """Every sigmoid is 1/2, z is 0, and both kinds pull with a quarter of beta times their weight."""
-    losses = []
-    loss = kto.kto_loss
-    monkeypatch.setattr(kto, "kto_loss", lambda *inputs: losses.append(loss(*inputs)) or losses[-1])
-    ours, metrics = step(ROWS, REF, REF)
-    np.testing.assert_allclose(losses[0].detach(), [0.65 if label else 0.3 for *_, label in ROWS], rtol=1e-12)
-    assert (metrics["z"], metrics["margin"]) == pytest.approx((0, 0), abs=1e-12)
-    by_hand = lambda t: sum((-1.3 if d else 0.6) * logp(t, p, i) for p, i, d in ROWS) * 0.7 / 4 / len(ROWS)  # noqa: E731
-    np.testing.assert_allclose(ours, slope(by_hand, REF), atol=1e-8)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 50])
 def test_micro_batches_change_nothing(size):
     """Seven rows: no size but 1 divides them, and with 2, 3 and 6 the last one holds a single row."""
@@ -158,49 +123,10 @@ def test_micro_batches_change_nothing(size):
     assert metrics == pytest.approx(expected, abs=1e-12)
 
 
-def test_mismatches_go_round_the_whole_step():
-    """Every prompt gets the completion before it, whatever the micro-batches; every completion is used once."""
-    seen = []
-    score = kto.score_examples
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kto, "score_examples", lambda model, rows, args: seen.extend(rows) or score(model, rows, args))
-        movement(ROWS, micro_batch_size=2)
-    assert [row.prompt for row in seen] == [PROMPTS[p] for p, _, _ in ROWS]
-    assert [tuple(row.completion) for row in seen] == [COMPLETIONS[ROWS[n - 1][1]] for n in range(len(ROWS))]
-
-
-def test_order():
-    """Turning the batch round changes nothing; another order changes z, as the formula does, and nothing else."""
-    whole = movement(ROWS)
-    np.testing.assert_allclose(movement(ROWS[3:] + ROWS[:3]), whole, atol=1e-12)
-    np.testing.assert_allclose(movement(ROWS * 3), whole, atol=1e-12)
-    other = [ROWS[i] for i in (6, 0, 2, 4, 1, 5, 3)]
-    z = reference_point(TABLE, other)
-    ours, metrics = step(other)
-    assert metrics["z"] == pytest.approx(z) and abs(z - reference_point(TABLE, ROWS)) > 0.05
-    np.testing.assert_allclose(ours, slope(lambda t: objective(t, ROWS, z, **SETTINGS), TABLE), atol=1e-8)
-
-
 @pytest.fixture
 def z_fixed(monkeypatch):
     """z is 0.4 whatever the batch."""
     monkeypatch.setattr(kto, "score_examples", lambda *_: (None, torch.tensor([0.4])))
-
-
-def test_weights_count_rows(z_fixed):
-    """A weight of 3 is a label that stands there three times, but for the number of rows."""
-    thrice = [row for row in ROWS for _ in range(3 if row[2] else 1)]
-    plain = dict(desirable_weight=1.0, undesirable_weight=1.0)
-    weighted = movement(ROWS, **plain | dict(desirable_weight=3.0)) * len(ROWS)
-    np.testing.assert_allclose(movement(thrice, **plain) * len(thrice), weighted, atol=1e-10)
-    swapped = [(p, i, not label) for p, i, label in ROWS]
-    np.testing.assert_allclose(movement(swapped, **plain), -movement(ROWS, **plain), atol=1e-12)
-
-
-def test_labels_that_cancel(z_fixed):
-    """A completion that is as often desirable as not teaches nothing, with equal weights."""
-    rows = [(p, i, label) for p, i, _ in ROWS for label in (True, False)]
-    np.testing.assert_allclose(movement(rows, desirable_weight=1.0, undesirable_weight=1.0), 0, atol=1e-12)
 
 
 def test_training_reaches_the_optimum(z_fixed):
@@ -226,13 +152,8 @@ def test_training_reaches_the_optimum(z_fixed):
 
     start = REF[:, : len(PREFIXES)].ravel()
     found = minimize(value, start, method="BFGS", options=dict(gtol=1e-7, maxiter=100))
-    model = TabularLM(REF)
     args = kto.Args(**SETTINGS, micro_batch_size=len(rows), max_length=64, max_grad_norm=1e9, precision="float32")
-    optimizer, batch = torch.optim.Adam(model.parameters(), 0.1), examples(rows)
-    for n in range(400):
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * n / 400)) / 2
-        kto.update(model, optimizer, batch, args)
-    table = model.table.detach().numpy()
+    table = minimised(kto.update, TabularLM(REF), examples(rows), args, 400, 0.1)
     pi, best = (
         np.exp([[logp(t, p, i) for i in range(len(COMPLETIONS))] for p in range(len(PROMPTS))])
         for t in (table, with_free(found.x))

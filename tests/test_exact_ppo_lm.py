@@ -14,15 +14,9 @@ from tabular import random_table as random_logits
 
 from algos import ppo_lm
 
+pytestmark = pytest.mark.usefixtures("float64")
 BETA, L_MAX, LAMBDA = 0.7, 5, 0.6
 VALUES = np.random.default_rng(5).normal(size=(P, len(PREFIXES)))  # a critic that knows nothing
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class TabularCritic(torch.nn.Module):
@@ -302,7 +296,6 @@ def test_the_critic_of_a_real_model():
 
 
 def test_policy_and_critic_have_learning_rates_of_their_own(tmp_path):
-    """A policy whose rate is next to nothing stays where it is, and its critic learns."""
     torch.set_default_dtype(torch.float32)
     args = ppo_lm.Args(task="sort", max_steps=2, num_prompts=8, max_completion_length=8, eval_prompts=2, eval_every=0,
                        learning_rate=1e-12, critic_learning_rate=0.1, output_dir=str(tmp_path))  # fmt: skip

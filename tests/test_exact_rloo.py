@@ -14,14 +14,8 @@ from tabular import random_table as random_logits
 
 from algos import rloo
 
+pytestmark = pytest.mark.usefixtures("float64")
 BETA = 0.7
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def run_update(batch, table=TABLE, rate=1.0, **settings) -> tuple[np.ndarray, dict]:

@@ -2,7 +2,7 @@
 believed, and after recovery the run equals the one that nothing disturbed, bit for bit.
 
 Most of it happens to a script of a few lines on utils/run.py, which is all of the file handling that scripts share; so
-every moment can be tried. Each script's own state is in test_resume*.py and test_dpo_runs.py, which kill each at one
+every moment can be tried. Each script's own state is in test_resume*.py, which kill each root at one
 random moment; here, at fifty (slow).
 """
 
@@ -39,7 +39,6 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
-from algos import dpo, sft
 from utils import run as run_module
 from utils.checkpoint import load_newest, save_checkpoint
 from utils.errors import UserError
@@ -186,7 +185,6 @@ def test_killed_at_every_operation_on_files(reference, tmp_path):
 @pytest.mark.slow
 @every_script
 def test_killed_at_fifty_moments(algo, tmp_path):
-    """Moments are drawn from the whole life of a run: its start, its steps, its saves, its end, its resumes."""
     module, args = script(algo, tmp_path)
     new_run(module, tmp_path / "first", *args)  # imports what it needs
     began = time.perf_counter()
@@ -385,7 +383,6 @@ def test_two_processes_resume_one_run(reference, tmp_path, capsys):
 
 
 def test_two_runs_begun_in_one_moment(reference, tmp_path, monkeypatch, capsys):
-    """A folder belongs to one run: the second of the same name is refused in a sentence."""
     moment = datetime.now()
     monkeypatch.setattr(run_module, "datetime", SimpleNamespace(now=lambda: moment))
     first = new_run(Walk(), tmp_path, *SMALL)
@@ -399,17 +396,7 @@ def test_two_runs_begun_in_one_moment(reference, tmp_path, monkeypatch, capsys):
 # --- datasets and models ---
 
 
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="not run: datasets is not installed")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return datasets
-
-
-LOADERS = {
-    "rows": lambda path: load_task(path),
-    "pairs": lambda path: load_preferences(path, 10, 1),
-}
+LOADERS = {"rows": lambda path: load_task(path), "pairs": lambda path: load_preferences(path, 10, 1)}
 
 
 def write_rows(path: Path, datasets) -> list[dict]:
@@ -440,16 +427,6 @@ def test_a_dataset_that_is_cut_off(suffix, loader, own_cache, tmp_path):
             LOADERS[loader](str(cut))
 
 
-@pytest.mark.parametrize("module", [sft, dpo], ids=lambda module: module.__name__)
-def test_no_run_begins_on_a_dataset_that_is_cut_off(module, own_cache, tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    write_rows(path, own_cache)
-    path.write_bytes(path.read_bytes()[:-10])
-    with user_error(capsys, "rows.jsonl", "cannot read"):
-        command_line(module, "--device", "cpu", "--task", path, "--output-dir", tmp_path / "made")
-    assert not (tmp_path / "made").exists()
-
-
 def cut(name: str, share: float):
     return lambda folder: (folder / name).write_bytes(
         (whole := (folder / name).read_bytes())[: int(share * len(whole))]
@@ -478,7 +455,6 @@ MODELS = {  # what happened to the folder, and a word of the sentence
 
 @pytest.mark.parametrize("fault", MODELS)
 def test_a_model_folder_that_is_not_whole(fault, tmp_path):
-    """One sentence with the folder's name."""
     folder = shutil.copytree(TINY_MODEL, tmp_path / "mine")
     damage, word = MODELS[fault]
     damage(folder)
@@ -488,7 +464,6 @@ def test_a_model_folder_that_is_not_whole(fault, tmp_path):
 
 @pytest.mark.parametrize("algo", [name for name in NAMES if "model" in options(name)])
 def test_no_run_begins_on_a_model_that_is_not_whole(algo, tmp_path, capsys):
-    """Every script that loads a language model says so in one sentence, and has written nothing."""
     module, args = script(algo, tmp_path)
     for fault in ("weights cut in half", "no tokenizer"):
         folder = shutil.copytree(TINY_MODEL, tmp_path / fault.replace(" ", "-"))

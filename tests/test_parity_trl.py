@@ -22,23 +22,6 @@ from utils.tasks import encode_prompt, load_task
 TOLERANCE = 1e-10  # float64
 
 
-def trl_missing() -> str | None:
-    """Why TRL cannot be run here, None where it can."""
-    try:
-        import trl
-    except ImportError as error:
-        return f"trl is not installed ({error}): pip install trl==1.16.0"
-    return None if trl.__version__.startswith("1.16.") else f"trl is {trl.__version__}: the comparison is with 1.16"
-
-
-@pytest.fixture
-def needs_trl(monkeypatch):
-    """Skips without TRL 1.16, and silences its remarks on experimental arguments."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    if reason := trl_missing():
-        pytest.skip(reason)
-
-
 def ours(inputs: dict, case: dict) -> dict[str, torch.Tensor]:
     """Advantages (B,), loss () and gradient (B, T) as `update` composes them from the functions of algos/grpo.py."""
     advantage = grpo.advantages(inputs["rewards"], case["scale"]).view(-1, 1)
@@ -84,7 +67,6 @@ def test_recorded_cases_differ():
 
 
 def test_live(needs_trl, tmp_path):
-    """All settings against the installed TRL, on inputs other than the recorded ones."""
     inputs = make_inputs(seed=1)
     trl = TRL(inputs, str(tmp_path))
     for case in CASES:

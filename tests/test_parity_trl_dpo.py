@@ -22,18 +22,6 @@ from utils.preferences import encode_pair, load_preferences
 live = pytest.mark.usefixtures("needs_trl")
 
 
-@pytest.fixture
-def needs_trl(monkeypatch):
-    """Skips without TRL 1.16."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    try:
-        import trl
-    except ImportError as error:
-        pytest.skip(f"not run: trl is not installed ({error}): pip install trl==1.16.0")
-    if not trl.__version__.startswith("1.16."):
-        pytest.skip(f"not run: trl is {trl.__version__}: the comparison is with 1.16")
-
-
 def by_script(name: str, data: dict, sft_coef: float = 0.0, **settings) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as `update` composes it, with a model that is these log-probabilities."""
     settings = dict(beta=BETA, label_smoothing=SMOOTHING) | settings

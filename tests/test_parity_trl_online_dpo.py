@@ -33,18 +33,6 @@ from utils.tasks import encode_prompt, load_task
 live = pytest.mark.usefixtures("needs_trl")
 
 
-@pytest.fixture
-def needs_trl(monkeypatch):
-    """Skips without TRL 1.16."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    try:
-        import trl
-    except ImportError as error:
-        pytest.skip(f"not run: trl is not installed ({error}): pip install trl==1.16.0")
-    if not trl.__version__.startswith("1.16."):
-        pytest.skip(f"not run: trl is {trl.__version__}: the comparison is with 1.16")
-
-
 def by_script(name: str, data: dict) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Loss, gradient and metrics of `update`, whose model is these log-probabilities; two pairs at a time."""
     table, losses = torch.nn.Parameter(data["logps"].clone()), []
@@ -94,7 +82,6 @@ def test_recorded(name):
 @pytest.mark.parametrize("name", LOSSES)
 @live
 def test_live(name):
-    """On inputs other than the recorded ones."""
     compare(name, inputs(1), *by_trl(name, inputs(1)))
 
 

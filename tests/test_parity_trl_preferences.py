@@ -33,18 +33,6 @@ live = pytest.mark.usefixtures("needs_trl")
 cases = pytest.mark.parametrize("case", CASES)
 
 
-@pytest.fixture
-def needs_trl(monkeypatch):
-    """Skips without TRL 1.16."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    try:
-        import trl
-    except ImportError as error:
-        pytest.skip(f"not run: trl is not installed ({error}): pip install trl==1.16.0")
-    if not trl.__version__.startswith("1.16."):
-        pytest.skip(f"not run: trl is {trl.__version__}: the comparison is with 1.16")
-
-
 def by_script(case: str, data: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as `update` composes it, in micro-batches of four, with a model that is these log-probabilities: row i
     has the prompt [i] and a completion of tokens i."""

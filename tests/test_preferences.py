@@ -1,14 +1,14 @@
 """Preference data: pairs of the embedded tasks, files in every form that TRL reads, splits, and what is refused."""
 
-import json
-
 import pytest
+from helpers import write_rows
 
 from utils.errors import UserError
 from utils.lm import TINY_MODEL, load_model
-from utils.preferences import as_pair, encode_pair, encode_rows, load_preferences
+from utils.preferences import as_example, as_pair, encode_pair, encode_rows, load_preferences, load_unpaired
 from utils.tasks import load_task
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))
 CHAT = (
     "{% for m in messages %}{{ 'C' if m.role == 'user' else 'S' }}{{ m.content }}<eos>+{% endfor %}"
@@ -16,21 +16,15 @@ CHAT = (
 )
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """What the datasets library keeps of a file stays with the test."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-def file_of(tmp_path, rows: list[dict]) -> str:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def text_rows(n: int) -> list[dict]:
+def pairs(n: int) -> list[dict]:
     return [dict(prompt=f"question {i}", chosen=f"good {i}", rejected=f"bad {i}") for i in range(n)]
+
+
+def examples(n: int) -> list[dict]:
+    return [dict(prompt=f"question {i // 2}", completion=f"answer {i}", label=i % 3 == 0) for i in range(n)]
+
+
+both = pytest.mark.parametrize("load, rows", [(load_preferences, pairs), (load_unpaired, examples)])
 
 
 @pytest.mark.parametrize("name", ["countdown", "sort"])
@@ -54,30 +48,24 @@ def test_embedded_pairs_depend_on_the_seed_alone():
     assert one.train == more.train[:20] != other.train and one.heldout == other.heldout
 
 
+@both
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_files_of_text(kind, tmp_path):
-    """All pairs arrive, as they are, in either split; a prompt is in one of the two only."""
-    rows = text_rows(40) + text_rows(3)
-    path = file_of(tmp_path, rows)
-    if kind == "parquet":
-        import datasets
-
-        path = str(tmp_path / "pairs.parquet")
-        datasets.Dataset.from_list(rows).to_parquet(path)
-    data = load_preferences(path, 1, 1)
-    assert data.name == "pairs" and data.task is None and data.heldout
-    assert sorted(map(str, data.train + data.heldout)) == sorted(map(str, rows))
+def test_files(load, rows, kind, tmp_path, own_cache):
+    """All rows arrive, as they are, in either split. A prompt is in one of the two only."""
+    made, path = rows(40) + rows(4), tmp_path / f"rows.{kind}"
+    write_rows(path, made) if kind == "jsonl" else own_cache.Dataset.from_list(made).to_parquet(path)
+    data = load(str(path), 1, 1)
+    assert data.name == "rows" and data.task is None and data.heldout
+    assert sorted(map(str, data.train + data.heldout)) == sorted(map(str, made))
     assert {row["prompt"] for row in data.train}.isdisjoint(row["prompt"] for row in data.heldout)
 
 
-def test_own_test_split(monkeypatch):
-    """A dataset's test split is what is held out, and its prompts are not trained."""
-    import datasets
-
-    splits = {"train": datasets.Dataset.from_list(text_rows(9)), "test": datasets.Dataset.from_list(text_rows(2))}
+@both
+def test_own_test_split(load, rows, monkeypatch, own_cache):
+    splits = {name: own_cache.Dataset.from_list(rows(n)) for name, n in (("train", 19), ("test", 2))}
     monkeypatch.setattr("utils.preferences.read_splits", lambda spec: splits)
-    data = load_preferences("org/name", 1, 1)
-    assert data.heldout == text_rows(2) and data.train == text_rows(9)[2:]
+    data = load("org/name", 1, 1)
+    assert data.heldout == rows(2) and data.train == rows(19)[2:]
 
 
 @pytest.mark.parametrize(
@@ -98,51 +86,83 @@ def test_forms(row, prompt, chosen, rejected):
     assert as_pair(row | {"score": 5}, "row") == dict(prompt=prompt, chosen=chosen, rejected=rejected, score=5)
 
 
+NO_PAIRS = [
+    (dict(prompt="p", chosen="", rejected="r"), "row 0 chosen '' not empty"),
+    (dict(prompt="p", chosen="c", rejected=None), "row 0 rejected None"),
+    (dict(prompt="p", chosen=3, rejected=4), "chosen 3 text or a list"),
+    (dict(prompt="p", chosen="c", rejected=[GOOD]), "one kind"),
+    (dict(prompt="p", chosen=["c"], rejected=["r"]), "chosen ['c'] list of chat messages"),
+    (dict(prompt=[USER], chosen="c", rejected="r"), "prompt text"),
+    (dict(prompt="", chosen="c", rejected="r"), "the prompt '' text"),
+    (dict(prompt=[], chosen=[GOOD], rejected=[BAD]), "the prompt [] list of chat messages"),
+    (dict(chosen="c", rejected="r"), "no prompt column prompt"),
+    (dict(chosen=[GOOD], rejected=[BAD]), "no prompt column prompt"),
+]
+NO_EXAMPLES = [
+    (dict(prompt="p", completion="c", label="good"), "row 0 label 'good' true false 1 0"),
+    (dict(prompt="p", completion="c", label=None), "label None"),
+    (dict(prompt="p", completion="c", label=2), "label 2"),
+    (dict(prompt="p", completion="c", label=-1), "label -1"),
+    (dict(prompt="p", completion="c", label=0.5), "label 0.5"),
+    (dict(prompt="p", completion="c", label=[True]), "label [True]"),
+    (dict(prompt="p", completion="", label=True), "row 0 completion '' not empty"),
+    (dict(prompt="p", completion=None, label=True), "completion None"),
+    (dict(prompt="", completion="c", label=True), "the prompt '' text"),
+    (dict(prompt=[USER], completion="c", label=True), "prompt text"),
+    (dict(prompt="p", completion=[GOOD], label=True), "prompt list of chat messages"),
+]
+
+
+def assert_refused(words: list[str], function, *args) -> None:
+    """One sentence that holds all words."""
+    with pytest.raises(UserError) as error:
+        function(*args)
+    assert not [word for word in words if word not in str(error.value)], error.value
+    assert str(error.value).count(". ") == 0
+
+
 @pytest.mark.parametrize(
-    "row, words",
+    "read, row, words", [(as_pair, *case) for case in NO_PAIRS] + [(as_example, *case) for case in NO_EXAMPLES]
+)
+def test_wrong_rows(read, row, words):
+    assert_refused(words.split(), read, row, "row 0 of f")
+
+
+@pytest.mark.parametrize(
+    "load, columns, words",
     [
-        (dict(prompt="p", chosen="", rejected="r"), "row 0 chosen '' not empty"),
-        (dict(prompt="p", chosen="c", rejected=None), "row 0 rejected None"),
-        (dict(prompt="p", chosen=3, rejected=4), "chosen 3 text or a list"),
-        (dict(prompt="p", chosen="c", rejected=[GOOD]), "one kind"),
-        (dict(prompt="p", chosen=["c"], rejected=["r"]), "chosen ['c'] list of chat messages"),
-        (dict(prompt=[USER], chosen="c", rejected="r"), "prompt text"),
-        (dict(prompt="", chosen="c", rejected="r"), "the prompt '' text"),
-        (dict(prompt=[], chosen=[GOOD], rejected=[BAD]), "the prompt [] list of chat messages"),
-        (dict(chosen="c", rejected="r"), "no prompt column prompt"),
-        (dict(chosen=[GOOD], rejected=[BAD]), "no prompt column prompt"),
+        (load_preferences, "prompt completion", "chosen rejected"),
+        (load_preferences, "prompt chosen", "rejected"),
+        (load_unpaired, "prompt completion", "label"),
+        (load_unpaired, "label", "completion prompt chosen rejected"),
+        (load_unpaired, "prompt chosen", "label"),
     ],
 )
-def test_rows_that_are_no_pairs(row, words):
-    with pytest.raises(UserError) as error:
-        as_pair(row, "row 0 of f")
-    assert not [word for word in words.split() if word not in str(error.value)], error.value
-    assert str(error.value).count(". ") == 0
+def test_missing_columns(load, columns, words, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [dict.fromkeys(columns.split(), "x")] * 2)
+    assert_refused([*words.split(), *columns.split()], load, path, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "load, rows, bad",
+    [
+        (load_preferences, pairs(6), dict(prompt="p", chosen="", rejected="r")),
+        (load_unpaired, [row | {"label": 1} for row in examples(6)], dict(prompt="p", completion="c", label=7)),
+    ],
+)
+def test_a_bad_row_of_a_file_is_named(load, rows, bad, tmp_path):
+    with pytest.raises(UserError, match="row 6 of .*rows.jsonl"):
+        load(write_rows(tmp_path / "rows.jsonl", [*rows, bad]), 1, 1)
 
 
 @pytest.mark.parametrize("spec, words", [("gsm8k", "unknown source countdown"), ("none.jsonl", "no file none.jsonl")])
 def test_sources_that_are_none(spec, words):
-    with pytest.raises(UserError) as error:
-        load_preferences(spec, 1, 1)
-    assert not [word for word in words.split() if word not in str(error.value)], error.value
-
-
-@pytest.mark.parametrize("columns, words", [("prompt completion", "chosen rejected"), ("prompt chosen", "rejected")])
-def test_missing_columns(columns, words, tmp_path):
-    path = file_of(tmp_path, [dict.fromkeys(columns.split(), "x")] * 2)
-    with pytest.raises(UserError) as error:
-        load_preferences(path, 1, 1)
-    assert not [word for word in (*words.split(), *columns.split()) if word not in str(error.value)], error.value
-
-
-def test_a_bad_row_of_a_file_is_named(tmp_path):
-    with pytest.raises(UserError, match="row 2 of .*pairs.jsonl"):
-        load_preferences(file_of(tmp_path, [*text_rows(2), dict(prompt="p", chosen="", rejected="r")]), 1, 1)
+    assert_refused(words.split(), load_preferences, spec, 1, 1)
 
 
 def test_equal_completions_are_counted(tmp_path, capsys):
-    rows = [row | {"rejected": row["chosen"]} if i % 2 else row for i, row in enumerate(text_rows(30))]
-    data = load_preferences(file_of(tmp_path, rows), 1, 1)
+    rows = [row | {"rejected": row["chosen"]} if i % 2 else row for i, row in enumerate(pairs(30))]
+    data = load_preferences(write_rows(tmp_path / "rows.jsonl", rows), 1, 1)
     equal = sum(row["chosen"] == row["rejected"] for row in data.train)
     assert f"in {equal} of {len(data.train)} pairs chosen equals rejected" in capsys.readouterr().out
 

@@ -2,7 +2,6 @@
 stopped in every way; a child resumes from the middle, where all of its own state is far from where it began."""
 
 import errno
-import fcntl
 import importlib
 import os
 import random
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import (
-    ONLINE,
+    LANGUAGE,
     SMALL,
     Forked,
     assert_same_result,
@@ -36,30 +35,17 @@ from utils.errors import UserError
 from utils.machine import environment
 from utils.run import saved_args
 
-MODULES = {name: importlib.import_module(f"algos.{name}") for name in [*ONLINE, "sft"]}
-# 11 steps, so that the last one is evaluated out of turn; all checkpoints kept, to resume from any of them
+MODULES = {name: importlib.import_module(f"algos.{name}") for name in LANGUAGE}
+# 11 steps, so that the last one is evaluated out of turn; all checkpoints kept, to resume from any of them; pairs that
+# only a larger budget reaches
 FLAGS = {name: [*SMALL[name], *"--max-steps 11 --keep 99".split()] for name in MODULES}
 FLAGS["sft"] += "--batch-size 32 --lr-schedule constant --warmup-steps 3".split()
+PAIRS = [name for name in MODULES if "--num-pairs" in FLAGS[name]]
+for name in PAIRS:
+    FLAGS[name] += "--lr-schedule constant --num-pairs 100".split()
+FLAGS["reward_model"] += "--ensemble 2 --label-noise 0.25".split()
 every_module = pytest.mark.parametrize("algo", MODULES)
 every_root = pytest.mark.parametrize("algo", [name for name in MODULES if parent_of(name) is None])
-
-
-class Started:
-    """`start` with the manners of Forked."""
-
-    def __init__(self, algo: str, *args, cwd: Path):
-        self.process = start(algo, *args, cwd=cwd)
-        self.pid, self.poll = self.process.pid, self.process.poll
-
-    def communicate(self) -> tuple[str, int]:
-        return "".join(self.process.communicate(timeout=100)), self.process.returncode
-
-
-def begin(algo: str, folder: Path, *args) -> Started | Forked:
-    """The command line in a process: from nothing for grpo.py, forked for the others, which saves most of the time."""
-    if algo == "grpo":
-        return Started(algo, *args, cwd=folder)
-    return Forked(MODULES[algo], *args, log=folder / "log")
 
 
 @pytest.fixture(scope="session")
@@ -86,14 +72,14 @@ def test_from_a_checkpoint_in_the_middle(algo, uninterrupted, tmp_path):
 @every_root
 @pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(algo, kills, uninterrupted, tmp_path):
-    """SIGKILL at random moments loses no row, repeats none, and changes no weight."""
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed of the moments: {seed}")
     moments = random.Random(seed)
     folder, output_dir = None, tmp_path / "runs"
     for _ in range(kills):
         began = time.time_ns()
-        process = begin(algo, tmp_path, *(["--resume", folder] if folder else FLAGS[algo]), "--output-dir", output_dir)
+        args = ["--resume", folder] if folder else FLAGS[algo]
+        process = Forked(MODULES[algo], *args, "--output-dir", output_dir, log=tmp_path / "log")
         started = lambda run: (c := run / "config.json").exists() and c.stat().st_mtime_ns > began  # noqa: B023, E731
         folder = wait_for(process, output_dir, started)
         time.sleep(moments.uniform(0, 0.6))
@@ -117,7 +103,7 @@ def test_signals(algo, uninterrupted, tmp_path):
     """SIGTERM and Ctrl-C end the step, save, say how to go on, and exit with 128 + signal; here both in one run."""
     args, rows = [*FLAGS[algo], "--output-dir", tmp_path / "runs", "--save-every", 99], 0
     for number in (signal.SIGTERM, signal.SIGINT):
-        process = begin(algo, tmp_path, *args)
+        process = Forked(MODULES[algo], *args, log=tmp_path / "log")
         new_row = lambda run: (run / "metrics.jsonl").exists() and len(metrics(run)) > rows  # noqa: B023, E731
         folder = wait_for(process, tmp_path / "runs", new_row)
         os.kill(process.pid, number)
@@ -130,10 +116,11 @@ def test_signals(algo, uninterrupted, tmp_path):
     assert_same_result(folder, uninterrupted(algo))
 
 
-@every_root
+@pytest.mark.parametrize("algo", ["grpo", "sft", "dpo", "kto", "reward_model"])
 def test_longer_budget(algo, uninterrupted, tmp_path):
     """With a constant learning rate --max-steps may grow: the run equals one that had the larger budget from the start,
-    but for the evaluation that the old last step got."""
+    but for the evaluation that the old last step got. New pairs get the reference of the model that the run began with.
+    """
     longer = new_run(MODULES[algo], tmp_path / "longer", *FLAGS[algo], "--max-steps", 14)
     extended = shutil.copytree(uninterrupted(algo), tmp_path / "extended")
     command_line(MODULES[algo], "--resume", extended, "--max-steps", 14)
@@ -154,6 +141,8 @@ def test_longer_budget(algo, uninterrupted, tmp_path):
         ("grpo", "--beta 0.1"),
         ("sft", "--seed 2"),
         ("sft", "--task sort countdown"),
+        ("dpo", "--beta 0.2"),
+        ("reward_model", "--center-coef 0.2"),
     ],
 )
 def test_changed_arguments_are_refused(algo, change, uninterrupted, tmp_path, capsys):
@@ -167,51 +156,62 @@ def test_changed_arguments_are_refused(algo, change, uninterrupted, tmp_path, ca
 
 @every_root
 def test_budget_of_a_decaying_schedule_is_refused(algo, tmp_path, capsys):
-    """A learning rate that decays towards the budget ties the run to it."""
     flags = SMALL[algo] + "--max-steps 2 --lr-schedule linear --eval-every 0".split()
     folder = new_run(MODULES[algo], tmp_path / "runs", *flags)
     with user_error(capsys, "--max-steps", "schedule"):
         command_line(MODULES[algo], "--resume", folder, "--max-steps", 4)
 
 
+@pytest.mark.parametrize("algo", ["dpo", "kto"])
+def test_reference_log_probabilities_come_from_the_checkpoint(algo, uninterrupted, tmp_path, monkeypatch):
+    """They are still there after --model's folder has changed."""
+    load = MODULES[algo].load_policy
+
+    def changed(*args):
+        model, tokenizer = load(*args)
+        for p in model.parameters():
+            p.data.mul_(0.5)
+        return model, tokenizer
+
+    monkeypatch.setattr(MODULES[algo], "load_policy", changed)
+    folder = stopped_after(2, uninterrupted(algo), tmp_path)
+    command_line(MODULES[algo], "--resume", folder)
+    assert_same_result(folder, uninterrupted(algo))
+
+
+@pytest.mark.parametrize("algo", ["dpo", "kto", "reward_model"])
+def test_a_dataset_that_changed_is_refused(algo, uninterrupted, tmp_path, monkeypatch, capsys):
+    """Rows are known by their position."""
+    loader = "load_unpaired" if algo == "kto" else "load_preferences"
+    load = getattr(MODULES[algo], loader)
+    monkeypatch.setattr(MODULES[algo], loader, lambda spec, num_pairs, seed: load(spec, num_pairs + 1, seed))
+    with user_error(capsys, "other rows"):
+        command_line(MODULES[algo], "--resume", stopped_after(2, uninterrupted(algo), tmp_path))
+
+
+@pytest.mark.parametrize("algo", ["dpo", "kto"])
+def test_a_signal_ends_the_reference_pass(algo, tmp_path, monkeypatch):
+    """It can take long and nothing of it is saved, so the run ends at its next batch."""
+    name, calls = "score_examples" if algo == "kto" else "score_pairs", []
+    score = getattr(MODULES[algo], name)
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 1:  # a second one would stop at once, whatever the script does
+            os.kill(os.getpid(), signal.SIGTERM)
+        return score(*args)
+
+    monkeypatch.setattr(MODULES[algo], name, interrupted)
+    with pytest.raises(SystemExit) as exit:
+        command_line(MODULES[algo], *FLAGS[algo], "--output-dir", tmp_path)
+    assert exit.value.code == 128 + signal.SIGTERM and len(calls) == 1
+
+
 def test_logging_flags_may_change(uninterrupted, tmp_path):
-    """--save-every and --keep change what lies on the disk, not what is computed."""
     folder = stopped_after(4, uninterrupted("grpo"), tmp_path)
     command_line(grpo, "--resume", folder, "--save-every", 3, "--keep", 2)
     assert checkpoints(folder) == [9, 11]
     assert_same_result(folder, uninterrupted("grpo"))
-
-
-@pytest.mark.parametrize("algo, share", [("grpo", 0), ("grpo", 0.99), ("sft", 0.5)])
-def test_damaged_checkpoint(algo, share, uninterrupted, tmp_path, capsys):
-    """A newest checkpoint of which only a part is left is named, and the one before it is continued from."""
-    folder = stopped_after(6, uninterrupted(algo), tmp_path)
-    newest = folder / "checkpoints" / "step-00000006.pt"
-    newest.write_bytes(newest.read_bytes()[: int(share * newest.stat().st_size)])
-    command_line(MODULES[algo], "--resume", folder)
-    assert f"{newest} cannot be read" in capsys.readouterr().out
-    assert newest.with_suffix(".damaged").exists()
-    assert_same_result(folder, uninterrupted(algo))
-
-
-def test_no_readable_checkpoint(uninterrupted, tmp_path, capsys):
-    """Where nothing can be read, the user is told so, and the only checkpoint keeps its name."""
-    folder = stopped_after(0, uninterrupted("grpo"), tmp_path)
-    (folder / "checkpoints" / "step-00000000.pt").write_bytes(b"")
-    with user_error(capsys, "no readable checkpoint"):
-        command_line(grpo, "--resume", folder)
-    assert checkpoints(folder) == [0]
-
-
-def test_a_small_damaged_checkpoint(tmp_path):
-    """torch says EINVAL of an archive of a few kilobytes that is cut: damage, although it is an OSError."""
-    for step in (1, 2):
-        torch.save({"step": step, "weights": torch.zeros(1000)}, tmp_path / f"step-{step}.pt")
-    whole = (tmp_path / "step-2.pt").read_bytes()
-    (tmp_path / "step-2.pt").write_bytes(whole[:-100])
-    with pytest.raises(OSError):
-        torch.load(tmp_path / "step-2.pt", weights_only=True)
-    assert load_newest(tmp_path)["step"] == 1
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "input/output error"), MemoryError()], ids=repr)
@@ -232,27 +232,12 @@ def test_a_disk_that_fails_for_a_moment_costs_no_checkpoint(error, uninterrupted
 
 
 def test_finished_run(uninterrupted, tmp_path):
-    """Resuming a run that is over changes nothing in it."""
     folder = shutil.copytree(uninterrupted("grpo"), tmp_path / "copy")
     command_line(grpo, "--resume", folder)
     assert_same_result(folder, uninterrupted("grpo"))
 
 
-def test_second_process_is_refused(uninterrupted, tmp_path, capsys):
-    """Two processes never write into one run; the refused one changes nothing."""
-    folder = stopped_after(4, uninterrupted("grpo"), tmp_path)
-    before = (folder / "metrics.jsonl").read_bytes()
-    with open(folder / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        with user_error(capsys, "another process", str(folder)):
-            command_line(grpo, "--resume", folder)
-        assert (folder / "metrics.jsonl").read_bytes() == before
-    command_line(grpo, "--resume", folder)
-    assert_same_result(folder, uninterrupted("grpo"))
-
-
 def test_run_of_another_script_is_refused(uninterrupted, capsys):
-    """A folder that another script made is no run to continue, nor is a folder that none made."""
     with user_error(capsys, "another script"):
         command_line(grpo, "--resume", uninterrupted("sft"))
     with user_error(capsys, "config.json"):

@@ -1,32 +1,19 @@
 """Reward functions written for TRL run unmodified, get what TRL gives them, and are added up as TRL adds them."""
 
-import json
-import sys
-
 import pytest
 import torch
-from helpers import SMALL, metrics, new_run
+from helpers import SMALL, metrics, new_run, write_rows
 
 from algos import grpo
 from utils.errors import UserError
 from utils.rewards import make_scorer
 from utils.tasks import Task, load_task
 
+pytestmark = pytest.mark.usefixtures("imports_as_they_were")
 TASK = Task("mine", lambda index, seed: {"prompt": "?"}, [])
 CHAT = [[{"role": "user", "content": "one?"}], [{"role": "user", "content": "two?"}]]
 TEXTS = ["<think>a</think>b", "no thoughts", "<think>a</think>", "</think>"]
 IDS = [[1, 2, 3, 4], [5, 5, 5, 5, 5, 5, 5, 5], [1, 2, 1, 2, 1, 2], [7]]
-
-
-@pytest.fixture(autouse=True)
-def imports_as_they_were(monkeypatch):
-    """A user's package may take the name `utils`: give it back afterwards."""
-    ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "utils"}
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
-        del sys.modules[name]
-    sys.modules.update(ours)
 
 
 def scored(specs, weights=(), rows=None, chat=False, step=3):
@@ -117,7 +104,6 @@ def test_none_skips_and_weights_add_up(tmp_path):
 
 
 def test_function_that_scores_nothing_logs_nothing(tmp_path):
-    """A mean over nothing is no number and not logged."""
     path = write(tmp_path, "def nothing(completions, **columns): return [None] * 4")
     result = scored([f"{path}:nothing"])
     assert result.columns == {} and result.rewards.isnan().all()
@@ -147,7 +133,6 @@ def test_steps_without_any_reward_are_logged_without_one(tmp_path, capsys):
 
 
 def test_same_name_twice(tmp_path):
-    """Two functions of one name are two columns."""
     path = write(tmp_path, "def f(completions, **columns): return [1.0] * 4")
     (tmp_path / "other").mkdir()
     other = write(tmp_path / "other", "def f(completions, **columns): return [2.0] * 4")
@@ -164,7 +149,7 @@ def test_autocast_is_the_policy_s_alone(tmp_path):
         "    assert not torch.is_autocast_enabled('cpu')\n"
         "    return [0.0 for _ in completions]\n",
     )
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"S{i}:"}) + "\n" for i in range(10, 40)))
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"S{i}:"} for i in range(10, 40)])
     flags = ["--task", tmp_path / "rows.jsonl", "--reward", f"{path}:zero", "--precision", "bfloat16", "--max-steps", 1]
     folder = new_run(grpo, tmp_path / "runs", *SMALL["grpo"], *flags)
     assert [row["eval/greedy"] for row in metrics(folder)] == [0.0, 0.0]
@@ -184,7 +169,6 @@ def test_a_file_is_run_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("value", ["float('nan')", "float('inf')"])
 def test_not_a_number_is_refused(value, tmp_path):
-    """NaN and infinity would spoil the whole group: the function is named, and the completion."""
     path = write(tmp_path, f"def f(completions, **columns): return [0.0, 0.0, {value}, 0.0]")
     with pytest.raises(UserError, match="function f returned .*</think>"):
         scored([f"{path}:f"])
@@ -218,10 +202,9 @@ def test_package_of_the_users_called_utils(marker, when, tmp_path):
     assert [row["reward"] for row in metrics(new_run(grpo, tmp_path / "runs", *flags))[1:]] == [1, 1]
 
 
-def test_reward_columns_are_logged_by_a_run(tmp_path):
+def test_reward_columns_are_logged_by_a_run(own_cache, tmp_path):
     """A dataset's column reaches the function in a whole run, and its metric reaches metrics.jsonl; without a score of
     the task's own, evaluation gives the functions' mean rewards."""
-    datasets = pytest.importorskip("datasets")
     path = write(
         tmp_path,
         "def f(completions, gold, log_metric, **columns):\n"
@@ -229,10 +212,8 @@ def test_reward_columns_are_logged_by_a_run(tmp_path):
         "    return [float(len(text)) for text in completions]\n",
     )
     rows = [{"prompt": f"S{i}10:", "gold": 5} for i in range(9)]
-    (tmp_path / "file.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-        flags = f"--task {tmp_path}/file.jsonl --max-steps 1 --reward {path}:f".split()
-        first, second = metrics(new_run(grpo, tmp_path / "runs", *SMALL["grpo"], *flags))
+    write_rows(tmp_path / "file.jsonl", rows)
+    flags = f"--task {tmp_path}/file.jsonl --max-steps 1 --reward {path}:f".split()
+    first, second = metrics(new_run(grpo, tmp_path / "runs", *SMALL["grpo"], *flags))
     assert first.keys() == {"step", "eval/greedy", "eval/sampled"} and first["eval/greedy"] > 0
     assert second["reward/gold"] == 5 and second["reward/f"] == second["reward"] > 0

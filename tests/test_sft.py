@@ -5,7 +5,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from algos import sft
-from utils.errors import UserError
 from utils.lm import TINY_MODEL, load_model
 from utils.tasks import encode_row, load_task
 
@@ -82,13 +81,6 @@ def test_completions_end_with_their_first_eos():
     messages = [{"role": "user", "content": "21"}]
     answer = [{"role": "assistant", "content": "12"}]
     assert encode_row({"prompt": messages, "completion": answer}, tokenizer, [eos]) == (prompt, completion)
-
-
-def test_a_template_that_rewrites_its_prompt_is_refused():
-    _, tokenizer = load_model(TINY_MODEL)
-    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(UserError, match="template"):
-        encode_row({"prompt": "21", "completion": "12"}, tokenizer, [1])
 
 
 @pytest.mark.parametrize("lora_rank, limit", [(0, 32), (2, 512)])

@@ -1,12 +1,11 @@
 """Tasks: rows that depend on nothing but index and seed, scores that cannot be fooled, prompts for each model."""
 
 import itertools
-import json
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from helpers import write_rows
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -14,18 +13,12 @@ from utils.errors import UserError
 from utils.lm import TINY_MODEL
 from utils.tasks import encode_completion, encode_prompt, load_task, present
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 KEYS = {
     "countdown": lambda row: (*sorted(row["numbers"]), "=", row["target"]),
     "sort": lambda row: "".join(sorted(row["digits"])),
 }
 procedural = pytest.mark.parametrize("name", ["countdown", "sort"])
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """What the datasets library keeps of a file stays with the test."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 @procedural
@@ -92,60 +85,61 @@ def test_countdown_demonstrations():
     assert 0.7 < sum(wrong) / len(wrong) < 0.8  # 2256 rows: standard deviation 0.009
 
 
+COUNTDOWN = """
+3 5 7=32 5*7=35,35-3=32 is right
+3 5 7=32 7*5=35,35-3=32 is right
+3 5 7=32 5*7=35,35-3=32,32+0=32 has an extra step
+3 5 7=32 5*7=35,35-3=32, has an empty step
+3 5 7=32 5*7=35 leaves a number
+3 5 7=32 5*7=35,35-3=33 has wrong arithmetic
+3 5 7=32 5*7=32 has wrong arithmetic
+3 5 7=32 5*7=35,35-5=30 uses a number again
+3 5 7=32 7+7=14,14*3=42 uses a number twice in a step
+3 5 7=32 5*7=35,3*1=3 uses a number that is not there
+3 5 7=32 3-5=-2,7-2=5 goes below 0
+3 5 7=32 7/0=7,5*7=35 divides by zero
+3 5 7=32 7/3=2,5*2=10 has an inexact division
+3 5 7=32 5*7-3=32 has two operations in a step
+3 5 7=32 5**7=32 has no operator
+3 5 7=32 ٥*7=35,35-3=32 has digits of another script
+3 5 7=32 ５*7=35,35-3=32 has wide digits
+3 5 7=32 5*7=35;35-3=32 has another separator
+3 5 7=32 32 has no steps
+3 5 7=32 , has empty steps
+4 8 2=32 4*8=32 reaches the target but leaves a number
+4 8 2=32 4*8=32,32*2=64 goes beyond the target
+4 4 2=4 4/2=2,2*4=8 ends elsewhere
+4 4 2=4 4-2=2,4-2=2 ends elsewhere
+4 4 2=4 4*2=8,8-4=4 is right: each of two equal numbers is used
+4 2 2=4 4/4=1,1*2=2 uses a number twice that is there once
+8 2 2=6 8/2=4,4+2=6 is right
+8 4 2=4 8/2=4,4*1=4 uses a result that is not there
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("case", COUNTDOWN)
+def test_countdown_score(case):
+    numbers, target, answer, why = re.match(r"([ \d]+)=(\d+) (\S+) (.*)", case, re.ASCII).groups()
+    row = {"numbers": [*map(int, numbers.split())], "target": int(target)}
+    assert load_task("countdown").score(row, answer) == {"reward": float(why.startswith("is right"))}
+
+
 @pytest.mark.parametrize(
-    "answer, reward, why",
+    "answer, reward",
     [
-        ("5*7=35,35-3=32", 1, "right"),
-        ("7*5=35,35-3=32", 1, "right in another order"),
-        (" 5 * 7 = 35, 35-3 = 32\n", 1, "spaces"),
-        ("so <answer>1+1=2</answer> or <answer>\n5*7=35,35-3=32 </answer>, I think", 1, "the last pair of tags"),
-        ("<answer>5*7=35,35-3=32</answer> <answer>1+1=2</answer>", 0, "the last pair of tags"),
-        ("5*7=35,35-3=32,32+0=32", 0, "extra step"),
-        ("5*7=35,35-3=32,", 0, "empty step"),
-        ("5*7=35", 0, "unused number"),
-        ("5*7=35,35-3=33", 0, "wrong arithmetic"),
-        ("5*7=32", 0, "wrong arithmetic"),
-        ("5*7=35,35-5=30", 0, "number reused"),
-        ("7+7=14,14*3=42", 0, "number reused in one step"),
-        ("5*7=35,3*1=3", 0, "a number that is not there"),
-        ("3-5=-2,7-2=5", 0, "negative"),
-        ("7/0=7,5*7=35", 0, "division by zero"),
-        ("7/3=2,5*2=10", 0, "inexact division"),
-        ("5*7-3=32", 0, "two operations in a step"),
-        ("5**7=32", 0, "no operator"),
-        ("5*7=35,35-3=32 and so on", 0, "text after it"),
-        ("٥*7=35,35-3=32", 0, "digits of another script"),
-        ("５*7=35,35-3=32", 0, "wide digits"),
-        ("5*7=35,35-3=" + "9" * 5000, 0, "huge"),
-        ("9" * 100_000 + "*7=35,35-3=32", 0, "huge"),
-        ("5*7=35;35-3=32", 0, "another separator"),
-        ("32", 0, "no steps"),
-        ("", 0, "empty"),
-        (",", 0, "empty steps"),
+        (" 5 * 7 = 35, 35-3 = 32\n", 1),
+        ("so <answer>1+1=2</answer> or <answer>\n5*7=35,35-3=32 </answer>, I think", 1),
+        ("<answer>5*7=35,35-3=32</answer> <answer>1+1=2</answer>", 0),
+        ("5*7=35,35-3=32 and so on", 0),
+        ("5*7=35,35-3=" + "9" * 5000, 0),
+        ("9" * 100_000 + "*7=35,35-3=32", 0),
+        ("", 0),
     ],
+    ids=lambda x: str(x)[:30],
 )
-def test_countdown_score(answer, reward, why):
-    """Each number once, right arithmetic, the target at the end, and nothing else."""
-    row = {"numbers": [3, 5, 7], "target": 32}
-    assert load_task("countdown").score(row, answer) == {"reward": float(reward)}, why
-
-
-def test_countdown_score_wants_every_number_used():
-    """Also where the target is reached before."""
-    score, row = load_task("countdown").score, {"numbers": [4, 8, 2], "target": 32}
-    assert score(row, "4*8=32") == {"reward": 0.0}
-    assert score(row, "4*8=32,32*2=64") == {"reward": 0.0}
-
-
-def test_countdown_score_counts_equal_numbers():
-    """A number that is there twice can be used twice, and must be; results can be operands, and equal to a number."""
-    score, row = load_task("countdown").score, {"numbers": [4, 4, 2], "target": 4}
-    assert score(row, "4/2=2,2*4=8") == {"reward": 0.0}  # right, but another target
-    assert score(row, "4-2=2,4-2=2") == {"reward": 0.0}  # arithmetic right, result not the target
-    assert score(row, "4*2=8,8-4=4") == {"reward": 1.0}
-    assert score({"numbers": [4, 2, 2], "target": 4}, "4/4=1,1*2=2") == {"reward": 0.0}
-    assert score({"numbers": [8, 2, 2], "target": 6}, "8/2=4,4+2=6") == {"reward": 1.0}
-    assert score({"numbers": [8, 4, 2], "target": 4}, "8/2=4,4*1=4") == {"reward": 0.0}
+def test_countdown_score_of_other_texts(answer, reward):
+    """Spaces do not matter, and what stands in the last pair of tags counts."""
+    assert load_task("countdown").score({"numbers": [3, 5, 7], "target": 32}, answer) == {"reward": float(reward)}
 
 
 def test_most_sort_demonstrations_are_wrong():
@@ -165,7 +159,6 @@ def test_most_sort_demonstrations_are_wrong():
                                             ("112", 0), ("01122", 0), ("0 1 1 2", 0), ("٠112", 0),
                                             ("", 0)])  # fmt: skip
 def test_sort_score(answer, reward):
-    """The digits in ascending order, nothing else."""
     assert load_task("sort").score({"digits": "1201"}, answer) == {"reward": float(reward)}
 
 
@@ -175,13 +168,8 @@ def gsm8k(tmp_path):
     for name, count in (("train", 30), ("test", 5)):
         rows = [{"question": f"{name} {i}?", "answer": f"{i} + 1 = <<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"}
                 for i in range(count)]  # fmt: skip
-        write(tmp_path / f"{name}.jsonl", rows)
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     return load_task(f"gsm8k:{tmp_path}")
-
-
-def write(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_gsm8k_rows(gsm8k):
@@ -246,21 +234,12 @@ def test_dataset_files(kind, chat, tmp_path):
     prompts = [[*MESSAGES, {"role": "user", "content": str(i)}] if chat else f"{i}?" for i in range(60)]
     rows = [{"ask": prompt, "prompt": "another column", "gold": i} for i, prompt in enumerate(prompts)]
     path = tmp_path / f"file.{kind}"
-    write(path, rows) if kind == "jsonl" else datasets.Dataset.from_list(rows).to_parquet(path)
+    write_rows(path, rows) if kind == "jsonl" else datasets.Dataset.from_list(rows).to_parquet(path)
     task = load_task(str(path), "ask")
     trained = [task.train(i, 1) for i in range(60 - len(task.heldout))]
     assert task.name == "file" and task.score is None and len(task.heldout) == 3
     assert sorted(row["gold"] for row in trained + task.heldout) == list(range(60))
     assert all(row["prompt"] == prompts[row["gold"]] and "ask" not in row for row in trained + task.heldout)
-
-
-def test_held_out_prompts_are_never_trained(tmp_path):
-    """Equal prompts stay on one side, however often they are in the file."""
-    rows = [{"prompt": f"{i % 40}?", "gold": i} for i in range(400)]
-    task = load_task(write(tmp_path / "file.jsonl", rows))
-    trained = [task.train(i, 1) for i in range(400 - len(task.heldout))]
-    assert task.heldout and not {row["prompt"] for row in trained} & {row["prompt"] for row in task.heldout}
-    assert sorted(row["gold"] for row in trained + task.heldout) == list(range(400))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +267,6 @@ def test_a_dataset_with_a_test_split_of_its_own(names, train, heldout, monkeypat
 
 
 def test_a_test_split_that_is_the_training_split(monkeypatch):
-    """Nothing would be left to train on."""
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"prompt": f"{i}?"} for i in range(9)])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(train=rows, test=rows))
@@ -332,7 +310,7 @@ def test_prompt_for_each_kind_of_model(tmp_path):
 def test_prompt_column_is_the_prompt(tmp_path):
     """A dataset's own column called question is data: the model gets the prompt column, and nothing in place of it."""
     rows = [{"prompt": f"Answer in one word: {i}?", "question": f"{i}?"} for i in range(10)]
-    row = load_task(write(tmp_path / "file.jsonl", rows)).train(0, 1)
+    row = load_task(write_rows(tmp_path / "file.jsonl", rows)).train(0, 1)
     assert present(row, tokenizer(big=True)) == row["prompt"]
     assert present(row, tokenizer(TEMPLATE, big=True)) == [{"role": "user", "content": row["prompt"]}]
 

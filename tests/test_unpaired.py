@@ -1,28 +1,15 @@
 """Unpaired preference data: rows with a label, pairs taken as two of them, and what is refused."""
 
-import json
-
 import pytest
+from helpers import write_rows
 
 from utils.errors import UserError
 from utils.lm import TINY_MODEL, load_model
 from utils.preferences import as_example, encode_pair, load_preferences, load_unpaired
 from utils.tasks import encode_completion, load_task
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """What the datasets library keeps of a file stays with the test."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-def file_of(tmp_path, rows: list[dict]) -> str:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def text_rows(n: int) -> list[dict]:
@@ -47,22 +34,6 @@ def test_embedded_rows(name):
     assert len(data.heldout) == 2 * len(pairs.heldout)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_files(kind, tmp_path):
-    """All rows arrive, as they are, in either split; a prompt is in one of the two only."""
-    rows = text_rows(60)
-    path = file_of(tmp_path, rows)
-    if kind == "parquet":
-        import datasets
-
-        path = str(tmp_path / "rows.parquet")
-        datasets.Dataset.from_list(rows).to_parquet(path)
-    data = load_unpaired(path, 1, 1)
-    assert data.name == "rows" and data.task is None and data.heldout
-    assert sorted(map(str, data.train + data.heldout)) == sorted(map(str, rows))
-    assert {row["prompt"] for row in data.train}.isdisjoint(row["prompt"] for row in data.heldout)
-
-
 @pytest.mark.parametrize("form", ["explicit", "implicit", "chat"])
 def test_pairs_become_two_rows(form, tmp_path):
     """As trl.unpair_preference_dataset makes them, prompts taken from what both begin with where there are none."""
@@ -72,7 +43,7 @@ def test_pairs_become_two_rows(form, tmp_path):
     if form == "chat":
         rows = [dict(chosen=[USER | {"content": str(i)}, GOOD], rejected=[USER | {"content": str(i)}, BAD])
                 for i in range(9)]  # fmt: skip
-    data = load_unpaired(file_of(tmp_path, rows), 1, 1)
+    data = load_unpaired(write_rows(tmp_path / "rows.jsonl", rows), 1, 1)
     found = chosen_columns(data.train + data.heldout, "prompt", "completion", "label")
     if form == "chat":
         expected = [dict(prompt=[USER | {"content": str(i)}], completion=[c], label=label)
@@ -89,20 +60,10 @@ def test_as_trl_unpairs_them(tmp_path):
     import datasets
 
     rows = [dict(prompt=f"Q {i}:", chosen=f" good {i}", rejected=f" bad {i}") for i in range(9)]
-    data = load_unpaired(file_of(tmp_path, rows), 1, 1)
+    data = load_unpaired(write_rows(tmp_path / "rows.jsonl", rows), 1, 1)
     ours = chosen_columns(data.train + data.heldout, "prompt", "completion", "label")
     theirs = chosen_columns(trl.unpair_preference_dataset(datasets.Dataset.from_list(rows)), *ours[0])
     assert sorted(map(str, ours)) == sorted(map(str, theirs))
-
-
-def test_own_test_split(monkeypatch):
-    """A dataset's test split is what is held out, and its prompts are not trained."""
-    import datasets
-
-    splits = {"train": datasets.Dataset.from_list(text_rows(19)), "test": datasets.Dataset.from_list(text_rows(2))}
-    monkeypatch.setattr("utils.preferences.read_splits", lambda spec: splits)
-    data = load_unpaired("org/name", 1, 1)
-    assert data.heldout == text_rows(2) and data.train == text_rows(19)[2:]
 
 
 @pytest.mark.parametrize("label", [True, False, 1, 0])
@@ -113,55 +74,14 @@ def test_forms(label, prompt, completion):
     assert type(row["label"]) is bool
 
 
-@pytest.mark.parametrize(
-    "row, words",
-    [
-        (dict(prompt="p", completion="c", label="good"), "row 0 label 'good' true false 1 0"),
-        (dict(prompt="p", completion="c", label=None), "label None"),
-        (dict(prompt="p", completion="c", label=2), "label 2"),
-        (dict(prompt="p", completion="c", label=-1), "label -1"),
-        (dict(prompt="p", completion="c", label=0.5), "label 0.5"),
-        (dict(prompt="p", completion="c", label=[True]), "label [True]"),
-        (dict(prompt="p", completion="", label=True), "row 0 completion '' not empty"),
-        (dict(prompt="p", completion=None, label=True), "completion None"),
-        (dict(prompt="", completion="c", label=True), "the prompt '' text"),
-        (dict(prompt=[USER], completion="c", label=True), "prompt text"),
-        (dict(prompt="p", completion=[GOOD], label=True), "prompt list of chat messages"),
-    ],
-)
-def test_rows_that_are_none(row, words):
-    with pytest.raises(UserError) as error:
-        as_example(row, "row 0 of f")
-    assert not [word for word in words.split() if word not in str(error.value)], error.value
-    assert str(error.value).count(". ") == 0
-
-
-@pytest.mark.parametrize(
-    "columns, words",
-    [("prompt completion", "label"), ("label", "completion prompt chosen rejected"), ("prompt chosen", "label")],
-)
-def test_missing_columns(columns, words, tmp_path):
-    path = file_of(tmp_path, [dict.fromkeys(columns.split(), "x")] * 2)
-    with pytest.raises(UserError) as error:
-        load_unpaired(path, 1, 1)
-    assert not [word for word in (*words.split(), *columns.split()) if word not in str(error.value)], error.value
-
-
-def test_a_bad_row_of_a_file_is_named(tmp_path):
-    rows = [row | {"label": int(row["label"])} for row in text_rows(6)]
-    with pytest.raises(UserError, match="row 6 of .*rows.jsonl"):
-        load_unpaired(file_of(tmp_path, [*rows, dict(prompt="p", completion="c", label=7)]), 1, 1)
-
-
 @pytest.mark.parametrize("label", [True, False])
 def test_one_kind_of_label(label, tmp_path):
     """Also where the other kind is held out only."""
     with pytest.raises(UserError, match=f"all labels of .* are {label}"):
-        load_unpaired(file_of(tmp_path, [row | {"label": label} for row in text_rows(30)]), 1, 1)
+        load_unpaired(write_rows(tmp_path / "rows.jsonl", [row | {"label": label} for row in text_rows(30)]), 1, 1)
 
 
 def test_tokens():
-    """The two completions of a pair, each alone, are those of the pair."""
     _, tokenizer = load_model(TINY_MODEL)
     eos = [tokenizer.eos_token_id]
     row = dict(prompt="S21:", chosen="12", rejected="2<eos>1")

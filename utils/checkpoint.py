@@ -97,7 +97,7 @@ def rng_state() -> dict:
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": [version, list(words), gauss],
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,

@@ -16,6 +16,7 @@ import symtable
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 UTILS = Path(__file__).resolve().parent
 WIDTH = 120  # of an import line
@@ -61,15 +62,15 @@ def global_names(node: ast.stmt) -> tuple[set[str], set[str]]:
     return binds, reads
 
 
-def is_utils(node: ast.AST) -> bool:
+def is_utils(node: ast.AST) -> TypeGuard[ast.Import | ast.ImportFrom]:
     if isinstance(node, ast.ImportFrom):
-        return node.level > 0 or node.module.split(".")[0] == "utils"
+        return node.level > 0 or (node.module or "").split(".")[0] == "utils"
     return isinstance(node, ast.Import) and any(a.name.split(".")[0] == "utils" for a in node.names)
 
 
 def record_import(file: File, node: ast.Import | ast.ImportFrom) -> None:
     for a in node.names:
-        module, attribute = (a.name, "") if isinstance(node, ast.Import) else (node.module, a.name)
+        module, attribute = (a.name, "") if isinstance(node, ast.Import) else (node.module or "", a.name)
         name = a.asname or attribute or module.split(".")[0]
         if module == "__future__":
             file.future.add(attribute)
@@ -99,7 +100,7 @@ def dissect(source: str, tree: ast.Module, label: str, is_script: bool = False) 
             raise EjectError(f"{says}: write `from some.module import name` at the top level of the file.")
     starts = [min(n.lineno for n in [node, *getattr(node, "decorator_list", [])]) - 1 for node in body] + [len(lines)]
     for node, start, stop in zip(body, starts, starts[1:]):
-        above, end = end, node.end_lineno
+        above, end = end, node.end_lineno or end
         if start < above:
             raise EjectError(f"{label} has two statements in line {start + 1}: give each its own line.")
         # Indented comments below a function's last statement still belong to it.

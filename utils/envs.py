@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -23,6 +24,7 @@ from utils.imports import users_imports
 from utils.run import RunArgs
 
 LONGEST_LOG = 200_000  # actions of one episode that are kept for a resume; a longer episode starts anew
+Vector = Any  # AsyncVectorEnv or SyncVectorEnv with a Log in its attribute `log`, which their types lack
 
 
 @dataclass
@@ -47,7 +49,8 @@ class Episode(gym.Wrapper):
 
     def __init__(self, env: gym.Env, seed: int, index: int):
         super().__init__(env)
-        self.origin, self.episode, self.saved = (seed % 2**64, index), -1, None
+        self.origin, self.episode = (seed % 2**64, index), -1
+        self.saved: Any = None
 
     def reset(self, *, seed=None, options=None):
         self.episode += 1
@@ -102,7 +105,7 @@ class Log:
             self.actions[i][kept] = actions[i]
         self.total += rewards
         self.length += 1
-        ended = np.flatnonzero(done)
+        ended = np.flatnonzero(done).tolist()
         episodes = [(self.total[i].item(), self.length[i].item()) for i in ended]
         for i in ended:
             self.begin(i, self.episode[i] + 1)
@@ -145,7 +148,7 @@ def make_env(
     return gym.wrappers.FlattenObservation(env)
 
 
-def open_env(args: EnvArgs, make: Callable[..., gym.Env] = make_env) -> tuple[Callable, int, gym.Space]:
+def open_env(args, make: Callable = make_env) -> tuple[Callable, int, Any]:
     """How the run makes an environment, how many numbers one observes (of images: how many are stacked), and its
     actions. Raises UserError where there is no such environment."""
     if args.capture_video and not args.evaluate:
@@ -168,7 +171,7 @@ def parse_kwargs(pairs: tuple[str, ...]) -> dict:
     return kwargs
 
 
-def make_vector(make: Callable[[], gym.Env], num_envs: int, seed: int, kind: str = "sync") -> gym.vector.VectorEnv:
+def make_vector(make: Callable[[], gym.Env], num_envs: int, seed: int, kind: str = "sync") -> Vector:
     """`num_envs` environments that start their next episode in the step that ends one (SAME_STEP): the observation that
     comes back is the new episode's first, and infos["final_obs"] holds the old one's last. async: a process each."""
     trainer = os.getpid()
@@ -181,12 +184,12 @@ def make_vector(make: Callable[[], gym.Env], num_envs: int, seed: int, kind: str
 
     thunks = [partial(start, index) for index in range(num_envs)]
     vector = AsyncVectorEnv if kind == "async" else partial(SyncVectorEnv, copy=False)
-    envs = vector(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs: Vector = vector(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
     envs.log = Log(num_envs)
     return envs
 
 
-def step_vector(envs: gym.vector.VectorEnv, actions: np.ndarray, step: int) -> tuple:
+def step_vector(envs: Vector, actions: np.ndarray, step: int) -> tuple:
     """One step of a SAME_STEP vector: (observations to act on next, true next observations, rewards, terminated,
     truncated, episodes that ended as (return, length)). The two observations differ where an episode ended: there the
     second is the last one of the old episode, which a bootstrap needs. info["life_lost"] counts as terminated, too,
@@ -220,14 +223,14 @@ def episode_columns(episodes: list[tuple[float, int]]) -> dict[str, float]:
     return dict(zip(("return", "length"), np.mean(episodes, 0).tolist())) if episodes else {}
 
 
-def reset_vector(envs: gym.vector.VectorEnv) -> np.ndarray:
+def reset_vector(envs: Vector) -> np.ndarray:
     """The first observations (N, D), a copy. Raises UserError where they are not finite."""
     obs = envs.reset()[0].copy()
     check_finite(obs, np.zeros(len(obs)), 0)
     return obs
 
 
-def restore_vector(envs: gym.vector.VectorEnv, states: list[dict]) -> np.ndarray:
+def restore_vector(envs: Vector, states: list[dict]) -> np.ndarray:
     """Brings every environment back into the episode of its state. One that cannot be brought back begins a new
     episode, which is said. Returns the observations (N, D) to act on."""
     envs.set_attr("saved", states)

@@ -40,7 +40,7 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: 
             repeated = [row for row in some for _ in range(count)]
             if task.score is None:
                 shown = [prompt for prompt in prompts for _ in range(count)]
-                scored = score(repeated, shown, texts, token_lists, step)
+                scored = score(repeated, shown, texts, token_lists, step)  # type: ignore[misc]
                 scores = [{"reward": r} for r in scored.rewards.tolist()]
             else:
                 scores = [task.score(row, text) for row, text in zip(repeated, texts)]

@@ -18,6 +18,7 @@ from utils.run import resolve
 
 TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")
 CHUNK_ELEMENTS = 2**25  # float32 logits that are normalised at once: 128 MiB
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # of `completion_logps`, after the model
 
 
 class Samples(NamedTuple):
@@ -254,8 +255,8 @@ def join(parts: list[Samples]) -> Samples:
         missing = [max(t.shape[1] for t in tensors) - t.shape[1] for t in tensors]
         return torch.cat([torch.nn.functional.pad(t, (m, 0) if at_left else (0, m)) for t, m in zip(tensors, missing)])
 
-    prompts = (cat(field, at_left=True) for field in ("prompt_ids", "prompt_mask"))
-    completions = (cat(field) for field in ("completion_ids", "completion_mask", "logps"))
+    prompts = cat("prompt_ids", at_left=True), cat("prompt_mask", at_left=True)
+    completions = cat("completion_ids"), cat("completion_mask"), cat("logps")
     return Samples(*prompts, *completions, torch.cat([part.ended for part in parts]))
 
 

@@ -8,6 +8,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -141,7 +142,7 @@ def read_hdf5(path: Path) -> Dataset:
     ends = terminals | timeouts
     ends[-1] = True
     next_obs = np.roll(obs, -1, 0)
-    shared = dict(obs=obs, actions=actions, rewards=rewards.reshape(-1), terminated=terminals,
+    shared: dict[str, Any] = dict(obs=obs, actions=actions, rewards=rewards.reshape(-1), terminated=terminals,
                   starts=np.append(0, np.flatnonzero(ends[:-1]) + 1))  # fmt: skip
     if "last_observations" in columns:
         last = columns["last_observations"]
@@ -232,7 +233,7 @@ def check_dataset(data: Dataset) -> None:
         raise UserError(f"--dataset {data.name} has no step with a known next observation: it is too short")
 
 
-def check_spaces(data: Dataset, obs_size: int, action_space: gym.Space) -> None:
+def check_spaces(data: Dataset, obs_size: int, action_space) -> None:
     """Raises UserError where the dataset cannot be of an environment with `obs_size` numbers in a flattened observation
     and this action space."""
     bounded = isinstance(action_space, gym.spaces.Box) and action_space.is_bounded() and action_space.dtype.kind == "f"

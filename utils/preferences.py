@@ -10,9 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 from utils.errors import UserError
-from utils.tasks import Task, encode_completion, epochs, load_task, read_splits, train_and_heldout
+from utils.tasks import Task, encode_completion, epochs, procedural, read_splits, train_and_heldout
+
+Tokens = TypeVar("Tokens", bound=tuple)  # token ids of a prompt and of its completions
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ def load_preferences(spec: str, num_pairs: int, seed: int) -> Preferences:
     Raises UserError for an unknown name, a file that is missing, empty or unreadable, and rows that are no pairs.
     """
     if spec in ("countdown", "sort"):
-        task = load_task(spec)
+        task = procedural(spec)
         made = (right_and_wrong(spec, task.train(i, seed)) for i in count())
         train = list(islice((row for row in made if row["chosen"] != row["rejected"]), num_pairs))
         heldout = [right_and_wrong(spec, row) for row in task.heldout]
@@ -193,14 +196,15 @@ class Batches:
         return [self(step)[: left if step == steps[-1] else None] for step in steps]
 
 
-def encode_rows(rows: list[dict], wanted: list[list[int]], encode: Callable, tokenizer, eos: list[int],
-                max_length: int) -> tuple[dict[int, tuple[list[int], ...]], int]:  # fmt: skip
+def encode_rows(rows: list[dict], wanted: list[list[int]], encode: Callable[..., Tokens], tokenizer,
+                eos: list[int], max_length: int) -> tuple[dict[int, Tokens], int]:  # fmt: skip
     """Row number -> token ids of its prompt and its completions, for the rows in `wanted`; and in how many of them a
     completion was cut. A completion and its prompt may have `max_length` tokens together. encode: `encode_pair`, or
     `encode_row` of utils/tasks.py.
 
     Raises UserError where a prompt leaves no room for a completion."""
-    tokens, cut, too_long = {}, 0, []
+    tokens: dict[int, Any] = {}
+    cut, too_long = 0, []
     for row in dict.fromkeys(row for some in wanted for row in some):
         prompt, *completions = encode(rows[row], tokenizer, eos)
         if (room := max_length - len(prompt)) < 1:

@@ -137,13 +137,13 @@ class RewardModel:
     def __init__(self, path: str, how: str, spec: str, device: torch.device | str, trust_remote_code: bool = False):
         folder = Path(path).expanduser()
         self.__name__ = folder.name  # of its column
-        members = sorted(folder.glob("member-*"))
+        members = sorted(map(str, folder.glob("member-*")))
         if how and not members:
             raise UserError(f"--reward {spec} ends in :{how} but {path} is one model, no ensemble: leave :{how} away")
         self.how = how or "mean"
         check_aggregation(self.how, spec)
         loaded = [
-            load_reward_model(str(member), device, trust_remote_code=trust_remote_code) for member in members or [path]
+            load_reward_model(member, device, trust_remote_code=trust_remote_code) for member in members or [path]
         ]
         self.members, self.tokenizer = [model for model, _, _ in loaded], loaded[0][1]
         for member in self.members:

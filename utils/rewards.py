@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ class Scored(NamedTuple):
 
 def load_file(path: Path) -> ModuleType:
     """The file as a module."""
-    module_spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+    module_spec: Any = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses look their module up there
     with users_imports(path.parent):
@@ -90,7 +90,7 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
     weight = torch.tensor(weights or [1.0] * len(specs))
 
     def score_by_task(rows, prompts, texts, completion_ids, step) -> Scored:
-        scores = [task.score(row, text) for row, text in zip(rows, texts)]
+        scores = [task.score(row, text) for row, text in zip(rows, texts)]  # type: ignore[misc]
         columns = {f"reward/{k}": sum(s[k] for s in scores) / len(scores) for k in scores[0] if k != "reward"}
         return Scored(torch.tensor([s["reward"] for s in scores]), columns, {})
 
@@ -110,7 +110,7 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
                 values = function(rows, texts)
             else:
                 values = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **keywords)
-            values = list(asyncio.run(values) if inspect.isawaitable(values) else values)
+            values = list(asyncio.run(values) if inspect.isawaitable(values) else values)  # type: ignore[arg-type]
             if len(values) != len(texts):
                 raise UserError(
                     f"the reward function {name} returned {len(values)} rewards for {len(texts)} completions: "

@@ -43,7 +43,7 @@ def rollouts(make: Callable, act: Callable, episodes: int, seed: int, video: Pat
     act(obs (N, D), rewards (N,) of the step before, running (N,) bool) -> actions; rows whose episode is over are
     ignored. No random numbers of the training's are used.
     """
-    thunks = [lambda i=i: Episode(make(), seed + 2**31, i % (starts or episodes)) for i in range(episodes)]
+    thunks: list = [lambda i=i: Episode(make(), seed + 2**31, i % (starts or episodes)) for i in range(episodes)]
     if video is not None:
         thunks[0] = lambda: Episode(recorded(make, video), seed + 2**31, 0)
     before = rng_state()  # an environment may draw from the global generators, which are the training's

@@ -8,6 +8,7 @@ RUN/curve.png, RUN/model/
 
 import contextlib
 import dataclasses
+import fcntl  # not on Windows, which is not supported
 import json
 import math
 import os
@@ -30,11 +31,6 @@ from utils.checkpoint import load_newest, restore, rng_state, save_checkpoint, s
 from utils.errors import NonNegativeInt, PositiveInt, UserError, check_numbers
 from utils.machine import cores, environment
 from utils.plot import plot
-
-try:
-    import fcntl
-except ImportError:  # Windows: two runs in one folder are not noticed there
-    fcntl = None
 
 LOGGING_FLAGS = ("resume", "track", "save_every", "keep", "output_dir")  # none of them changes what is computed
 
@@ -126,7 +122,8 @@ class Run:
         self.args, self.total, self.headline = args, total, headline
         self.history: list[dict] = []
         self.shown: dict[str, str] = {}  # the newest value of each headline column
-        self.signal = self.state = self.wandb = None
+        self.signal: int | None = None
+        self.state = self.wandb = None
         self.saved_step = -1
         config = json.dumps({"algo": algo, "task": task, "args": dataclasses.asdict(args), **environment()}, indent=1)
         if args.resume:
@@ -179,14 +176,13 @@ class Run:
 
     def lock(self) -> None:
         self.lock_file = open(self.dir / ".lock", "w")
-        if fcntl is not None:
-            try:
-                fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise UserError(f"another process is running in {self.dir}: wait for it or stop it") from error
+        try:
+            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"another process is running in {self.dir}: wait for it or stop it") from error
 
     def rewind_metrics(self, size: int) -> None:
-        """Rows written after the checkpoint are computed again: drop them. Raises UserError where earlier ones lack."""
+        """Drops the rows behind the checkpoint, which are computed again. Raises UserError where rows are missing."""
         if self.metrics.seek(0, os.SEEK_END) < size:
             lost = f"{self.dir / 'metrics.jsonl'} has lost rows that the checkpoint counts"
             raise UserError(f"{lost}: put it back as it was, or start afresh without --resume")

@@ -8,15 +8,17 @@ compact notation for the tiny character model and `plain_prompt` in words for ev
 import random
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from utils.errors import UserError
 
 HELDOUT_ROWS = 256  # held-out rows of procedural tasks, and the most that is kept of a dataset's (gsm8k: all)
 WRONG_SHARE = 0.75  # of the demonstrations of countdown and sort
 CHARACTERS = "0123456789+-*/=,:CS"  # the alphabet of the compact notation, hence of the tiny model's tokenizer
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,11 @@ def hold_out(rows: list[dict], spec: str) -> tuple[list[dict], list[dict]]:
     return [r for r, k in zip(rows, keys) if k not in held], [r for r, k in zip(rows, keys) if k in held]
 
 
-def epochs(rows: list[dict]) -> Callable[[int, int], dict]:
+def epochs(rows: Sequence[Row]) -> Callable[[int, int], Row]:
     """The stream that goes through all rows in a new order every epoch."""
     orders = {}
 
-    def train(index: int, seed: int) -> dict:
+    def train(index: int, seed: int) -> Row:
         epoch, position = divmod(index, len(rows))
         if (epoch, seed) not in orders:
             orders.clear()  # one epoch's order at a time; each is a function of seed and epoch alone
@@ -284,7 +286,8 @@ def encode_prompt(prompt: str | list[dict], tokenizer) -> list[int]:
     ]
 
 
-def encode_completion(row: dict, completion: str | list[dict], tokenizer, eos: list[int]) -> tuple[list[int], ...]:
+def encode_completion(row: dict, completion: str | list[dict], tokenizer,
+                      eos: list[int]) -> tuple[list[int], list[int]]:  # fmt: skip
     """Token ids of the row's prompt, and of its completion up to and including the first EOS, which is added where
     there is none. Raises UserError where the chat template does not continue its own prompt."""
     prompt = present(row, tokenizer)
@@ -303,7 +306,7 @@ def encode_completion(row: dict, completion: str | list[dict], tokenizer, eos: l
     return prompt_tokens, tokens[:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
 
 
-def encode_row(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], ...]:
+def encode_row(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int]]:
     """`encode_completion` of the row's own completion. Raises UserError where it has none."""
     if not row.get("completion"):
         columns = ", ".join(sorted(row))

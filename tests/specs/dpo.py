@@ -13,8 +13,8 @@ simple_GRPO:80, rlhf-book rollout.py:139 mask by the id of padding)
 + mask = ids != 0
 
 labels-swapped: chosen and rejected are two tensors of one shape
-- LOSSES[args.loss](*ratios[-1].unbind(1), args)
-+ LOSSES[args.loss](*ratios[-1].flip(1).unbind(1), args)
+- chosen, rejected = ratios[-1].unbind(1)
++ rejected, chosen = ratios[-1].unbind(1)
 
 beta-missing: a log-ratio is taken for the reward, which is beta times it
 - args.beta * (chosen - rejected), args.label_smoothing
@@ -80,7 +80,8 @@ SPEC = Spec(
     "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
-    tests="exact_dpo parity_trl_dpo invariance::test_the_model_that_is_updated_has_no_dropout dpo_runs",
+    tests="exact_dpo parity_trl_dpo invariance::test_the_model_that_is_updated_has_no_dropout dpo_runs "
+          "resume::test_from_a_checkpoint_in_the_middle",
     known=True,
     curves={
         "dpo-sort": Curve(

@@ -77,7 +77,8 @@ SPEC = Spec(
     "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
-    tests="exact_kto parity_trl_preferences invariance::test_the_model_that_is_updated_has_no_dropout dpo_runs",
+    tests="exact_kto parity_trl_preferences invariance::test_the_model_that_is_updated_has_no_dropout dpo_runs "
+          "resume::test_from_a_checkpoint_in_the_middle",
     curves={
         "kto-sort": Curve(
             dict(task="sort", max_steps=40, eval_every=0, eval_prompts=256), "margin",

@@ -77,7 +77,8 @@ SPEC = Spec(
     "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
-    tests="exact_reward_model invariance::test_the_model_that_is_updated_has_no_dropout reward_models",
+    tests="exact_reward_model invariance::test_the_model_that_is_updated_has_no_dropout reward_models "
+          "resume::test_from_a_checkpoint_in_the_middle",
     curves={
         "reward_model-sort": Curve(
             dict(task="sort", max_steps=20, eval_every=0), "accuracy",

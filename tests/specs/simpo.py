@@ -4,8 +4,8 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 labels-swapped:simpo: chosen and rejected are two tensors of one shape
-- simpo_loss(*logps[-1].unbind(1), args)
-+ simpo_loss(*logps[-1].flip(1).unbind(1), args)
+- chosen, rejected = logps[-1].unbind(1)
++ rejected, chosen = logps[-1].unbind(1)
 
 target-margin-of-the-wrong-sign: a margin to be reached is taken off what is there, and people add bonuses
 - return -logsigmoid(args.beta * (chosen - rejected) - args.gamma)
@@ -58,7 +58,7 @@ SPEC = Spec(
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
     tests="exact_simpo_orpo parity_trl_preferences invariance::test_the_model_that_is_updated_has_no_dropout "
-          "dpo_runs",
+          "dpo_runs resume::test_from_a_checkpoint_in_the_middle",
     curves={
         "simpo-sort": Curve(
             dict(task="sort", max_steps=40, eval_every=0, eval_prompts=256), "margin",
