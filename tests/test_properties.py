@@ -440,6 +440,7 @@ def test_windows(windows, trajectories, length):
         kept = batch.mask[row]
         assert kept.tolist() == [False] * (length - (end - row)) + [True] * (end - row)
         assert batch.obs[row, kept, 0].tolist() == list(range(row, end))
+        assert all(torch.equal(shown[row, kept], held[row:end]) for shown, held in zip(batch[:3], rows[:3]))
         first = starts[starts <= row][-1]
         assert batch.timesteps[row, kept].tolist() == list(range(row - first, end - first))
         assert not any(x[row][~kept].any() for x in (batch.obs, batch.actions, batch.rtg, batch.timesteps))
