@@ -165,7 +165,7 @@ def test_budget_of_a_decaying_schedule_is_refused(algo, tmp_path, capsys):
 @pytest.mark.parametrize("algo", ["dpo", "kto"])
 def test_reference_log_probabilities_come_from_the_checkpoint(algo, uninterrupted, tmp_path, monkeypatch):
     """They are still there after --model's folder has changed."""
-    load = MODULES[algo].load_policy
+    folder, load = stopped_after(2, uninterrupted(algo), tmp_path), MODULES[algo].load_policy
 
     def changed(*args):
         model, tokenizer = load(*args)
@@ -174,7 +174,6 @@ def test_reference_log_probabilities_come_from_the_checkpoint(algo, uninterrupte
         return model, tokenizer
 
     monkeypatch.setattr(MODULES[algo], "load_policy", changed)
-    folder = stopped_after(2, uninterrupted(algo), tmp_path)
     command_line(MODULES[algo], "--resume", folder)
     assert_same_result(folder, uninterrupted(algo))
 
@@ -182,11 +181,12 @@ def test_reference_log_probabilities_come_from_the_checkpoint(algo, uninterrupte
 @pytest.mark.parametrize("algo", ["dpo", "kto", "reward_model"])
 def test_a_dataset_that_changed_is_refused(algo, uninterrupted, tmp_path, monkeypatch, capsys):
     """Rows are known by their position."""
+    folder = stopped_after(2, uninterrupted(algo), tmp_path)
     loader = "load_unpaired" if algo == "kto" else "load_preferences"
     load = getattr(MODULES[algo], loader)
     monkeypatch.setattr(MODULES[algo], loader, lambda spec, num_pairs, seed: load(spec, num_pairs + 1, seed))
     with user_error(capsys, "other rows"):
-        command_line(MODULES[algo], "--resume", stopped_after(2, uninterrupted(algo), tmp_path))
+        command_line(MODULES[algo], "--resume", folder)
 
 
 @pytest.mark.parametrize("algo", ["dpo", "kto"])

@@ -72,7 +72,8 @@ def scored(specs, weights=(), task=SORT, texts=TEXTS):
 def test_a_run_logs_the_columns_of_the_docstring(single):
     rows = metrics(single)
     step = {"accuracy", "margin", "chosen_score", "rejected_score", "grad_norm", "learning_rate"}
-    evaluated = {f"eval/{name}" for name in ("pair_accuracy", "pair_margin", "ece", "brier", "log_likelihood")}
+    pairs = {f"pair_{name}" for name in ("accuracy", "margin", "chosen_score", "rejected_score")}
+    evaluated = {f"eval/{name}" for name in pairs | {"ece", "brier", "log_likelihood"}}
     assert [row["step"] for row in rows] == list(range(7))
     for row in rows:
         wanted = {"step"} | (step if row["step"] else set()) | (evaluated if row["step"] % 2 == 0 else set())
