@@ -29,6 +29,7 @@ def pytest_addoption(parser):
                      "since its last green run (default), all, of the seven only, none")  # fmt: skip
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     from utils.machine import cores
 
