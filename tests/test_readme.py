@@ -21,14 +21,15 @@ from algos import reward_model
 from benchmarks import chain
 from tests.family import code_of, without_args
 from tests.specs import SPECS
+from utils import run as run_module
 from utils.lm import TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [README] + [(ROOT / folder / "README.md").read_text() for folder in ("algos", "tests", "benchmarks")]
 SCRIPTS = sorted(path.stem for path in (ROOT / "algos").glob("*.py"))
-SHORT = dict(eval_every=0, max_completion_length=12, eval_max_new_tokens=12, micro_batch_size=4, ensemble=1,
-             hidden_size=8, record_steps=50)  # fmt: skip
+SHORT = dict(eval_every=0, eval_samples=2, max_completion_length=12, overlong_buffer=4, eval_max_new_tokens=12,
+             micro_batch_size=4, ensemble=1, hidden_size=8, record_steps=50)  # fmt: skip
 OFFLINE_SCRIPTS = "algos/(bc|iql|dt).py"
 NEEDED = {"ale_py": "ppo_atari", "mujoco": f"(HalfCheetah|Hopper)-v|{OFFLINE_SCRIPTS}", "moviepy": "--capture-video",
           "h5py": f"--record|{OFFLINE_SCRIPTS}", "minari": "mujoco/|D4RL/"}  # fmt: skip
@@ -41,7 +42,14 @@ def tiny(script: str) -> dict:
     args = vars(tyro.cli(importlib.import_module(f"algos.{script}").Args, args=SPECS[script].small.split()))
     named = {word[2:].replace("-", "_") for word in SPECS[script].small.split() if word.startswith("--")}
     small = {name: args[name] for name in named - {"task", "device", "save_every"}}
+    small |= {"max_steps": 2} if "model" in fields else {}
     return small | {name: value for name, value in SHORT.items() if name in fields}
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch):
+    """No picture is drawn of these runs: it would take much of their time."""
+    monkeypatch.setattr(run_module, "plot", lambda *_: None)
 
 
 def commands() -> list[str]:
