@@ -65,15 +65,17 @@ class Forked:
         return self.log.read_text(), self.process.exitcode
 
 
-def command_line(module, *args) -> None:
+def command_line(module, *args, picture: bool = False) -> None:
     """The same command line in this process, which saves the seconds of importing torch; signal handlers, the random
-    generators and the module search path are left as they were."""
+    generators and the module search path are left as they were. Without `picture` the curve is an empty file: to draw
+    it would take as long as the run."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads, path = torch.get_num_threads(), list(sys.path)
     try:
         with (
             mock.patch.object(sys, "argv", [module.__file__, *map(str, args)]),
             mock.patch.dict(os.environ, ENVIRONMENT),
+            mock.patch.object(utils_run, "plot", utils_run.plot if picture else lambda *rest: rest[-1].touch()),
             torch.random.fork_rng(devices=[]),
         ):
             utils_run.main(module.Args, module.train)
@@ -84,10 +86,10 @@ def command_line(module, *args) -> None:
             signal.signal(number, handler)
 
 
-def new_run(module, output_dir: Path, *args) -> Path:
+def new_run(module, output_dir: Path, *args, picture: bool = False) -> Path:
     """The folder of a run made by `command_line` in `output_dir`."""
     before = set(runs_in(output_dir))
-    command_line(module, *args, "--output-dir", output_dir)
+    command_line(module, *args, "--output-dir", output_dir, picture=picture)
     (folder,) = set(runs_in(output_dir)) - before
     return folder
 

@@ -12,7 +12,6 @@ from helpers import SMALL, checkpoints, command_line, metrics, new_run, user_err
 from small_data import pendulum
 
 from algos import bc, dt, ppo
-from utils import run as run_module
 from utils.checkpoint import load_newest
 
 MODULES = SCRIPTS | OFFLINE
@@ -78,12 +77,6 @@ OUT_OF_BOUNDS = [
     if number.split()[0].replace("-", "_") in options(algo)
 ]
 WRONG = OUT_OF_BOUNDS + [(algo, args, words) for algo in MODULES for args, *words in ALL + OWN[algo]]
-
-
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch):
-    """No picture is drawn of these runs: it would take most of their time."""
-    monkeypatch.setattr(run_module, "plot", lambda *_: None)
 
 
 @pytest.mark.parametrize("algo, args, words", WRONG, ids=str)

@@ -23,14 +23,6 @@ import torch
 from every_script import every_script, options, script
 from helpers import metrics, new_run, runs_in, start, weights
 
-from utils import run as run_module
-
-
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch):
-    """No picture is drawn of these runs: it would take most of their time."""
-    monkeypatch.setattr(run_module, "plot", lambda *_: None)
-
 
 def trained(folder) -> list[dict]:
     """The rows without evaluations, which are all that a row may lack."""

@@ -21,7 +21,7 @@ every_child = pytest.mark.parametrize("name", MODULES)
 @every_child
 def test_a_run_of_a_child(name, tmp_path):
     """It logs the columns of the docstring and no others, in every row that should have them, and learns a little."""
-    run, step = new_run(MODULES[name], tmp_path, *SMALL[name]), COLUMNS[name].split()
+    run, step = new_run(MODULES[name], tmp_path, *SMALL[name], picture=True), COLUMNS[name].split()
     scores = [f"eval/pair_{column}" for column in step]
     if name == "kto":
         scores = [f"eval/{column}" for column in step if column not in ("accuracy", "z")]

@@ -19,7 +19,6 @@ from helpers import REPO, SMALL, command_line, metrics, new_run, runs_in, start,
 from algos import ppo
 from utils import envs as envs_module
 from utils import rollouts as rollouts_module
-from utils import run as run_module
 from utils.checkpoint import rng_state
 from utils.envs import Episode, make_env, make_vector, reset_vector, restore_vector, step_vector
 from utils.errors import UserError
@@ -30,12 +29,6 @@ REFUSED = {"sequence", "graph", "dict of a sequence"}
 
 
 pytestmark = pytest.mark.usefixtures("imports_as_they_were")
-
-
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch):
-    """No picture is drawn of these runs: it would take most of their time."""
-    monkeypatch.setattr(run_module, "plot", lambda *_: None)
 
 
 def vector(env_id, *kwargs, num_envs=3, seed=7, kind="sync"):

@@ -54,12 +54,6 @@ CASES = {  # name: SCRIPT-... -> arguments. Every run has 160 steps; episodes ar
 every_case = pytest.mark.parametrize("case", CASES)
 
 
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch):
-    """No picture is drawn of these runs: it would take most of their time."""
-    monkeypatch.setattr(run_module, "plot", lambda *_: None)
-
-
 @pytest.fixture(scope="session")
 def flags(tmp_path_factory):
     """case -> the script's module and its arguments; all checkpoints are kept, to resume from any."""

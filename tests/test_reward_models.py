@@ -42,7 +42,7 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     """The folder of a run that nothing disturbed, never to be changed."""
-    return new_run(reward_model, tmp_path_factory.mktemp("single"), *FLAGS)
+    return new_run(reward_model, tmp_path_factory.mktemp("single"), *FLAGS, picture=True)
 
 
 @pytest.fixture(scope="module")

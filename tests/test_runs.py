@@ -31,7 +31,7 @@ from utils.tasks import load_task
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """A small run of grpo.py that has ended."""
-    return new_run(grpo, tmp_path_factory.mktemp("finished"), *SMALL["grpo"])
+    return new_run(grpo, tmp_path_factory.mktemp("finished"), *SMALL["grpo"], picture=True)
 
 
 @pytest.fixture(autouse=True)
