@@ -23,7 +23,7 @@ Run
                                                                                  scores a saved agent
 
 Expect
-    The default run, Hopper-v5's collection, on one CPU thread in 205 seconds of processor time: asked for the
+    The default run, Hopper-v5's collection, takes between 3 and 4 minutes on one CPU thread. Asked for the
     collection's best return of 2,485 it gets 766, asked for a quarter of the way to it 243; eval/slope 0.26 (seed 1, 10
     episodes). After 500 updates it does not listen yet (0.06). With 3,000 updates one run got 926, 339 and 0.28.
     Evaluations of one run, and seeds, differ by hundreds: the learning rate does not fall.
