@@ -37,7 +37,8 @@ Run
 
 Expect
     The default run takes 5 minutes on one CPU thread. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8
-    0.42 to greedy 0.58, pass@1 0.52, pass@8 0.66 (seed 1, 256 prompts). grpo.py: 0.50 to 0.58, 0.47 to 0.53, 0.65 to 0.67 (8 seeds).
+    0.42 to greedy 0.58, pass@1 0.52, pass@8 0.66 (seed 1, 256 prompts). grpo.py: 0.50 to 0.58, 0.47 to 0.53, 0.65 to
+    0.67 (8 seeds).
     At equal steps it is a little better. All trained groups teach. The reward of steps 41 to 50 is 0.57 and 0.58 (seeds
     1 and 2), 0.52 to 0.56 with grpo.py (8 seeds). The control is --max-sampling-rounds 1, which replaces nothing: 0.69
     of its groups teach, and the reward of steps 31 to 40 is 0.51, as with grpo.py, instead of 0.54 (seed 1).
