@@ -96,12 +96,12 @@ SPEC = Spec(
         "dt-hopper-small": Curve(
             dict(max_steps=1200, context_length=3, batch_size=128, embed_dim=64, num_layers=2, learning_rate=0.002,
             dropout=0.0, warmup_steps=100, eval_every=200, eval_episodes=8, target_returns=(2400.0, 300.0)),
-            "eval/slope", numbers={"mean eval/slope": "plain"}, slow=True,
+            "eval/slope", numbers={"mean eval/slope": "plain"},
         ),
         "dt-hopper": Curve(
             dict(max_steps=1200, context_length=3, batch_size=192, dropout=0.0, warmup_steps=100, eval_every=200,
             eval_episodes=8, target_returns=(2400.0, 300.0), precision="bfloat16"), "eval/slope",
-            numbers={"mean eval/slope": "plain"},
+            numbers={"mean eval/slope": "plain"}, slow=True,
         ),
         "dt-hopper-float32": Curve(
             dict(max_steps=1200, context_length=3, batch_size=192, dropout=0.0, warmup_steps=100, eval_every=200,
