@@ -29,7 +29,7 @@ Run
 
 Expect
     Pendulum-v1: from about -1,300 to -170 with the likeliest actions, in about 2 minutes on a CPU (80 to 100 steps a
-    second, measured once). Pendulum's best policies get about -150.
+    second, measured once).
     Hopper-v5, 20,000 steps (--learning-starts 1000): from about 20 to 264 with the likeliest actions (median of 8
     seeds), in 4 minutes.
 
