@@ -28,7 +28,7 @@ Run
         --reward-weights 1 0.2
 
 Expect
-    The default run takes about 1 minute on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8
+    The default run takes 1 to 3 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8
     0.42 to greedy 0.52, pass@1 0.48, pass@8 0.66 (seed 1, 128 prompts; greedy 0.50 to 0.58 over 8 seeds). Most of it
     comes in the first 20 steps (0.49, 0.38, 0.73): the embedded model has mostly seen answers that are one too high.
     It unlearns that. After that pass@1 closes up to greedy and pass@8 falls: the policy sharpens. Sharpening alone
