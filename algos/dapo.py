@@ -100,28 +100,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywher
 from utils.checkpoint import rng_state
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import advice, decode, evaluate, mean, show_samples
-from utils.lm import (
-    TINY_MODEL,
-    Inputs,
-    Means,
-    Samples,
+from utils.lm import Inputs, Means, Samples, check_cache, completion_logps, join, pad_left, sample
+from utils.models import (
+    ModelArgs,
     autocast,
-    check_cache,
-    completion_logps,
     eos_ids,
-    join,
     load_policy,
     load_reference,
-    pad_left,
     resolve_for,
-    sample,
     save_model,
     trained_parameters,
     trained_state,
     without_dropout,
 )
 from utils.rewards import Scored, make_scorer
-from utils.run import Run, RunArgs, main, prepare
+from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
 from utils.tasks import Task, encode_prompt, load_task, present
 
@@ -138,9 +131,7 @@ STD_EPSILON = 1e-4  # the paper names none; 1e-4 as in most code
 
 
 @dataclass
-class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every --keep --resume --track
-    model: str = TINY_MODEL
-    """folder or hub name of a causal language model"""
+class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
     task: str = "countdown"
     """countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset"""
     prompt_column: str = "prompt"
@@ -194,14 +185,6 @@ class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every 
     """decoupled weight decay"""
     max_grad_norm: PositiveFloat = 1.0
     """gradients are clipped to this norm"""
-    precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
-    """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
-    lora_rank: NonNegativeInt = 0
-    """train LoRA adapters of this rank instead of all weights (needs peft)"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, more time"""
-    trust_remote_code: bool = False
-    """run code that comes with the model, and with models of --reward"""
     eval_every: NonNegativeInt = 20
     """steps between evaluations; 0: at the start and the end only"""
     eval_prompts: PositiveInt = 128

@@ -86,8 +86,9 @@ from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
-from utils.lm import (
+from utils.models import (
     TINY_MODEL,
+    ModelArgs,
     autocast,
     for_training,
     resolve_for,
@@ -98,7 +99,7 @@ from utils.lm import (
 )
 from utils.preferences import Batches, load_preferences
 from utils.reward_models import encode_answer, load_reward_model, sequence_scores
-from utils.run import Run, RunArgs, main, prepare
+from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
 
 NAME, TITLE = "reward_model", "reward model"
@@ -111,7 +112,7 @@ BINS = 10  # of the calibration error
 
 
 @dataclass
-class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every --keep --resume --track
+class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
     model: str = TINY_MODEL
     """folder or hub name of a causal language model, which gets a new head, or of a reward model to train further"""
     task: str = "countdown"
@@ -145,14 +146,6 @@ class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every 
     """decoupled weight decay"""
     max_grad_norm: PositiveFloat = 1.0
     """gradients are clipped to this norm"""
-    precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
-    """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
-    lora_rank: NonNegativeInt = 0
-    """train LoRA adapters of this rank and the head instead of all weights (needs peft)"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, more time"""
-    trust_remote_code: bool = False
-    """run code that comes with the model"""
     eval_every: NonNegativeInt = 20
     """steps between evaluations; 0: at the start and the end only"""
     eval_prompts: PositiveInt = 256

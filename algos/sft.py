@@ -50,19 +50,19 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate
-from utils.lm import (
+from utils.lm import check_cache, completion_logps, pad_left
+from utils.models import (
+    ModelArgs,
     autocast,
-    check_cache,
-    completion_logps,
     eos_ids,
+    for_training,
     load_policy,
-    pad_left,
     resolve_for,
     save_model,
     trained_parameters,
     trained_state,
 )
-from utils.run import Run, RunArgs, main, prepare
+from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
 from utils.tasks import encode_row, load_task
 from utils.tiny import new_tiny_model
@@ -79,7 +79,7 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
 
 
 @dataclass
-class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every --keep --resume --track
+class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
     model: str = "new"
     """folder or hub name of a causal language model; new: a tiny character model with random weights"""
     task: tuple[str, ...] = ("countdown", "countdown", "sort")
@@ -105,14 +105,6 @@ class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every 
     """decoupled weight decay"""
     max_grad_norm: PositiveFloat = 1.0
     """gradients are clipped to this norm"""
-    precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
-    """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
-    lora_rank: NonNegativeInt = 0
-    """train LoRA adapters of this rank instead of all weights (needs peft)"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, more time"""
-    trust_remote_code: bool = False
-    """run code that comes with the model"""
     eval_every: NonNegativeInt = 200
     """steps between evaluations; 0: at the end only"""
     eval_prompts: PositiveInt = 128
@@ -158,7 +150,7 @@ def train(args: Args) -> list[dict]:
     tasks = [load_task(spec, args.prompt_column) for spec in args.task]
     if args.model == "new":
         model, tokenizer = new_tiny_model(args.seed)
-        model.to(device)
+        model = for_training(model, args.lora_rank, args.gradient_checkpointing, "CAUSAL_LM").to(device)
     else:
         model, tokenizer = load_policy(args, device)
     settings = resolve_for(model, args, PRESETS)

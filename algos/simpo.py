@@ -70,14 +70,12 @@ from torch.nn.functional import logsigmoid
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from utils.evaluation import evaluate, show
-from utils.lm import (
-    TINY_MODEL,
+from utils.lm import check_cache, completion_logps, pad_left
+from utils.models import (
+    ModelArgs,
     autocast,
-    check_cache,
-    completion_logps,
     eos_ids,
     load_policy,
-    pad_left,
     resolve_for,
     save_model,
     trained_parameters,
@@ -85,7 +83,7 @@ from utils.lm import (
     without_dropout,
 )
 from utils.preferences import Batches, encode_pair, encode_rows, load_preferences
-from utils.run import Run, RunArgs, main, prepare
+from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
 
 NAME, TITLE = "simpo", "SimPO"
@@ -100,9 +98,7 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
 
 
 @dataclass
-class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every --keep --resume --track
-    model: str = TINY_MODEL
-    """folder or hub name of a causal language model"""
+class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt (or none), chosen, rejected"""
     num_pairs: PositiveInt = 2048
@@ -131,14 +127,6 @@ class Args(RunArgs):  # and --seed --device --threads --output-dir --save-every 
     """decoupled weight decay"""
     max_grad_norm: PositiveFloat = 1.0
     """gradients are clipped to this norm"""
-    precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
-    """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
-    lora_rank: NonNegativeInt = 0
-    """train LoRA adapters of this rank instead of all weights (needs peft)"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, more time"""
-    trust_remote_code: bool = False
-    """run code that comes with the model"""
     eval_every: NonNegativeInt = 20
     """steps between evaluations; 0: at the start and the end only"""
     eval_prompts: PositiveInt = 128

@@ -25,8 +25,9 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from utils.evaluation import decode, evaluate  # noqa: E402
-from utils.lm import Samples, completion_logps, eos_ids, load_model, pad_left, sample  # noqa: E402
+from utils.lm import Samples, completion_logps, pad_left, sample  # noqa: E402
 from utils.machine import environment  # noqa: E402
+from utils.models import eos_ids, load_model  # noqa: E402
 from utils.tasks import encode_prompt, load_task, present  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/chain.json"

@@ -68,7 +68,7 @@ def rloo_trainer(rows: list[dict], reward, prompts: int, group: int, directory: 
     import datasets
     from trl import RLOOConfig, RLOOTrainer
 
-    from utils.lm import TINY_MODEL, load_model
+    from utils.models import TINY_MODEL, load_model
 
     model, tokenizer = load_model(TINY_MODEL)
     defaults = dict(weight_decay=0.0, max_grad_norm=1.0, lr_scheduler_type="constant")
@@ -86,7 +86,7 @@ def dpo_trainer(rows: list[dict], directory: str, **settings):
     from transformers import PrinterCallback
     from trl import DPOConfig, DPOTrainer
 
-    from utils.lm import TINY_MODEL, load_model
+    from utils.models import TINY_MODEL, load_model
 
     datasets.disable_progress_bars()
     model, tokenizer = load_model(TINY_MODEL)
@@ -114,7 +114,7 @@ def time_our_dpo(warmup: int, steps: int) -> dict:
     import torch
 
     from algos import dpo
-    from utils.lm import TINY_MODEL, eos_ids, load_model
+    from utils.models import TINY_MODEL, eos_ids, load_model
     from utils.preferences import encode_pair
 
     args = dpo.Args(batch_size=PAIRS, micro_batch_size=PAIRS, max_length=2 * PAIR_TOKENS, beta=DPO_BETA,
@@ -209,7 +209,7 @@ def train_rloo(seed: int, steps: int, args) -> dict:
 def train_dpo(seed: int, steps: int, args) -> dict:
     """One run of DPOTrainer: margins by step, and the last evaluation."""
     from utils.evaluation import evaluate
-    from utils.lm import TINY_MODEL, eos_ids, load_model
+    from utils.models import TINY_MODEL, eos_ids, load_model
     from utils.preferences import encode_pair, load_preferences
     from utils.tasks import epochs
 
@@ -241,7 +241,7 @@ def curve_row(case: Case, seed: int, steps: int | None) -> dict:
     import torch
 
     from utils.evaluation import evaluate
-    from utils.lm import TINY_MODEL, load_model
+    from utils.models import TINY_MODEL, load_model
     from utils.tasks import load_task
 
     args, about = settings(case), versions()

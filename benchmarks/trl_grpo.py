@@ -49,7 +49,7 @@ def versions() -> dict[str, str]:
     import transformers
     import trl
 
-    from utils.lm import TINY_MODEL
+    from utils.models import TINY_MODEL
 
     model = hashlib.sha256((Path(TINY_MODEL) / "model.safetensors").read_bytes()).hexdigest()[:12]
     return {"model": model, "python": platform.python_version(), "torch": torch.__version__,
@@ -96,7 +96,7 @@ def time_ours(warmup: int, steps: int, script: str = "grpo", beta: float = 0.0) 
     """Seconds of each timed step, of its sampling and, with beta, of the reference's log-probabilities."""
     import torch
 
-    from utils.lm import TINY_MODEL, load_model
+    from utils.models import TINY_MODEL, load_model
     from utils.rewards import make_scorer
 
     algo = importlib.import_module(f"algos.{script}")
@@ -215,7 +215,7 @@ def train_trl(seed: int, steps: int, make: Callable = trl_trainer, prompts: int 
               learning_rate: float = 1e-4, eval_prompts: int = 128) -> dict:  # fmt: skip
     """One run on `sort` of the trainer that `make` returns: the row of the curve file."""
     from utils.evaluation import evaluate
-    from utils.lm import TINY_MODEL, load_model
+    from utils.models import TINY_MODEL, load_model
     from utils.tasks import load_task
 
     task, rewards, seen = load_task("sort"), [], []

@@ -6,7 +6,7 @@ import pytest
 from helpers import SMALL, command_line, metrics, new_run, runs_in, user_error, weights, write_rows
 
 from algos import dpo, kto
-from utils.lm import TINY_MODEL, load_model
+from utils.models import TINY_MODEL, load_model
 
 MODULES = {name: importlib.import_module(f"algos.{name}") for name in ("dpo", "simpo", "orpo", "kto")}
 COLUMNS = {  # of a step; in evaluation eval/ or eval/pair_ stands before them

@@ -14,7 +14,7 @@ from tabular import COMPLETIONS, OUTSIDE, PROMPTS, TabularLM, gradients, log_pro
 
 from algos import dpo
 from algos.dpo import LOSSES, Pair
-from utils.lm import TINY_MODEL, load_model
+from utils.models import TINY_MODEL, load_model
 
 pytestmark = pytest.mark.usefixtures("float64")
 P, N = len(PROMPTS), len(COMPLETIONS)

@@ -11,7 +11,7 @@ from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, log_prob
 
 from algos import kto
 from algos.kto import Example
-from utils.lm import TINY_MODEL, load_model
+from utils.models import TINY_MODEL, load_model
 
 pytestmark = pytest.mark.usefixtures("float64")
 REF, TABLE = random_table(6), random_table(1)  # z is 1.05

@@ -27,10 +27,11 @@ from tabular import (
 )
 from tabular import random_table as random_logits
 
-import utils.lm
+import utils.models
 from algos import online_dpo
-from utils.lm import TINY_MODEL as TINY
-from utils.lm import load_model, sample
+from utils.lm import sample
+from utils.models import TINY_MODEL as TINY
+from utils.models import load_model
 
 pytestmark = pytest.mark.usefixtures("float64")
 BETA, ALPHA = 0.7, 0.3
@@ -396,7 +397,7 @@ def test_the_reference_stays_where_the_run_began(tmp_path, monkeypatch):
     """Its numbers for the last batch are those of the model that was loaded, with all weights trained and with LoRA;
     with LoRA no second model is loaded."""
     kept, calls = [], []
-    load, update = utils.lm.load_model, online_dpo.update
+    load, update = utils.models.load_model, online_dpo.update
     monkeypatch.setattr(utils.lm, "load_model", lambda *a, **k: calls.append(a) or load(*a, **k))
 
     def noted(model, optimizer, batch, args):

@@ -272,7 +272,8 @@ def test_skipped_rewards_teach_nothing():
 def test_the_critic_of_a_real_model():
     """Values stand before their tokens: V_t depends on the prompt and y_<t, and on nothing from y_t on; padding on the
     left changes nothing; the shared one moves the policy, the separate one does not."""
-    from utils.lm import TINY_MODEL, load_model, pad_left
+    from utils.lm import pad_left
+    from utils.models import TINY_MODEL, load_model
 
     torch.set_default_dtype(torch.float32)
     model, _ = load_model(TINY_MODEL)

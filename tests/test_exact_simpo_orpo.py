@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, log_probs, minimised, random_table, sigma, slope
 
 from algos import orpo, simpo
-from utils.lm import TINY_MODEL, load_model
+from utils.models import TINY_MODEL, load_model
 
 pytestmark = pytest.mark.usefixtures("float64")
 SIMPO, ORPO = dict(beta=1.7, gamma=0.6), dict(beta=0.8)

@@ -42,7 +42,7 @@ from safetensors.torch import load_file, save_file
 from utils import run as run_module
 from utils.checkpoint import load_newest, save_checkpoint
 from utils.errors import UserError
-from utils.lm import TINY_MODEL, load_model
+from utils.models import TINY_MODEL, load_model
 from utils.preferences import load_preferences
 from utils.replay import ReplayBuffer
 from utils.run import Run, RunArgs, prepare

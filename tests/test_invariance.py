@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import utils.lm
 from algos import dapo, grpo
 from utils.errors import UserError
-from utils.lm import TINY_MODEL, Samples, completion_logps, eos_ids, load_model, pad_left, sample, without_dropout
+from utils.lm import Samples, completion_logps, pad_left, sample
+from utils.models import TINY_MODEL, eos_ids, load_model, without_dropout
 from utils.rewards import make_scorer
 from utils.tasks import load_task
 

@@ -16,7 +16,8 @@ import torch
 from algos import grpo
 from benchmarks.make_trl_fixtures import CASES, LOSS_TYPES, MAX_LENGTH, PATH, TRL, G, P, make_inputs, make_trainer
 from utils.evaluation import decode
-from utils.lm import TINY_MODEL, completion_logps, eos_ids, load_model, pad_left, sample
+from utils.lm import completion_logps, pad_left, sample
+from utils.models import TINY_MODEL, eos_ids, load_model
 from utils.tasks import encode_prompt, load_task
 
 TOLERANCE = 1e-10  # float64

@@ -27,7 +27,8 @@ from benchmarks.make_trl_online_dpo_fixtures import (
     halves,
     inputs,
 )
-from utils.lm import TINY_MODEL, Samples, eos_ids, load_model, pad_left, sample
+from utils.lm import Samples, pad_left, sample
+from utils.models import TINY_MODEL, eos_ids, load_model
 from utils.tasks import encode_prompt, load_task
 
 live = pytest.mark.usefixtures("needs_trl")

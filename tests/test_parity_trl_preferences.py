@@ -25,7 +25,7 @@ from benchmarks.make_trl_preferences_fixtures import (
     equal_lengths,
     inputs,
 )
-from utils.lm import TINY_MODEL, load_model
+from utils.models import TINY_MODEL, load_model
 from utils.preferences import encode_pair, load_preferences, load_unpaired
 from utils.tasks import encode_completion
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from algos import reward_model, rloo
 from utils.errors import UserError
-from utils.lm import TINY_MODEL, load_model
+from utils.models import TINY_MODEL, load_model
 from utils.preferences import load_preferences
 from utils.reward_models import RewardModel, aggregate, encode_answer, load_reward_model, sequence_scores
 from utils.rewards import make_scorer

@@ -21,7 +21,8 @@ import utils.run
 from algos import grpo, ppo_lm, sft
 from utils.checkpoint import load_newest, restore, rng_state, set_rng_state
 from utils.evaluation import advice, evaluate, show
-from utils.lm import TINY_MODEL, completion_logps, load_model, resolve_for, sample
+from utils.lm import completion_logps, sample
+from utils.models import TINY_MODEL, load_model, resolve_for
 from utils.plot import plot
 from utils.rewards import Scored
 from utils.run import Run

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from algos import sft
-from utils.lm import TINY_MODEL, load_model
+from utils.models import TINY_MODEL, load_model
 from utils.tasks import encode_row, load_task
 
 CHAT = (
@@ -106,3 +106,14 @@ def test_the_shipped_model_is_what_readme_says():
         scores = evaluate(model, tokenizer, load_task(name), None, 128, 8, 20, 1.0, 1)
         assert scores["eval/greedy"] < greedy and low < scores["eval/pass@1"] < high and scores["eval/pass@8"] > best
         assert scores["eval/greedy"] < scores["eval/pass@1"]
+
+
+def test_a_new_model_takes_the_flags_of_memory(tmp_path):
+    """--model new trains adapters, too: the weights under them stay."""
+    pytest.importorskip("peft", reason="not run: peft is not installed")
+    args = dict(model="new", task=("sort",), max_steps=1, batch_size=4, eval_every=0, eval_prompts=2, eval_samples=1,
+                device="cpu", threads=1, output_dir=str(tmp_path))  # fmt: skip
+    sft.train(sft.Args(lora_rank=2, **args))
+    (checkpoint,) = tmp_path.glob("*/checkpoints/step-00000001.pt")
+    saved = torch.load(checkpoint, weights_only=True)["model"]
+    assert saved and all("lora_" in name for name in saved)

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from utils.errors import UserError
-from utils.lm import TINY_MODEL
+from utils.models import TINY_MODEL
 from utils.tasks import encode_completion, encode_prompt, load_task, present
 
 pytestmark = pytest.mark.usefixtures("own_cache")

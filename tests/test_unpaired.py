@@ -4,7 +4,7 @@ import pytest
 from helpers import write_rows
 
 from utils.errors import UserError
-from utils.lm import TINY_MODEL, load_model
+from utils.models import TINY_MODEL, load_model
 from utils.preferences import as_example, encode_pair, load_preferences, load_unpaired
 from utils.tasks import encode_completion, load_task
 

@@ -10,7 +10,7 @@ from tiny_runs import result, same, train
 from tests.specs import SPECS
 from utils.checkpoint import load_newest
 from utils.evaluation import evaluate
-from utils.lm import TINY_MODEL, load_model
+from utils.models import TINY_MODEL, load_model
 from utils.tasks import load_task
 
 LANGUAGE = [algo for algo in NAMES if "lora_rank" in options(algo)]

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 
 from utils.checkpoint import rng_state, set_rng_state
-from utils.lm import Samples, autocast, eos_ids, pad_left, sample
+from utils.lm import Samples, pad_left, sample
+from utils.models import autocast, eos_ids
 from utils.tasks import Task, encode_prompt, present
 
 

@@ -1,12 +1,10 @@
-"""Language models: loading, sampling, and the log-probabilities of completions.
+"""Language models: sampling, and the log-probabilities of completions.
 
 Shapes: P prompts, G completions of each, B = P * G rows (the G completions of a prompt stand together), L prompt tokens
 (padded on the left), T completion tokens (padded on the right), V vocabulary.
 """
 
-import contextlib
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,9 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from utils.errors import UserError
-from utils.run import resolve
 
-TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")
 CHUNK_ELEMENTS = 2**25  # float32 logits that are normalised at once: 128 MiB
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # of `completion_logps`, after the model
 
@@ -30,134 +26,6 @@ class Samples(NamedTuple):
     completion_mask: Tensor  # (B, T) bool
     logps: Tensor  # (B, T) float32: log-probability of each token when it was sampled, at the sampling temperature
     ended: Tensor  # (B,) bool: whether EOS was reached; False where the length limit cut the completion off
-
-
-def load_model(path: str, device: torch.device | str = "cpu", precision: str = "float32", lora_rank: int = 0,
-               gradient_checkpointing: bool = False, trust_remote_code: bool = False):  # fmt: skip
-    """Any causal language model and its tokenizer, from a folder or the hub: float32 weights (pure-bfloat16: bfloat16
-    ones), LoRA adapters on all linear layers where lora_rank > 0. Raises UserError for what cannot be loaded."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    path = locate(path, "--model")
-    dtype = torch.bfloat16 if precision == "pure-bfloat16" else torch.float32
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        model, loading = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code,
-                                                              output_loading_info=True)  # fmt: skip
-    except Exception as error:  # network, cache, format and architecture errors, each of its own type
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(
-            f"cannot load --model {path} ({reason[0]}): give a model folder or a reachable hub name"
-        ) from error
-    if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
-        raise UserError(
-            f"--model {path} lacks {len(missing)} of its weights ({missing[0]}, ...): give a folder with all of a "
-            "causal language model"
-        )
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of --model {path} has no EOS token: completions could never end")
-    return for_training(model, lora_rank, gradient_checkpointing, "CAUSAL_LM").to(device), tokenizer
-
-
-def locate(path: str, flag: str) -> str:
-    """The model folder `path`, expanded, or a hub name. Raises UserError, which names `flag`, where it is neither."""
-    folder = Path(path).expanduser()
-    if folder.exists():
-        inside = " (a run's model is in RUN/model)" if (folder / "model").is_dir() else ""
-        for name, what in (("config.json", "model"), ("tokenizer_config.json", "tokenizer")):
-            if not (folder / name).is_file():
-                raise UserError(f"{flag} {path} has no {name}: give a folder with a saved {what}{inside}")
-        return str(folder)
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise UserError(
-            f"there is no model folder {flag} {path}: give a folder with config.json or a hub name ORG/NAME"
-        )
-    return path
-
-
-def for_training(model, lora_rank: int, gradient_checkpointing: bool, task_type: str):
-    """The model with LoRA adapters on all linear layers, where lora_rank > 0, and gradient checkpointing."""
-    if lora_rank:
-        try:
-            import peft
-        except ImportError as error:
-            raise UserError("--lora-rank needs peft: pip install peft") from error
-        config = peft.LoraConfig(
-            r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type=task_type
-        )
-        model = peft.get_peft_model(model, config)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if lora_rank:
-            model.enable_input_require_grads()
-    return model
-
-
-def load_policy(args, device: torch.device):
-    """The model to train and its tokenizer, by the flags of `args`. Weights are float32 unless --precision says
-    pure-bfloat16, so it may still be open here."""
-    return load_model(args.model, device, args.precision or "float32", args.lora_rank, args.gradient_checkpointing,
-                      args.trust_remote_code)  # fmt: skip
-
-
-def load_reference(args, device: torch.device):
-    """The frozen starting policy; None with LoRA, where the policy without its adapters is that."""
-    if args.lora_rank:
-        return None
-    model, _ = load_model(args.model, device, args.precision, trust_remote_code=args.trust_remote_code)
-    return model.eval().requires_grad_(False)
-
-
-def resolve_for(model, args, presets: dict[str, dict]) -> str:
-    """Fills in every argument that was left at None from the row of `presets` for this model: lora, tiny (below 10
-    million parameters) or full. Returns what to print."""
-    size = sum(p.numel() for p in model.parameters())
-    settings = resolve(args, presets, "lora" if args.lora_rank else "tiny" if size < 10e6 else "full")
-    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
-        settings += "\nwarning: small updates round to nothing in bfloat16 weights: raise the learning rate or use "
-        settings += "--precision bfloat16"
-    return f"{size / 1e6:.2f}M parameters, {settings}"
-
-
-def save_model(model, tokenizer, folder: Path) -> None:
-    """The folder that anyone's `from_pretrained` loads."""
-    if hasattr(model, "merge_and_unload"):  # LoRA: the next script, and anyone, loads an ordinary model
-        model = model.merge_and_unload()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def without_dropout(model) -> None:
-    """Turns dropout off in training mode too, which gradient checkpointing needs. The saved configuration keeps it."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and "drop" in name:  # of functional dropout
-                setattr(module, name, 0.0)
-
-
-def trained_state(model) -> dict[str, Tensor]:
-    """What a checkpoint keeps of a model: the parameters that are trained. The frozen rest comes from --model again."""
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def trained_parameters(model) -> list[torch.nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def autocast(device: torch.device, precision: str):
-    """bfloat16 matrix products over float32 weights where `precision` is bfloat16, else nothing."""
-    return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else contextlib.nullcontext()
-
-
-def eos_ids(model, tokenizer) -> list[int]:
-    """All ids that end a completion: the tokenizer's, and what the model's generation settings add."""
-    more = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    more = more if isinstance(more, list) else [more]
-    return sorted({tokenizer.eos_token_id, *more} - {None})
 
 
 def positions(mask: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from utils.errors import UserError
-from utils.lm import locate
+from utils.models import locate
 from utils.tasks import encode_completion, present
 
 SCORED_AT_ONCE = 64  # sequences in one forward pass of a model that is a reward

@@ -7,6 +7,7 @@ TESTS = {  # as Spec.tests
     "utils/envs.py": "exact_ppo exact_sac envs atari command_line_control resume_control",
     "utils/evaluation.py": "exact_grpo runs rewards",
     "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs",
+    "utils/models.py": "exact_grpo parity_trl invariance sft exact_dpo runs",
     "utils/normalize.py": "exact_ppo parity_sb3",
     "utils/offline.py": "offline_data exact_iql exact_dt command_line_control",
     "utils/preferences.py": "preferences unpaired parity_trl_dpo dpo_runs",
