@@ -75,7 +75,7 @@ from torch.nn.functional import logsigmoid, relu, sigmoid
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate, show
-from utils.lm import check_cache, completion_logps, pad_left
+from utils.lm import check_cache, completion_logps, in_order, pad_left, split_rows
 from utils.models import (
     ModelArgs,
     autocast,
@@ -94,11 +94,11 @@ from utils.schedule import set_learning_rate
 NAME, TITLE = "dpo", "DPO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
     "tiny": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=64, max_length=64, precision="float32",
-                 eval_max_new_tokens=20, sample_batch_size=512),
-    "full": dict(learning_rate=1e-6, batch_size=64, micro_batch_size=2, max_length=1024, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64),
-    "lora": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=2, max_length=1024, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64),
+                 eval_max_new_tokens=20, sample_batch_size=512, micro_batch_tokens=0),
+    "full": dict(learning_rate=1e-6, batch_size=64, micro_batch_size=32, max_length=1024, precision="bfloat16",
+                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=4096),
+    "lora": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=32, max_length=1024, precision="bfloat16",
+                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=4096),
 }  # fmt: skip
 SMOOTHED = ("sigmoid", "robust", "exo")  # the losses that --label-smoothing changes
 
@@ -288,12 +288,18 @@ def preference_metrics(ratios: Tensor, beta: float) -> dict[str, float]:
     }
 
 
+def micro_batches(pairs: list[Pair], args: Args) -> list[list[int]]:
+    """The numbers of the pairs in each."""
+    lengths = [2 * (len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))) for pair in pairs]
+    return split_rows(lengths, args.micro_batch_size, args.micro_batch_tokens)
+
+
 def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
     """One optimizer step on pairs whose reference log-probabilities are known. Returns metrics."""
     ratios = []
     optimizer.zero_grad(set_to_none=True)
-    for start in range(0, len(batch), args.micro_batch_size):
-        pairs = batch[start : start + args.micro_batch_size]
+    for rows in micro_batches(batch, args):
+        pairs = [batch[row] for row in rows]
         logps, lengths = pair_logps(model, pairs, args)
         ratios.append(log_ratios(logps, pairs, lengths, args))
         chosen, rejected = ratios[-1].unbind(1)
@@ -310,13 +316,13 @@ def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
 @torch.no_grad()
 def score_pairs(model, pairs: list[Pair], args: Args) -> tuple[Tensor, Tensor]:
     """Summed log-probabilities and log-ratios of all pairs, (N, 2) each, in micro-batches as `update` makes them."""
-    logps, ratios = [], []
-    for start in range(0, len(pairs), args.micro_batch_size):
-        some = pairs[start : start + args.micro_batch_size]
+    logps, ratios, batches = [], [], micro_batches(pairs, args)
+    for rows in batches:
+        some = [pairs[row] for row in rows]
         sums, lengths = pair_logps(model, some, args)
         logps.append(sums)
         ratios.append(log_ratios(sums, some, lengths, args))
-    return torch.cat(logps), torch.cat(ratios)
+    return in_order(logps, batches), in_order(ratios, batches)
 
 
 def check_loss(args: Args) -> None:

@@ -79,7 +79,7 @@ from torch.nn.functional import sigmoid
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate, show
-from utils.lm import check_cache, completion_logps, pad_left
+from utils.lm import check_cache, completion_logps, in_order, pad_left, split_rows
 from utils.models import (
     ModelArgs,
     autocast,
@@ -99,11 +99,11 @@ from utils.tasks import encode_row
 NAME, TITLE = "kto", "KTO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
     "tiny": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=64, max_length=64, precision="float32",
-                 eval_max_new_tokens=20, sample_batch_size=512),
-    "full": dict(learning_rate=1e-6, batch_size=32, micro_batch_size=2, max_length=1024, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64),
-    "lora": dict(learning_rate=5e-6, batch_size=32, micro_batch_size=2, max_length=1024, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64),
+                 eval_max_new_tokens=20, sample_batch_size=512, micro_batch_tokens=0),
+    "full": dict(learning_rate=1e-6, batch_size=32, micro_batch_size=32, max_length=1024, precision="bfloat16",
+                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=4096),
+    "lora": dict(learning_rate=5e-6, batch_size=32, micro_batch_size=32, max_length=1024, precision="bfloat16",
+                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=4096),
 }  # fmt: skip
 
 
@@ -199,22 +199,28 @@ def label_metrics(ratios: Tensor, labels: Tensor, beta: float) -> dict[str, floa
     }
 
 
+def micro_batches(examples: list[Example], args: Args) -> list[list[int]]:
+    """The numbers of the rows in each."""
+    lengths = [len(example.prompt) + len(example.completion) for example in examples]
+    return split_rows(lengths, args.micro_batch_size, args.micro_batch_tokens)
+
+
 def update(model, optimizer, batch: list[Example], args: Args) -> dict[str, float]:
     """One optimizer step on rows whose reference log-probabilities are known. Returns metrics."""
     z = score_examples(model, mismatched(batch, args), args)[1].mean().clamp(min=0)
     labels = torch.tensor([example.label for example in batch], device=model.device)
-    ratios = []
+    ratios, batches = [], micro_batches(batch, args)
     optimizer.zero_grad(set_to_none=True)
-    for start in range(0, len(batch), args.micro_batch_size):
-        rows = slice(start, start + args.micro_batch_size)
-        logps = example_logps(model, batch[rows], args)
-        ratios.append(logps - logps.new_tensor([example.ref_logp for example in batch[rows]]))
+    for rows in batches:
+        examples = [batch[row] for row in rows]
+        logps = example_logps(model, examples, args)
+        ratios.append(logps - logps.new_tensor([example.ref_logp for example in examples]))
         loss = kto_loss(ratios[-1], labels[rows], z, args)
         (loss.sum() / len(batch)).backward()
         ratios[-1] = ratios[-1].detach()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     optimizer.step()
-    ratios = torch.cat(ratios)
+    ratios = in_order(ratios, batches)
     gains = torch.where(labels, ratios - z, z - ratios)
     accuracy = (gains > 0).to(gains.dtype) + (gains == 0) / 2
     return {"accuracy": accuracy.mean().item(), **label_metrics(ratios, labels, args.beta), "z": z.item(),
@@ -224,8 +230,8 @@ def update(model, optimizer, batch: list[Example], args: Args) -> dict[str, floa
 @torch.no_grad()
 def score_examples(model, examples: list[Example], args: Args) -> tuple[Tensor, Tensor]:
     """Summed log-probabilities and log-ratios of all rows, (N,) each, in micro-batches as `update` makes them."""
-    starts = range(0, len(examples), args.micro_batch_size)
-    logps = torch.cat([example_logps(model, examples[start : start + args.micro_batch_size], args) for start in starts])
+    batches = micro_batches(examples, args)
+    logps = in_order([example_logps(model, [examples[row] for row in rows], args) for rows in batches], batches)
     return logps, logps - logps.new_tensor([example.ref_logp for example in examples])
 
 

@@ -79,7 +79,7 @@ Differences
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -94,7 +94,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywher
 from utils.checkpoint import rng_state
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import advice, decode, evaluate, show_samples
-from utils.lm import Inputs, Means, Samples, check_cache, completion_logps, join, pad_left, sample
+from utils.lm import Means, Samples, check_cache, completion_logps, join, micro_batches, pad_left, sample, stream
 from utils.models import (
     ModelArgs,
     autocast,
@@ -115,11 +115,11 @@ from utils.tasks import Task, encode_prompt, load_task, present
 NAME, TITLE = "online_dpo", "Online DPO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
     "tiny": dict(learning_rate=1e-4, num_prompts=128, sample_batch_size=512, micro_batch_size=256,
-                 max_completion_length=20, precision="float32"),
-    "full": dict(learning_rate=5e-7, num_prompts=64, sample_batch_size=64, micro_batch_size=4,
-                 max_completion_length=512, precision="bfloat16"),
-    "lora": dict(learning_rate=5e-6, num_prompts=64, sample_batch_size=64, micro_batch_size=4,
-                 max_completion_length=512, precision="bfloat16"),
+                 micro_batch_tokens=0, max_completion_length=20, precision="float32"),
+    "full": dict(learning_rate=5e-7, num_prompts=64, sample_batch_size=64, micro_batch_size=64,
+                 micro_batch_tokens=4096, max_completion_length=512, precision="bfloat16"),
+    "lora": dict(learning_rate=5e-6, num_prompts=64, sample_batch_size=64, micro_batch_size=64,
+                 micro_batch_tokens=4096, max_completion_length=512, precision="bfloat16"),
 }  # fmt: skip
 
 
@@ -202,28 +202,17 @@ def from_policy(rows: Tensor, args: Args) -> Tensor:
     return rows[::2] if args.xpo_alpha else rows
 
 
-def micro_batches(batch: Batch, group_size: int, size: int) -> Iterator[tuple[slice, Inputs]]:
-    """Yields (rows, arguments of completion_logps) of `size` completions each, trimmed to their own longest."""
-    prompt_ids, prompt_mask, ids, mask, _, _ = batch.samples
-    for start in range(0, len(ids), size):
-        rows = slice(start, start + size)
-        prompts = slice(start // group_size, -(-min(start + size, len(ids)) // group_size))
-        left = prompt_mask.shape[1] - int(prompt_mask[prompts].sum(1).max())
-        right = int(mask[rows].sum(1).max())
-        yield rows, (prompt_ids[prompts, left:], prompt_mask[prompts, left:], ids[rows, :right], mask[rows, :right])
-
-
 def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     """One optimizer step on a batch of pairs. Returns metrics."""
     samples, label = batch.samples, preferences(batch.rewards)
     mask, decided = samples.completion_mask, label.abs()
     tokens = from_policy(mask, args).sum().clamp(min=1)
-    means, log_ratios = Means(tokens), []
+    means, log_ratios = Means(tokens), torch.zeros_like(samples.logps[:, 0])
     optimizer.zero_grad(set_to_none=True)
-    for rows, inputs in micro_batches(batch, args.num_generations, args.micro_batch_size):
+    for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens, together=2):
         with autocast(model.device, args.precision):
             logps, entropy = completion_logps(model, *inputs, args.temperature)
-        width, pairs = logps.shape[1], slice(rows.start // 2, rows.stop // 2)
+        width, pairs = logps.shape[1], rows[::2] // 2
         valid = mask[rows, :width]
         log_ratio = ((logps - batch.ref_logps[rows, :width]) * valid).sum(1)
         first, second = log_ratio.view(-1, 2).unbind(1)
@@ -231,18 +220,17 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
         if args.xpo_alpha:
             loss = loss + args.xpo_alpha * (logps * valid).sum(1)[1::2]
         (loss.sum() / len(label)).backward()
-        log_ratios.append(log_ratio.detach())
+        log_ratios[rows] = log_ratio.detach()
         gap = (logps.detach() - samples.logps[rows, :width]).abs()
         means.add(from_policy(valid, args), sampler_gap=from_policy(gap, args), entropy=from_policy(entropy, args))
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     optimizer.step()
-    log_ratio = torch.cat(log_ratios)
-    first, second = log_ratio.view(-1, 2).unbind(1)
+    first, second = log_ratios.view(-1, 2).unbind(1)
     margin = (label * (first - second))[decided > 0]
     return means.read() | {
         "accuracy": ((margin > 0).to(margin.dtype) + (margin == 0) / 2).mean().item(),
         "margin": args.beta * margin.mean().item(),
-        "kl": from_policy(log_ratio, args).mean().item(),
+        "kl": from_policy(log_ratios, args).mean().item(),
         "frac_ties": 1 - decided.mean().item(),
         "grad_norm": grad_norm.item(),
     }
@@ -266,7 +254,7 @@ def draw(model, ref_model, prompts: list[list[int]], eos: list[int], generator, 
     return Samples(*ours[:2], *(x[in_turn] for x in both[2:]))
 
 
-def collect(model, ref_model, tokenizer, task: Task, score: Callable, step: int, generator: torch.Generator,
+def collect(model, ref_model, tokenizer, task: Task, score: Callable, step: int,
             args: Args) -> tuple[Samples, Scored]:  # fmt: skip
     """Samples and scores G completions for each of the step's P prompts."""
     first, at_once = (step - 1) * args.num_prompts, max(1, args.sample_batch_size // args.num_generations)
@@ -275,7 +263,8 @@ def collect(model, ref_model, tokenizer, task: Task, score: Callable, step: int,
     tokens = [encode_prompt(prompt, tokenizer) for prompt in prompts]
     with autocast(model.device, args.precision):
         samples = join([
-            draw(model, ref_model, tokens[i : i + at_once], eos_ids(model, tokenizer), generator, args)
+            draw(model, ref_model, tokens[i : i + at_once], eos_ids(model, tokenizer),
+                 stream(model.device, args.seed, "train", step, i), args)
             for i in range(0, len(tokens), at_once)
         ])  # fmt: skip
     texts, token_lists = decode(samples, tokenizer)
@@ -294,7 +283,7 @@ def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
     """Log-probabilities (B, T) under the reference: `ref_model`, or the policy without its LoRA adapters."""
     out = torch.zeros_like(batch.samples.logps)
     with autocast(model.device, args.precision), nullcontext() if ref_model else model.disable_adapter():
-        for rows, inputs in micro_batches(batch, args.num_generations, args.micro_batch_size):
+        for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens):
             logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
             out[rows, : logps.shape[1]] = logps
     return out
@@ -304,11 +293,10 @@ def check_groups(args: Args) -> None:
     """Raises UserError for completions that cannot be paired or split."""
     if args.num_generations < 2 or args.num_generations % 2:
         raise UserError(f"--num-generations is {args.num_generations}: it must be even, for completions come in pairs")
-    size = args.micro_batch_size
-    if size % 2 or (size % args.num_generations and args.num_generations % size):
+    size, group = args.micro_batch_size, args.num_generations
+    if size % 2 or (not args.micro_batch_tokens and size % group and group % size):
         raise UserError(
-            f"--micro-batch-size {size} must be even and a multiple or a divisor of --num-generations "
-            f"{args.num_generations}"
+            f"--micro-batch-size {size} must be even and a multiple or a divisor of --num-generations {group}"
         )
 
 
@@ -325,7 +313,6 @@ def train(args: Args) -> list[dict]:
     ref_model = load_reference(args, device)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
-    generator = torch.Generator(device).manual_seed(args.seed)
     evaluation = partial(evaluate, model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
                          args.max_completion_length, args.temperature, args.seed,
                          rows_at_once=args.sample_batch_size, precision=args.precision)  # fmt: skip
@@ -334,9 +321,9 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
 
     def state() -> dict:
-        return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "generator": generator.get_state()}
+        return {"model": trained_state(model), "optimizer": optimizer.state_dict()}
 
-    if not run.restore(model=model, optimizer=optimizer, generator=generator):
+    if not run.restore(model=model, optimizer=optimizer):
         run.log(0, **evaluation())
         run.save(0, state())
     model.train()
@@ -347,7 +334,7 @@ def train(args: Args) -> list[dict]:
 
         # collect
         with run.saving(*before):
-            samples, scored = collect(model, ref_model, tokenizer, task, score, step, generator, args)
+            samples, scored = collect(model, ref_model, tokenizer, task, score, step, args)
         sampled, due = time.perf_counter(), run.due(step, args.eval_every)
         if step == 1 or due:
             run.print(show_samples(tokenizer, samples, scored.rewards.tolist(), scored.extra))

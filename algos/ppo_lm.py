@@ -70,7 +70,7 @@ Differences
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -84,7 +84,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywher
 from utils.checkpoint import rng_state
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.evaluation import advice, decode, evaluate, show_samples
-from utils.lm import Inputs, Means, Samples, check_cache, completion_logps, join, pad_left, positions, sample
+from utils.lm import (
+    Means,
+    Samples,
+    check_cache,
+    completion_logps,
+    join,
+    micro_batches,
+    pad_left,
+    positions,
+    sample,
+    stream,
+)
 from utils.models import (
     ModelArgs,
     autocast,
@@ -105,11 +116,14 @@ from utils.tasks import Task, encode_prompt, load_task, present
 NAME, TITLE = "ppo_lm", "PPO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
     "tiny": dict(learning_rate=1e-4, critic_learning_rate=1e-3, adam_beta2=0.999, num_prompts=512,
-                 sample_batch_size=512, micro_batch_size=256, max_completion_length=20, precision="float32"),
+                 sample_batch_size=512, micro_batch_size=256, micro_batch_tokens=0, max_completion_length=20,
+                 precision="float32"),
     "full": dict(learning_rate=1e-6, critic_learning_rate=1e-5, adam_beta2=0.999, num_prompts=128,
-                 sample_batch_size=64, micro_batch_size=4, max_completion_length=512, precision="bfloat16"),
+                 sample_batch_size=64, micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512,
+                 precision="bfloat16"),
     "lora": dict(learning_rate=1e-5, critic_learning_rate=1e-5, adam_beta2=0.999, num_prompts=128,
-                 sample_batch_size=64, micro_batch_size=4, max_completion_length=512, precision="bfloat16"),
+                 sample_batch_size=64, micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512,
+                 precision="bfloat16"),
 }  # fmt: skip
 
 
@@ -288,17 +302,6 @@ def select(batch: Batch, prompts: Tensor, group_size: int) -> tuple[Batch, Tenso
     return Batch(samples, *(x if x is None else x[rows] for x in batch[1:])), rows
 
 
-def micro_batches(batch: Batch, group_size: int, size: int) -> Iterator[tuple[slice, Inputs]]:
-    """Yields (rows, arguments of completion_logps) of `size` completions each, trimmed to their own longest."""
-    prompt_ids, prompt_mask, ids, mask, _, _ = batch.samples
-    for start in range(0, len(ids), size):
-        rows = slice(start, start + size)
-        prompts = slice(start // group_size, -(-min(start + size, len(ids)) // group_size))
-        left = prompt_mask.shape[1] - int(prompt_mask[prompts].sum(1).max())
-        right = int(mask[rows].sum(1).max())
-        yield rows, (prompt_ids[prompts, left:], prompt_mask[prompts, left:], ids[rows, :right], mask[rows, :right])
-
-
 def update(model, critic, optimizer, batch: Batch, generator: torch.Generator, args: Args) -> dict[str, float]:
     """`num_iterations` epochs of `num_minibatches` optimizer steps on one batch of completions. Returns metrics."""
     known = batch.samples.completion_mask & ~batch.rewards.isnan()[:, None]
@@ -319,7 +322,7 @@ def update(model, critic, optimizer, batch: Batch, generator: torch.Generator, a
                 first = Means(mask.sum().clamp(min=1))
             weights = token_weights(mask.to(returns.dtype), args.aggregation, args.max_completion_length)
             optimizer.zero_grad(set_to_none=True)
-            for rows, inputs in micro_batches(minibatch, args.num_generations, args.micro_batch_size):
+            for rows, inputs in micro_batches(minibatch.samples, args.micro_batch_size, args.micro_batch_tokens):
                 with autocast(model.device, args.precision):
                     logps, entropy = completion_logps(model, *inputs, args.temperature)
                     values = critic(*inputs)
@@ -342,8 +345,7 @@ def update(model, critic, optimizer, batch: Batch, generator: torch.Generator, a
     return metrics
 
 
-def collect(model, tokenizer, task: Task, score: Callable, step: int, generator: torch.Generator,
-            args: Args) -> tuple[Samples, Scored]:  # fmt: skip
+def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args) -> tuple[Samples, Scored]:
     """Samples and scores G completions for each of the step's P prompts."""
     first, at_once = (step - 1) * args.num_prompts, max(1, args.sample_batch_size // args.num_generations)
     rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
@@ -352,7 +354,8 @@ def collect(model, tokenizer, task: Task, score: Callable, step: int, generator:
     with autocast(model.device, args.precision):
         samples = join([
             sample(model, *pad_left(tokens[i : i + at_once], model.device), args.num_generations,
-                   args.max_completion_length, eos_ids(model, tokenizer), args.temperature, generator)
+                   args.max_completion_length, eos_ids(model, tokenizer), args.temperature,
+                   stream(model.device, args.seed, "train", step, i))
             for i in range(0, len(tokens), at_once)
         ])  # fmt: skip
     texts, token_lists = decode(samples, tokenizer)
@@ -365,7 +368,7 @@ def old_values(model, critic: Critic, batch: Batch, args: Args) -> Tensor:
     """V_old (B, T)."""
     out = torch.zeros_like(batch.samples.logps)
     with autocast(model.device, args.precision):
-        for rows, inputs in micro_batches(batch, args.num_generations, args.micro_batch_size):
+        for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens):
             out[rows, : inputs[2].shape[1]] = critic(*inputs)
     return out
 
@@ -375,7 +378,7 @@ def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
     """Log-probabilities (B, T) under the reference: `ref_model`, or the policy without its LoRA adapters."""
     out = torch.zeros_like(batch.samples.logps)
     with autocast(model.device, args.precision), nullcontext() if ref_model else model.disable_adapter():
-        for rows, inputs in micro_batches(batch, args.num_generations, args.micro_batch_size):
+        for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens):
             logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
             out[rows, : logps.shape[1]] = logps
     return out
@@ -385,11 +388,9 @@ def check_groups(args: Args) -> None:
     """Raises UserError for batches that cannot be split."""
     if args.num_prompts % args.num_minibatches:
         raise UserError(f"--num-minibatches {args.num_minibatches} must divide --num-prompts {args.num_prompts}")
-    if args.micro_batch_size % args.num_generations and args.num_generations % args.micro_batch_size:
-        raise UserError(
-            f"--micro-batch-size {args.micro_batch_size} must be a multiple or a divisor of --num-generations "
-            f"{args.num_generations}"
-        )
+    size, group = args.micro_batch_size, args.num_generations
+    if not args.micro_batch_tokens and size % group and group % size:
+        raise UserError(f"--micro-batch-size {size} must be a multiple or a divisor of --num-generations {group}")
 
 
 def train(args: Args) -> list[dict]:
@@ -407,7 +408,6 @@ def train(args: Args) -> list[dict]:
     parts = [{"params": trained_parameters(part)} for part in (model, critic)]
     optimizer = torch.optim.AdamW(parts, lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
-    generator = torch.Generator(device).manual_seed(args.seed)
     evaluation = partial(evaluate, model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
                          args.max_completion_length, args.temperature, args.seed,
                          rows_at_once=args.sample_batch_size, precision=args.precision)  # fmt: skip
@@ -416,10 +416,9 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
 
     def state() -> dict:
-        return {"model": trained_state(model), "critic": critic.state_dict(), "optimizer": optimizer.state_dict(),
-                "generator": generator.get_state()}  # fmt: skip
+        return {"model": trained_state(model), "critic": critic.state_dict(), "optimizer": optimizer.state_dict()}
 
-    if not run.restore(model=model, critic=critic, optimizer=optimizer, generator=generator):
+    if not run.restore(model=model, critic=critic, optimizer=optimizer):
         run.log(0, **evaluation())
         run.save(0, state())
     model.train()
@@ -432,7 +431,7 @@ def train(args: Args) -> list[dict]:
 
         # collect
         with run.saving(*before):
-            samples, scored = collect(model, tokenizer, task, score, step, generator, args)
+            samples, scored = collect(model, tokenizer, task, score, step, args)
         sampled, due = time.perf_counter(), run.due(step, args.eval_every)
         if step == 1 or due:
             run.print(show_samples(tokenizer, samples, scored.rewards.tolist(), scored.extra))
@@ -442,6 +441,7 @@ def train(args: Args) -> list[dict]:
             batch = batch._replace(ref_logps=reference_logps(model, ref_model, batch, args))
 
         # update
+        generator = stream(device, args.seed, "minibatches", step)
         columns = update(model, critic, optimizer, batch, generator, args)
 
         # evaluate

@@ -86,6 +86,7 @@ from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
+from utils.lm import in_order, split_rows
 from utils.models import (
     TINY_MODEL,
     ModelArgs,
@@ -104,10 +105,13 @@ from utils.schedule import set_learning_rate
 
 NAME, TITLE = "reward_model", "reward model"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
-    "tiny": dict(learning_rate=3e-4, batch_size=64, micro_batch_size=64, max_length=64, precision="float32"),
-    "full": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=2, max_length=1024, precision="bfloat16"),
-    "lora": dict(learning_rate=1e-4, batch_size=64, micro_batch_size=2, max_length=1024, precision="bfloat16"),
-}
+    "tiny": dict(learning_rate=3e-4, batch_size=64, micro_batch_size=64, micro_batch_tokens=0, max_length=64,
+                 precision="float32"),
+    "full": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=32, micro_batch_tokens=4096, max_length=1024,
+                 precision="bfloat16"),
+    "lora": dict(learning_rate=1e-4, batch_size=64, micro_batch_size=32, micro_batch_tokens=4096, max_length=1024,
+                 precision="bfloat16"),
+}  # fmt: skip
 BINS = 10  # of the calibration error
 
 
@@ -216,12 +220,18 @@ def ensemble_metrics(scores: Tensor) -> dict[str, float]:
     }
 
 
+def micro_batches(pairs: list[Pair], args: Args) -> list[list[int]]:
+    """The numbers of the pairs in each."""
+    lengths = [2 * max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
+    return split_rows(lengths, args.micro_batch_size, args.micro_batch_tokens)
+
+
 def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
     """One optimizer step of one model. Returns metrics."""
     scores = []
     optimizer.zero_grad(set_to_none=True)
-    for start in range(0, len(batch), args.micro_batch_size):
-        pairs = batch[start : start + args.micro_batch_size]
+    for rows in micro_batches(batch, args):
+        pairs = [batch[row] for row in rows]
         scores.append(pair_scores(model, pairs, args))
         margins = scores[-1].new_tensor([pair.margin for pair in pairs])
         loss = reward_loss(scores[-1], margins, args.center_coef)
@@ -235,8 +245,8 @@ def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
 @torch.no_grad()
 def score_pairs(model, pairs: list[Pair], args: Args) -> Tensor:
     """Scores of all pairs, (N, 2), in micro-batches as `update` makes them."""
-    size = args.micro_batch_size
-    return torch.cat([pair_scores(model, pairs[i : i + size], args) for i in range(0, len(pairs), size)])
+    batches = micro_batches(pairs, args)
+    return in_order([pair_scores(model, [pairs[row] for row in rows], args) for rows in batches], batches)
 
 
 def with_noise(rows: list[dict], share: float, seed: int) -> list[dict]:

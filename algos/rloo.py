@@ -64,7 +64,7 @@ Differences
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +78,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywher
 from utils.checkpoint import rng_state
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import advice, decode, evaluate, show_samples
-from utils.lm import Inputs, Means, Samples, check_cache, completion_logps, join, pad_left, sample
+from utils.lm import Means, Samples, check_cache, completion_logps, join, micro_batches, pad_left, sample, stream
 from utils.models import (
     ModelArgs,
     autocast,
@@ -99,11 +99,13 @@ from utils.tasks import Task, encode_prompt, load_task, present
 NAME, TITLE = "rloo", "RLOO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
     "tiny": dict(learning_rate=1e-4, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=512,
-                 micro_batch_size=256, max_completion_length=20, beta=0.05, precision="float32"),
+                 micro_batch_size=256, micro_batch_tokens=0, max_completion_length=20, beta=0.05, precision="float32"),
     "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=32, num_generations=4, sample_batch_size=64,
-                 micro_batch_size=4, max_completion_length=512, beta=0.05, precision="bfloat16"),
+                 micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512, beta=0.05,
+                 precision="bfloat16"),
     "lora": dict(learning_rate=1e-5, adam_beta2=0.999, num_prompts=32, num_generations=4, sample_batch_size=64,
-                 micro_batch_size=4, max_completion_length=512, beta=0.05, precision="bfloat16"),
+                 micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512, beta=0.05,
+                 precision="bfloat16"),
 }  # fmt: skip
 
 
@@ -198,17 +200,6 @@ def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
     return difference.exp() - difference - 1
 
 
-def micro_batches(batch: Batch, group_size: int, size: int) -> Iterator[tuple[slice, Inputs]]:
-    """Yields (rows, arguments of completion_logps) of `size` completions each, trimmed to their own longest."""
-    prompt_ids, prompt_mask, ids, mask, _, _ = batch.samples
-    for start in range(0, len(ids), size):
-        rows = slice(start, start + size)
-        prompts = slice(start // group_size, -(-min(start + size, len(ids)) // group_size))
-        left = prompt_mask.shape[1] - int(prompt_mask[prompts].sum(1).max())
-        right = int(mask[rows].sum(1).max())
-        yield rows, (prompt_ids[prompts, left:], prompt_mask[prompts, left:], ids[rows, :right], mask[rows, :right])
-
-
 def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     """`num_iterations` optimizer steps on one batch of completions. Returns metrics."""
     samples, groups = batch.samples, penalised(batch, args.beta).view(-1, args.num_generations)
@@ -220,7 +211,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     for epoch in range(args.num_iterations):
         means, clips = Means(tokens), Means(len(mask))
         optimizer.zero_grad(set_to_none=True)
-        for rows, inputs in micro_batches(batch, args.num_generations, args.micro_batch_size):
+        for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens):
             with autocast(model.device, args.precision):
                 logps, entropy = completion_logps(model, *inputs, args.temperature)
             width = logps.shape[1]
@@ -245,8 +236,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     return metrics
 
 
-def collect(model, tokenizer, task: Task, score: Callable, step: int, generator: torch.Generator,
-            args: Args) -> tuple[Samples, Scored]:  # fmt: skip
+def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args) -> tuple[Samples, Scored]:
     """Samples and scores G completions for each of the step's P prompts."""
     first, at_once = (step - 1) * args.num_prompts, max(1, args.sample_batch_size // args.num_generations)
     rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
@@ -255,7 +245,8 @@ def collect(model, tokenizer, task: Task, score: Callable, step: int, generator:
     with autocast(model.device, args.precision):
         samples = join([
             sample(model, *pad_left(tokens[i : i + at_once], model.device), args.num_generations,
-                   args.max_completion_length, eos_ids(model, tokenizer), args.temperature, generator)
+                   args.max_completion_length, eos_ids(model, tokenizer), args.temperature,
+                   stream(model.device, args.seed, "train", step, i))
             for i in range(0, len(tokens), at_once)
         ])  # fmt: skip
     texts, token_lists = decode(samples, tokenizer)
@@ -274,7 +265,7 @@ def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
     """Log-probabilities (B, T) under the reference: `ref_model`, or the policy without its LoRA adapters."""
     out = torch.zeros_like(batch.samples.logps)
     with autocast(model.device, args.precision), nullcontext() if ref_model else model.disable_adapter():
-        for rows, inputs in micro_batches(batch, args.num_generations, args.micro_batch_size):
+        for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens):
             logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
             out[rows, : logps.shape[1]] = logps
     return out
@@ -284,11 +275,9 @@ def check_groups(args: Args) -> None:
     """Raises UserError for groups that cannot be compared or split."""
     if args.num_generations < 2:
         raise UserError("--num-generations must be at least 2: a group of one has no other reward to compare with")
-    if args.micro_batch_size % args.num_generations and args.num_generations % args.micro_batch_size:
-        raise UserError(
-            f"--micro-batch-size {args.micro_batch_size} must be a multiple or a divisor of --num-generations "
-            f"{args.num_generations}"
-        )
+    size, group = args.micro_batch_size, args.num_generations
+    if not args.micro_batch_tokens and size % group and group % size:
+        raise UserError(f"--micro-batch-size {size} must be a multiple or a divisor of --num-generations {group}")
 
 
 def train(args: Args) -> list[dict]:
@@ -304,7 +293,6 @@ def train(args: Args) -> list[dict]:
     ref_model = load_reference(args, device) if args.beta > 0 else None
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
-    generator = torch.Generator(device).manual_seed(args.seed)
     evaluation = partial(evaluate, model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
                          args.max_completion_length, args.temperature, args.seed,
                          rows_at_once=args.sample_batch_size, precision=args.precision)  # fmt: skip
@@ -313,9 +301,9 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
 
     def state() -> dict:
-        return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "generator": generator.get_state()}
+        return {"model": trained_state(model), "optimizer": optimizer.state_dict()}
 
-    if not run.restore(model=model, optimizer=optimizer, generator=generator):
+    if not run.restore(model=model, optimizer=optimizer):
         run.log(0, **evaluation())
         run.save(0, state())
     model.train()
@@ -326,7 +314,7 @@ def train(args: Args) -> list[dict]:
 
         # collect
         with run.saving(*before):
-            samples, scored = collect(model, tokenizer, task, score, step, generator, args)
+            samples, scored = collect(model, tokenizer, task, score, step, args)
         sampled, due = time.perf_counter(), run.due(step, args.eval_every)
         if step == 1 or due:
             run.print(show_samples(tokenizer, samples, scored.rewards.tolist(), scored.extra))

@@ -50,7 +50,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate
-from utils.lm import check_cache, completion_logps, pad_left
+from utils.lm import check_cache, completion_logps, pad_left, split_rows
 from utils.models import (
     ModelArgs,
     autocast,
@@ -70,11 +70,11 @@ from utils.tiny import new_tiny_model
 NAME, TITLE = "sft", "SFT"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
     "tiny": dict(learning_rate=2e-3, batch_size=128, micro_batch_size=128, max_length=64, precision="float32",
-                 eval_max_new_tokens=32, sample_batch_size=512),
-    "full": dict(learning_rate=1e-5, batch_size=32, micro_batch_size=4, max_length=2048, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64),
-    "lora": dict(learning_rate=1e-4, batch_size=32, micro_batch_size=4, max_length=2048, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64),
+                 eval_max_new_tokens=32, sample_batch_size=512, micro_batch_tokens=0),
+    "full": dict(learning_rate=1e-5, batch_size=32, micro_batch_size=32, max_length=2048, precision="bfloat16",
+                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=8192),
+    "lora": dict(learning_rate=1e-4, batch_size=32, micro_batch_size=32, max_length=2048, precision="bfloat16",
+                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=8192),
 }  # fmt: skip
 
 
@@ -123,8 +123,9 @@ def update(model, optimizer, batch: list[tuple[list[int], list[int]]], args: Arg
     total = sum(len(completion) for _, completion in batch)  # N: over all micro-batches
     loss_sum = 0.0
     optimizer.zero_grad(set_to_none=True)
-    for start in range(0, len(batch), args.micro_batch_size):
-        pairs = batch[start : start + args.micro_batch_size]
+    lengths = [len(prompt) + len(completion) for prompt, completion in batch]
+    for rows in split_rows(lengths, args.micro_batch_size, args.micro_batch_tokens):
+        pairs = [batch[row] for row in rows]
         prompt_ids, prompt_mask = pad_left([prompt for prompt, _ in pairs], device)
         length = max(len(completion) for _, completion in pairs)
         ids = torch.tensor([c + [0] * (length - len(c)) for _, c in pairs], device=device)

@@ -70,7 +70,7 @@ from torch.nn.functional import logsigmoid
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from utils.evaluation import evaluate, show
-from utils.lm import check_cache, completion_logps, pad_left
+from utils.lm import check_cache, completion_logps, in_order, pad_left, split_rows
 from utils.models import (
     ModelArgs,
     autocast,
@@ -89,11 +89,11 @@ from utils.schedule import set_learning_rate
 NAME, TITLE = "simpo", "SimPO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
     "tiny": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=64, max_length=64, precision="float32",
-                 eval_max_new_tokens=20, sample_batch_size=512),
-    "full": dict(learning_rate=1e-6, batch_size=128, micro_batch_size=2, max_length=1024, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64),
-    "lora": dict(learning_rate=1e-5, batch_size=128, micro_batch_size=2, max_length=1024, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64),
+                 eval_max_new_tokens=20, sample_batch_size=512, micro_batch_tokens=0),
+    "full": dict(learning_rate=1e-6, batch_size=128, micro_batch_size=32, max_length=1024, precision="bfloat16",
+                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=4096),
+    "lora": dict(learning_rate=1e-5, batch_size=128, micro_batch_size=32, max_length=1024, precision="bfloat16",
+                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=4096),
 }  # fmt: skip
 
 
@@ -178,12 +178,18 @@ def preference_metrics(logps: Tensor, beta: float) -> dict[str, float]:
     }
 
 
+def micro_batches(pairs: list[Pair], args: Args) -> list[list[int]]:
+    """The numbers of the pairs in each."""
+    lengths = [2 * (len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))) for pair in pairs]
+    return split_rows(lengths, args.micro_batch_size, args.micro_batch_tokens)
+
+
 def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
     """One optimizer step on pairs. Returns metrics."""
     logps = []
     optimizer.zero_grad(set_to_none=True)
-    for start in range(0, len(batch), args.micro_batch_size):
-        pairs = batch[start : start + args.micro_batch_size]
+    for rows in micro_batches(batch, args):
+        pairs = [batch[row] for row in rows]
         logps.append(pair_logps(model, pairs, args))
         chosen, rejected = logps[-1].unbind(1)
         loss = simpo_loss(chosen, rejected, args)
@@ -199,8 +205,8 @@ def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
 @torch.no_grad()
 def score_pairs(model, pairs: list[Pair], args: Args) -> Tensor:
     """Averaged log-probabilities of all pairs, (N, 2), in micro-batches as `update` makes them."""
-    starts = range(0, len(pairs), args.micro_batch_size)
-    return torch.cat([pair_logps(model, pairs[start : start + args.micro_batch_size], args) for start in starts])
+    batches = micro_batches(pairs, args)
+    return in_order([pair_logps(model, [pairs[row] for row in rows], args) for rows in batches], batches)
 
 
 def train(args: Args) -> list[dict]:

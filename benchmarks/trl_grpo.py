@@ -109,13 +109,12 @@ def time_ours(warmup: int, steps: int, script: str = "grpo", beta: float = 0.0) 
     model, tokenizer = load_model(TINY_MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
     ref_model = load_model(TINY_MODEL)[0].eval().requires_grad_(False) if beta else None
-    generator = torch.Generator().manual_seed(0)
     spent = {name: [] for name in ("seconds", "sampling", *(("reference",) if beta else ()))}
     model.train()
     end = time.perf_counter()
     for step in range(1, warmup + steps + 1):
         start = end
-        samples, scored = algo.collect(model, tokenizer, task, score, step, generator, args)
+        samples, scored = algo.collect(model, tokenizer, task, score, step, args)
         sampled = time.perf_counter()
         batch = algo.Batch(samples, scored.rewards, None)
         spent["sampling"].append(sampled - start)

@@ -97,7 +97,7 @@ def tree() -> tuple[torch.Tensor, torch.Tensor]:
 class TabularLM(torch.nn.Module):
     """Logits are looked up by (prompt, completion so far) in `table`. Also checks the position ids that it is given."""
 
-    config = PreTrainedConfig()
+    config = PreTrainedConfig(vocab_size=VOCAB)
 
     def __init__(self, table: np.ndarray):
         super().__init__()
@@ -108,7 +108,11 @@ class TabularLM(torch.nn.Module):
     def device(self) -> torch.device:
         return self.table.device
 
-    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None, use_cache=True, logits_to_keep=0):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=True,
+                logits_to_keep=0):  # fmt: skip
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+            position_ids = attention_mask.cumsum(1) - 1
         start = torch.zeros(len(input_ids), dtype=torch.long)
         cache = past_key_values or States(start, start)
         mask = attention_mask[:, -input_ids.shape[1] :].bool()

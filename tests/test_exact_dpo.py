@@ -142,17 +142,24 @@ def test_the_step_is_clipped_before_it_is_made():
 
 
 def test_prompt_is_not_trained():
-    """On a real model the gradient of the logits is zero at all positions before the last of the prompt."""
+    """On a real model the last hidden states have no gradient at positions before the last of the prompt."""
     model = load_model(TINY_MODEL)[0].double()
     seen = []
-    inner = model.lm_head.forward
-    model.lm_head.forward = lambda x: seen.append(inner(x)) or seen[-1].retain_grad() or seen[-1]
+    inner = model.model.norm.forward
+
+    def noted(x):
+        seen.append(inner(x))
+        if seen[-1].requires_grad:
+            seen[-1].retain_grad()
+        return seen[-1]
+
+    model.model.norm.forward = noted
     batch = [Pair([5, 6, 7, 8], [9, 10, 1], [11, 1], (-3.0, -2.0))]
     args = dpo.Args(micro_batch_size=1, precision="float32")
     dpo.update(model, torch.optim.SGD(model.parameters(), 0.0), batch, args)
-    trained = [logits.grad.abs().sum(-1) > 0 for logits in seen]
-    # the prompt's last position, once for both (the cache repeats it), then the positions of all tokens but the last
-    assert [t.tolist() for t in trained] == [[[True]], [[True, True], [True, False]]]
+    trained = [hidden.grad.abs().sum(-1) > 0 for hidden in seen if hidden.requires_grad]
+    # the prompt, once for both (the cache repeats it), then the positions of all tokens but the last
+    assert [t.tolist() for t in trained] == [[[False, False, False, True]], [[True, True], [True, False]]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 50])

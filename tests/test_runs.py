@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 import utils.evaluation
 import utils.run
 from algos import grpo, ppo_lm, sft
-from utils.checkpoint import load_newest, restore, rng_state, set_rng_state
+from utils.checkpoint import restore, rng_state, set_rng_state
 from utils.evaluation import advice, evaluate, show
 from utils.lm import completion_logps, sample
 from utils.models import TINY_MODEL, load_model, resolve_for
 from utils.plot import plot
-from utils.rewards import Scored
+from utils.rewards import Scored, make_scorer
 from utils.run import Run
 from utils.tasks import load_task
 
@@ -138,12 +138,18 @@ def test_evaluation_leaves_no_trace():
 
 
 @pytest.mark.parametrize("algo", ONLINE)
-def test_the_seed_also_chooses_the_sampled_answers(algo, tmp_path):
-    """Not only the prompts."""
-    run = new_run(importlib.import_module(f"algos.{algo}"), tmp_path, *SMALL[algo], "--max-steps", 1, "--seed", 2)
-    sampler = torch.Generator()
-    sampler.set_state(load_newest(run / "checkpoints")["generator"])
-    assert sampler.initial_seed() == 2
+def test_each_batch_of_samples_has_a_stream_of_its_own(algo, monkeypatch):
+    """It depends on the seed, the step and the place in the step, and on nothing that was drawn before."""
+    module, seen = importlib.import_module(f"algos.{algo}"), []
+    monkeypatch.setattr(module, "sample", lambda *inputs: seen.append(inputs[-1].initial_seed()) or sample(*inputs))
+    model, tokenizer = load_model(TINY_MODEL)
+    task, more, first = load_task("sort"), (None,) * (algo == "online_dpo"), (0,) * (algo == "dapo")
+    score = make_scorer(task, (), (), 1)
+    for seed, step in (1, 1), (1, 2), (2, 1), (1, 1):
+        args = module.Args(num_prompts=4, num_generations=2, sample_batch_size=4, max_completion_length=2, seed=seed,
+                           precision="float32")  # fmt: skip
+        module.collect(model, *more, tokenizer, task, score, step, args, *first)
+    assert len(seen) == 8 and len(set(seen[:6])) == 6 and seen[6:] == seen[:2]
 
 
 def test_sft_run(tmp_path):
@@ -291,7 +297,7 @@ def test_sampling_in_parts(monkeypatch):
     task = load_task("sort")
     for limit, prompts in ((11, [2, 2, 1]), (1, [1] * 5), (20, [5])):
         args, parts = grpo.Args(sample_batch_size=limit, **settings), []
-        samples, _ = grpo.collect(model, tokenizer, task, score, 1, torch.Generator().manual_seed(1), args)
+        samples, _ = grpo.collect(model, tokenizer, task, score, 1, args)
         assert [len(part.prompt_ids) for part in parts] == prompts
         assert len({part.prompt_ids.shape[1] for part in parts}) > 1 or prompts == [5]
         texts = [tokenizer.decode(ids[mask]) for ids, mask in zip(samples.prompt_ids, samples.prompt_mask)]
@@ -320,7 +326,7 @@ def test_evaluation_samples_in_parts_too(algo, tmp_path, monkeypatch):
     monkeypatch.setattr(utils.evaluation, "sample", spy)
     flags = [*SMALL[algo], *"--max-steps 1 --eval-samples 3 --sample-batch-size 8".split()]
     new_run(importlib.import_module(f"algos.{algo}"), tmp_path, *flags)
-    assert max(rows) == 6 and set(rows) == {2, 6}
+    assert set(rows) == {4, 6}  # four greedy answers at once; three samples of two prompts
 
 
 def test_plot_draws_what_is_there(tmp_path):

@@ -3,10 +3,8 @@
 import math
 from collections.abc import Callable
 
-import torch
-
 from utils.checkpoint import rng_state, set_rng_state
-from utils.lm import Samples, pad_left, sample
+from utils.lm import Samples, pad_left, sample, stream
 from utils.models import autocast, eos_ids
 from utils.tasks import Task, encode_prompt, present
 
@@ -24,34 +22,39 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: 
 
     Where the task scores itself: eval/greedy, eval/pass@1 and eval/pass@n, and the task's further scores of greedy
     answers. Else `score` (as make_scorer returns it, called with the training step) gives eval/greedy and eval/sampled,
-    mean rewards, NaN where none is known. Uses a generator of its own and leaves the global ones as it found them.
+    mean rewards, NaN where none is known. Uses generators of its own and leaves the global ones as it found them.
     """
-    before = rng_state()
-    generator = torch.Generator(model.device).manual_seed(seed)
-    rows = task.heldout[:num_prompts]
-    greedy, sampled, more = [], [], {}
-    at_once = max(1, rows_at_once // (num_samples + 1))
-    for some in [rows[i : i + at_once] for i in range(0, len(rows), at_once)]:
-        prompts = [present(row, tokenizer) for row in some]
-        ids, mask = pad_left([encode_prompt(prompt, tokenizer) for prompt in prompts], model.device)
-        for count, at, into in ((1, 0.0, greedy), (num_samples, temperature, sampled)):
+    rows, eos = task.heldout[:num_prompts], eos_ids(model, tokenizer)
+    prompts = [present(row, tokenizer) for row in rows]
+    tokens = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+    before = rng_state()  # user code may draw from the global generators
+
+    def scores(count: int, at: float) -> list[dict[str, float]]:
+        """Of `count` answers to each prompt, sampled in batches of up to `rows_at_once`."""
+        found: list[dict[str, float]] = []
+        at_once = max(1, rows_at_once // count)
+        for i in range(0, len(rows), at_once):
             with autocast(model.device, precision):
-                samples = sample(model, ids, mask, count, max_new_tokens, eos_ids(model, tokenizer), at, generator)
+                ids = pad_left(tokens[i : i + at_once], model.device)
+                generator = stream(model.device, seed, "evaluation", i)
+                samples = sample(model, *ids, count, max_new_tokens, eos, at, generator)
             texts, token_lists = decode(samples, tokenizer)
-            repeated = [row for row in some for _ in range(count)]
+            repeated = [row for row in rows[i : i + at_once] for _ in range(count)]
             if task.score is None:
-                shown = [prompt for prompt in prompts for _ in range(count)]
+                shown = [prompt for prompt in prompts[i : i + at_once] for _ in range(count)]
                 scored = score(repeated, shown, texts, token_lists, step)  # type: ignore[misc]
-                scores = [{"reward": r} for r in scored.rewards.tolist()]
+                found += [{"reward": r} for r in scored.rewards.tolist()]
             else:
-                scores = [task.score(row, text) for row, text in zip(repeated, texts)]
-            into += [s["reward"] for s in scores]
-            if count == 1:
-                for s in scores:
-                    for name in s.keys() - {"reward"}:
-                        more.setdefault(name, []).append(s[name])
-    set_rng_state(before)
-    result = {"eval/greedy": mean(greedy)} | {f"eval/greedy_{name}": mean(values) for name, values in more.items()}
+                found += [task.score(row, text) for row, text in zip(repeated, texts)]
+        return found
+
+    try:
+        greedy, sampled = scores(1, 0.0), [s["reward"] for s in scores(num_samples, temperature)]
+    finally:
+        set_rng_state(before)
+    more = sorted({name for s in greedy for name in s} - {"reward"})
+    result = {"eval/greedy": mean([s["reward"] for s in greedy])}
+    result |= {f"eval/greedy_{name}": mean([s[name] for s in greedy if name in s]) for name in more}
     if task.score is None:
         return result | {"eval/sampled": mean(sampled)}
     right = [

@@ -4,8 +4,11 @@ Shapes: P prompts, G completions of each, B = P * G rows (the G completions of a
 (padded on the left), T completion tokens (padded on the right), V vocabulary.
 """
 
+import hashlib
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from utils.errors import UserError
 
-CHUNK_ELEMENTS = 2**25  # float32 logits that are normalised at once: 128 MiB
+CHUNK_ELEMENTS = 2**25  # logits that are held at once: 128 MiB in float32
+LOOK_EVERY = 16  # tokens between looks at which rows have ended, on a GPU, where each look makes the CPU wait
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # of `completion_logps`, after the model
 
 
@@ -83,25 +87,42 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     ends = torch.tensor(eos, device=device)
     for t in range(max_new_tokens):
         logp = (logits[:, -1].to(logps.dtype) / (temperature or 1.0)).log_softmax(-1)
-        token = logp.argmax(-1, True) if temperature == 0 else torch.multinomial(logp.exp(), 1, generator=generator)
-        open_rows = ~ended[alive]
-        ids[alive, t] = torch.where(open_rows, token[:, 0], 0)
-        logps[alive, t] = torch.where(open_rows, logp.gather(1, token)[:, 0], 0.0)
-        ends_now = open_rows & torch.isin(token[:, 0], ends)
-        lengths[alive[ends_now]] = t + 1
-        ended[alive[ends_now]] = True
-        going = (~ended[alive]).nonzero()[:, 0]
-        if len(going) == 0 or t + 1 == max_new_tokens:
+        token = logp.argmax(-1, True) if temperature == 0 else draw(logp, generator)
+        going = ~ended[alive]
+        ids[alive, t] = torch.where(going, token[:, 0], 0)
+        logps[alive, t] = torch.where(going, logp.gather(1, token)[:, 0], 0.0)
+        ends_now = going & (token == ends).any(1)
+        lengths[alive] = torch.where(ends_now, t + 1, lengths[alive])
+        ended[alive] = ~going | ends_now
+        if t + 1 == max_new_tokens:
             break
-        if 2 * len(going) <= len(alive):
-            cache.batch_select_indices(going)
-            alive, token, mask, position = alive[going], token[going], mask[going], position[going]
+        if device.type == "cpu" or (t + 1) % LOOK_EVERY == 0:
+            going = (~ended[alive]).nonzero()[:, 0]
+            if len(going) == 0:
+                break
+            if 2 * len(going) <= len(alive):
+                cache.batch_select_indices(going)
+                alive, token, mask, position = alive[going], token[going], mask[going], position[going]
         logits = model(input_ids=token, attention_mask=mask[:, : width + t + 1], position_ids=position + t,
                        past_key_values=cache, use_cache=True, logits_to_keep=1).logits  # fmt: skip
     model.train(training)
     length = int(lengths.max())
     completion_mask = torch.arange(length, device=device) < lengths[:, None]
     return Samples(prompt_ids, prompt_mask, ids[:, :length], completion_mask, logps[:, :length], ended)
+
+
+def draw(logp: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One token for each row of log-probabilities (B, V), (B, 1): where p / E is largest, E exponential (the Gumbel-max
+    trick). Draws what torch.multinomial draws, but never makes the CPU wait for a GPU."""
+    noise = torch.empty_like(logp).exponential_(generator=generator)
+    return (logp.exp() / noise).argmax(-1, keepdim=True)
+
+
+def stream(device: torch.device, *key: int | str) -> torch.Generator:
+    """The generator of one batch of samples: a function of `key` (seed, purpose, step, batch) alone. So a checkpoint
+    keeps no state of it, and a batch has the same samples wherever it is drawn."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest))
 
 
 def check_cache(model) -> None:
@@ -134,40 +155,156 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
 
     P may be smaller than B: then row i completes prompt i // (B / P), each prompt is run once, and its cache, gradient
     included, is shared by its group. With gradient checkpointing, which excludes a cache, prompts are repeated instead.
-    Padded positions hold 0: what lies there could be large enough for a ratio to overflow, and infinity times 0 is NaN.
+
+    Logits of CHUNK_ELEMENTS are held at a time: the output layer runs on a chunk of hidden states, and once more in the
+    backward pass. Padded positions have no logits and hold 0.
     """
-    repeats, width = completion_ids.shape[0] // prompt_ids.shape[0], prompt_ids.shape[1]
-    mask = torch.cat([prompt_mask.repeat_interleave(repeats, 0), completion_mask], 1)
+    body, head = body_and_head(model)
+    repeats = completion_ids.shape[0] // prompt_ids.shape[0]
     checkpointed = model.training and any(
         getattr(module, "gradient_checkpointing", False) for module in model.modules()
     )
     if repeats > 1 and not checkpointed:
-        cache, first = prefill(model, prompt_ids, prompt_mask, repeats)
-        logits = first
-        if completion_ids.shape[1] > 1:
-            rest = model(input_ids=completion_ids[:, :-1], attention_mask=mask[:, :-1].long(), past_key_values=cache,
-                         position_ids=positions(mask)[:, width:-1], use_cache=True).logits  # fmt: skip
-            logits = torch.cat([first, rest], 1)
+        hidden = after_shared_prompts(body, prompt_ids, prompt_mask, completion_ids, completion_mask)
     else:
-        ids = torch.cat([prompt_ids.repeat_interleave(repeats, 0), completion_ids], 1)[:, :-1]
-        logits = model(input_ids=ids, attention_mask=mask[:, :-1].long(), position_ids=positions(mask[:, :-1]),
-                       use_cache=False, logits_to_keep=completion_ids.shape[1]).logits  # fmt: skip
-    tokens = max(1, CHUNK_ELEMENTS // logits.shape[2])
+        prompts = prompt_ids.repeat_interleave(repeats, 0), prompt_mask.repeat_interleave(repeats, 0)
+        hidden = after_prompts(body, *prompts, completion_ids, completion_mask)
+
+    def chunk_logps(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        # With autocast's cache of weights all chunks would add their gradients of the output layer in bfloat16.
+        with torch.autocast(hidden.device.type, enabled=torch.is_autocast_enabled(hidden.device.type),
+                            cache_enabled=False):  # fmt: skip
+            return token_logps(head(hidden), ids, temperature)
+
+    tokens = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
     chunks = [
-        checkpoint(token_logps, *chunk, temperature, use_reentrant=False)
-        for chunk in zip(logits.flatten(0, 1).split(tokens), completion_ids.flatten().split(tokens))
+        checkpoint(chunk_logps, *chunk, use_reentrant=False)
+        for chunk in zip(hidden.split(tokens), completion_ids[completion_mask].split(tokens))
     ]
-    logps, entropies = (torch.cat(parts).view(completion_ids.shape) for parts in zip(*chunks))
-    return logps.masked_fill(~completion_mask, 0.0), entropies.masked_fill(~completion_mask, 0.0)
+    empty = torch.zeros(completion_ids.shape, dtype=chunks[0][0].dtype, device=completion_ids.device)
+    logps, entropies = (empty.masked_scatter(completion_mask, torch.cat(parts)) for parts in zip(*chunks))
+    return logps, entropies
+
+
+def after_shared_prompts(body: Callable, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
+                         completion_mask: Tensor) -> Tensor:  # fmt: skip
+    """The hidden states that predict the N completion tokens, (N, D). Each prompt is run once for its group."""
+    repeats, width = completion_ids.shape[0] // prompt_ids.shape[0], prompt_ids.shape[1]
+    mask = torch.cat([prompt_mask.repeat_interleave(repeats, 0), completion_mask], 1)
+    hidden, cache = body(
+        input_ids=prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions(prompt_mask), use_cache=True
+    )
+    hidden = hidden[:, -1:].repeat_interleave(repeats, 0)
+    if completion_ids.shape[1] > 1:
+        cache.batch_repeat_interleave(repeats)
+        rest, _ = body(input_ids=completion_ids[:, :-1], attention_mask=mask[:, :-1].long(), past_key_values=cache,
+                       position_ids=positions(mask)[:, width:-1], use_cache=True)  # fmt: skip
+        hidden = torch.cat([hidden, rest], 1)
+    return hidden[completion_mask]
+
+
+def after_prompts(body: Callable, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
+                  completion_mask: Tensor) -> Tensor:  # fmt: skip
+    """The same for prompts (B, L), one for each completion. Rows are moved to the left, so that all padding is on the
+    right, where a causal model does not see it: no attention mask is needed, and fast kernels take no other."""
+    starts = prompt_mask.sum(1, keepdim=True)
+    width = int((starts + completion_mask.sum(1, keepdim=True)).max()) - 1
+    ids = torch.cat([prompt_ids, completion_ids], 1)
+    columns = torch.arange(width, device=ids.device) + prompt_ids.shape[1] - starts
+    hidden, _ = body(input_ids=ids.gather(1, columns.clamp(max=ids.shape[1] - 1)), use_cache=False)
+    rows, tokens = completion_mask.nonzero(as_tuple=True)
+    return hidden[rows, starts[rows, 0] - 1 + tokens]
+
+
+PARTS: WeakKeyDictionary = WeakKeyDictionary()  # model -> its body and head
+
+
+def body_and_head(model) -> tuple[Callable, Callable]:
+    """body(**inputs) -> hidden states and cache, and head(hidden states) -> logits, so that logits of all tokens need
+    not be held at once. Where the model does something to its logits that `head` does not know, the body computes them
+    and the head does nothing."""
+    if model not in PARTS:
+        PARTS[model] = find_parts(model)
+    return PARTS[model]
+
+
+@torch.no_grad()
+def find_parts(model) -> tuple[Callable, Callable]:
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    layer: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    decoder: Any = getattr(model, "get_decoder", lambda: None)()
+
+    def body(**inputs) -> tuple[Tensor, Any]:
+        out = decoder(**inputs)
+        return out.last_hidden_state, out.past_key_values
+
+    def head(hidden: Tensor) -> Tensor:
+        logits = layer(hidden) * scale
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def whole(**inputs) -> tuple[Tensor, Any]:
+        out = model(**inputs)
+        return out.logits, out.past_key_values
+
+    if layer is None or decoder is None or decoder is model:
+        return whole, lambda logits: logits
+    training, ids = model.training, torch.tensor([[1, 0, 2]], device=model.device)
+    model.eval()  # where nothing is drawn
+    expected, ours = model(input_ids=ids, use_cache=False).logits, head(body(input_ids=ids, use_cache=False)[0])
+    model.train(training)
+    if ours.shape == expected.shape and (ours - expected).abs().max() <= 1e-3 * expected.abs().max():
+        return body, head
+    return whole, lambda logits: logits
 
 
 def token_logps(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at `ids`, and the entropy (no gradient). (N, V), (N,) -> (N,), (N,)."""
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     normaliser = logits.logsumexp(-1)
-    with torch.no_grad():
+    logps = logits.gather(-1, ids[..., None])[..., 0] - normaliser
+    with torch.no_grad():  # last: what is recomputed for the backward pass ends before it
         entropy = normaliser - ((logits - normaliser[..., None]).exp() * logits).sum(-1)
-    return logits.gather(-1, ids[..., None])[..., 0] - normaliser, entropy
+    return logps, entropy
+
+
+def split_rows(lengths: list[int], size: int, tokens: int | None) -> list[list[int]]:
+    """Which rows make each micro-batch: `size` of them, in their order. Where `tokens` is given, rows are sorted by
+    length, and a micro-batch has at most that many tokens with its padding (one row may have more). Then the longest
+    come first, so that memory that is too small shows at once."""
+    if not tokens:
+        return [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        room = tokens // lengths[batches[-1][0]] if batches else 0
+        if batches and len(batches[-1]) < min(size, room):
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def in_order(parts: list[Tensor], batches: list[list[int]]) -> Tensor:
+    """What was computed for the micro-batches of `split_rows`, in the order of the rows."""
+    return torch.cat(parts)[torch.tensor([row for rows in batches for row in rows]).argsort()]
+
+
+def micro_batches(samples: Samples, size: int, tokens: int | None = None,
+                  together: int = 1) -> Iterator[tuple[Tensor, Inputs]]:  # fmt: skip
+    """Yields (rows, arguments of completion_logps) of `size` completions each, trimmed to their own longest; whole
+    groups share their prompt. With `tokens`: as `split_rows` has it, with a prompt for each completion, and `together`
+    completions that stand together stay so."""
+    prompt_ids, prompt_mask, ids, mask, _, _ = samples
+    group = len(ids) // len(prompt_ids)
+    lengths = (prompt_mask.sum(1).repeat_interleave(group) + mask.sum(1)).view(-1, together).amax(1)
+    for units in split_rows(lengths.tolist(), size // together, tokens and tokens // together):
+        rows = (torch.tensor(units)[:, None] * together + torch.arange(together)).flatten().to(ids.device)
+        prompts = rows // group if tokens else (rows // group).unique_consecutive()
+        left = prompt_mask.shape[1] - int(prompt_mask[prompts].sum(1).max())
+        right = int(mask[rows].sum(1).max())
+        yield rows, (prompt_ids[prompts, left:], prompt_mask[prompts, left:], ids[rows, :right], mask[rows, :right])
 
 
 class Means:

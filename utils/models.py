@@ -24,6 +24,9 @@ class ModelArgs(RunArgs):
     """train LoRA adapters of this rank instead of all weights (needs peft)"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
+    micro_batch_tokens: NonNegativeInt | None = None
+    """most tokens, with padding, in one forward and backward pass: rows are sorted by length; 0: micro_batch_size rows
+    in their order. Changes memory and speed, not the result"""
     trust_remote_code: bool = False
     """run code that comes with the model, and with models of --reward"""
 

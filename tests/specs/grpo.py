@@ -99,8 +99,8 @@ minimind (0.8), rasbt (0.8), simple_GRPO (0.9))
 + logps, entropy = completion_logps(model, *inputs)
 
 temperature-in-scoring-only: the sampler has its own default
-- eos_ids(model, tokenizer), args.temperature, generator)
-+ eos_ids(model, tokenizer), 1.0, generator)
+- eos_ids(model, tokenizer), args.temperature,
++ eos_ids(model, tokenizer), 1.0,
 
 dropout-in-the-ratio: model.train() is a habit; the policy that is updated then is not the one that sampled
 -     without_dropout(model)
@@ -119,10 +119,6 @@ clipped-after-the-step: two lines, in either order of which nothing fails
 -         optimizer.step()
 +         optimizer.step()
 +         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-
-generator-not-restored: weights and optimizer are what people think of (Stable-Baselines3#1526, open)
-- optimizer=optimizer, generator=generator)
-+ optimizer=optimizer)
 
 optimizer-not-restored: the weights are back, the moments of Adam are not
 - run.restore(model=model, optimizer=optimizer

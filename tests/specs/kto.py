@@ -48,7 +48,7 @@ mismatched-not-cut: lengths were checked when rows were encoded; a prompt with a
 + completion=before.completion
 
 reference-is-the-policy:kto: log-probabilities from before the step are taken for those from before training
-- ratios.append(logps - logps.new_tensor([example.ref_logp for example in batch[rows]]))
+- ratios.append(logps - logps.new_tensor([example.ref_logp for example in examples]))
 + ratios.append(logps - logps.detach())
 
 reference-is-the-policy:mismatched: mismatched rows change every step, so their reference is computed when they come
@@ -57,7 +57,7 @@ up: z then is always 0
 + score_examples(model, mismatched([examples[row] for row in batch_rows(step)], args), args)[0].tolist())
 
 reference-forgotten:kto: log-probabilities also tell good from bad
-- ratios.append(logps - logps.new_tensor([example.ref_logp for example in batch[rows]]))
+- ratios.append(logps - logps.new_tensor([example.ref_logp for example in examples]))
 + ratios.append(logps)
 
 weights-of-labels-swapped: two weights of nearly equal size, of which only one is ever changed

@@ -71,12 +71,12 @@ groups-interleaved:xpo: two batches are joined one behind the other: pairs then 
 + device=model.device).view(2, -1).flatten()
 
 divergence-of-the-wrong-sign: log pi - log pi_ref and its negative are both called the log-ratio
-- "kl": from_policy(log_ratio, args)
-+ "kl": -from_policy(log_ratio, args)
+- "kl": from_policy(log_ratios, args)
++ "kl": -from_policy(log_ratios, args)
 
 divergence-over-the-reference-s-samples: an estimate of a divergence is a mean over the policy's samples, not over all
-- "kl": from_policy(log_ratio, args)
-+ "kl": log_ratio
+- "kl": from_policy(log_ratios, args)
++ "kl": log_ratios
 
 reward-of-the-reference-too: the mean over the batch is the policy's in every other script
 - "reward": from_policy(batch.rewards, args)

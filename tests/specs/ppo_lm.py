@@ -51,8 +51,8 @@ minibatches-in-order:ppo_lm: nothing fails: minibatches are the same in every ep
 + torch.arange(prompts, device=known.device)
 
 critic-not-restored: one of two models
-- critic=critic, optimizer=optimizer, generator=generator)
-+ optimizer=optimizer, generator=generator)
+- critic=critic, optimizer=optimizer)
++ optimizer=optimizer)
 """
 
 SPEC = Spec(

@@ -39,8 +39,8 @@ temperature-multiplies: an inverse temperature is a habit of physics; at 1 nothi
 
 eos-not-trained: the length of the text is taken for that of the completion: models then never learn to stop
 (huggingface/trl#6357: GKD and GOLD masked the real EOS)
-- lengths[alive[ends_now]] = t + 1
-+ lengths[alive[ends_now]] = t
+- torch.where(ends_now, t + 1, lengths
++ torch.where(ends_now, t, lengths
 
 padding-by-id: the id of padding is taken for padding, also where the model says it (tiny-grpo train.py:108,
 simple_GRPO:80, rlhf-book rollout.py:139 mask by the id of padding)
@@ -67,21 +67,33 @@ padding-attended: without a mask nothing fails, and the shortest prompts suffer
 + out = model(input_ids=prompt_ids, attention_mask=torch.ones_like(prompt_ids)
 
 shifted-by-one: logits at a token predict the next: tokens are shifted once too often or not at all
-- rest = model(input_ids=completion_ids[:, :-1]
-+ rest = model(input_ids=completion_ids[:, 1:]
+- rest, _ = body(input_ids=completion_ids[:, :-1]
++ rest, _ = body(input_ids=completion_ids[:, 1:]
 
 decoding-position-off-by-one: the number of tokens so far is taken for the index of the next
 - position_ids=position + t,
 + position_ids=position + t + 1,
 
-infinity-under-padding: masks multiply the loss: infinity times 0 is NaN
-- return logps.masked_fill(~completion_mask, 0.0), entropies
-+ return logps, entropies
+hidden-states-off-by-one: the hidden state of a token is taken for the one that predicts it
+- hidden[rows, starts[rows, 0] - 1 + tokens]
++ hidden[rows, starts[rows, 0] + tokens]
+
+rows-stay-sorted: what was sorted by length is taken for the rows in their order
+-     return torch.cat(parts)[torch.tensor([row for rows in batches for row in rows]).argsort()]
++     return torch.cat(parts)
+
+gradients-of-the-head-in-bfloat16: autocast's cache makes all chunks add into one bfloat16 gradient
+- cache_enabled=False
++ cache_enabled=True
+
+stream-without-its-key: a generator with the seed of the run is at hand
+- digest = hashlib.blake2b(repr(key).encode()
++ digest = hashlib.blake2b(repr(key[:1]).encode()
 
 sampled-from-the-top: samplers for users cut the tail off; what scores does not (nanochat (top-k 50), rlhf-book (top-p
 0.95, top-k 20) score by the full softmax)
-- torch.multinomial(logp.exp(), 1, generator=generator)
-+ torch.multinomial(logp.exp() * (logp >= logp.topk(3)[0][:, -1:]), 1, generator=generator)
+- (logp.exp() / noise).argmax
++ (logp.exp() * (logp >= logp.topk(3)[0][:, -1:]) / noise).argmax
 
 dropout-in-sampling: answers are sampled in the middle of training, where the model is in training mode
 -     model.eval()
@@ -90,6 +102,8 @@ dropout-in-sampling: answers are sampled in the middle of training, where the mo
 
 training-mode-lost: eval() before an evaluation, and no train() after it
 -     model.train(training)
+-     length = int(lengths.max())
++     length = int(lengths.max())
 
 bfloat16-weights: models are published in bfloat16, in which AdamW's small steps round away
 - torch.bfloat16 if precision == "pure-bfloat16" else
@@ -264,15 +278,15 @@ rows-that-were-never-written: buffers are allocated whole
 +         index
 
 evaluation-with-training-noise: one sampler for both
-- ((1, 0.0, greedy),
-+ ((1, temperature, greedy),
+- scores(1, 0.0),
++ scores(1, temperature),
 
 evaluation-moves-the-training-noise: one generator for everything: how often one evaluates changes what is learnt
 - set_rng_state(before)
 + pass
 
 evaluation-on-the-global-generator: a generator is an argument that may be left out
-- generator = torch.Generator(model.device).manual_seed(seed)
+- generator = stream(model.device, seed, "evaluation", i)
 + generator = None
 
 biased-pass-at-k: the obvious formula is biased (arXiv 2107.03374, section 2.1)
