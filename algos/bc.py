@@ -5,7 +5,7 @@ the supervised baseline of offline reinforcement learning.
 
 The policy imitates a dataset of transitions, good and bad alike. 10 %-BC (Chen et al. 2021, arXiv 2106.01345, section
 5.1; --top-fraction 0.1) imitates only the trajectories of highest return, as many as fit into that fraction of the
-steps; what offline reinforcement learning adds shows beside it, not beside BC. On minibatches maximises
+steps. Compare offline reinforcement learning with it, not with BC. On minibatches maximises
 
     J(phi) = E log pi_phi(a | s),        pi = N(mean_phi(s), diag(std^2))
 
@@ -29,14 +29,14 @@ Metrics
     nll                 mean of -log pi over the batch, nats of the [-1, 1] box; falls
     std                 mean of the policy's standard deviations
     eval/return         mean over --eval-episodes, mean actions; eval/return_stochastic: sampled actions
-    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data
+    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data; R is eval/return
     eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
-    eval/best_return    in the last row: the best of all evaluations. It was selected on the test; eval/return was not
+    eval/best_return    in the last row: the best of all evaluations. It is picked by test score; eval/return is not
 
-Differences (those of one line stand at that line)
-    - The paper's %BC minimises the squared error of a deterministic policy. The mean of a Gaussian whose std does not
-      depend on the state has the same gradient, but for the scale of each action, which std sets.
-    - Network, policy and learning rate are those of iql.py, whose loss at temperature 0 this is.
+Differences
+    - The paper's %BC minimises the squared error of a deterministic policy. A Gaussian with state-independent std gives
+      its mean the same gradient, but for a scale per action dimension, which std sets.
+    - Network, policy and learning rate are iql.py's; so is the loss, at --temperature 0.
     - The learning rate is constant. Observations are not normalised.
 """
 
@@ -146,10 +146,10 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions) -
 
 
 def top_rows(data: Dataset, fraction: float) -> np.ndarray:
-    """(n,) bool: rows of the trajectories of highest return, the best one and as many more, in order, as stay below
-    this fraction of all rows."""
+    """(n,) bool: rows of the trajectories of highest return. The best one is always in; the next ones follow while the
+    total stays below this fraction of all rows."""
     best_first = np.argsort(-data.trajectory_returns(), kind="stable")
-    # of the steps, as in the paper's code; CORL keeps a fraction of the trajectories
+    # a fraction of the steps, as in the paper's code; CORL takes it of the trajectories
     below = np.cumsum(data.lengths()[best_first]) < fraction * len(data.obs)
     below[0] = True
     kept = best_first if fraction == 1 else best_first[below]
@@ -177,7 +177,7 @@ def train(args: Args) -> list[dict]:
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     check_spaces(data, obs_size, space)
-    # without a known next observation, as after a time-out in D4RL's files, IQL cannot use a row: left out here, too
+    # IQL cannot use rows without a known next observation (time-outs in D4RL's files): left out here, too
     rows = data.known & top_rows(data, args.top_fraction)
     if not rows.any():
         raise UserError(f"--top-fraction {args.top_fraction} leaves no transition of {data.name}: raise it")

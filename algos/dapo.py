@@ -3,11 +3,10 @@ r"""Decoupled Clip and Dynamic sAmpling Policy Optimization (DAPO).
 Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv 2503.14476, section 3,
 equations 8 and 13).
 
-Parent: grpo.py. Groups that teach nothing are replaced by further ones, and answers near the length limit lose reward.
+Parent: grpo.py. New groups replace those that teach nothing, and answers near the length limit lose reward.
 
-A group whose rewards are all equal has no advantage, so prompts are drawn until enough groups have different rewards.
-The loss is a mean over all tokens of the batch, the upper clip is wider, there is no KL penalty, and reward falls
-over the last tokens before the length limit. Maximises
+A group with equal rewards has no advantage, so prompts are drawn until enough groups have different rewards. The loss
+is a mean over all tokens of the batch, the upper clip is wider, and there is no KL penalty. Maximises
 
     J(theta) = E  1/sum_i T_i  sum_i sum_t min[ rho_it A_i, clip(rho_it, 1 - eps, 1 + eps_high) A_i ]
                over groups in which not all R_i are equal
@@ -17,12 +16,12 @@ over the last tokens before the length limit. Maximises
     A_i      = (R'_i - mean(R'_1..R'_G)) / std(R'_1..R'_G)            advantage, the same for every token of y_i
     rho_it   = pi_theta(y_it | x, y_i,<t) / pi_old(y_it | x, y_i,<t)  probability ratio
     T_i      number of tokens of y_i up to and including the first EOS
-    eps, eps_high   --epsilon, --epsilon-high
-    L_max, L_cache  --max-completion-length, --overlong-buffer
+    G, eps, eps_high   --num-generations, --epsilon, --epsilon-high
+    L_max, L_cache     --max-completion-length, --overlong-buffer
 
-What refilling does: groups with equal rewards have no gradient, so leaving them out does not turn the expected gradient
-of a prompt. Without --scale-rewards and with constant denominators it is divided by the share of groups that are kept.
-The gain is a larger batch where answers are mostly all right or all wrong, at the price of more samples.
+With --scale-rewards none, --aggregation constant and no penalty, refilling only divides a prompt's expected gradient by
+the share of its groups that are kept. The gain is a larger batch where answers are mostly all right or all wrong. The
+price is more samples.
 
 Run
     python algos/dapo.py                                                            the embedded model learns countdown
@@ -36,45 +35,45 @@ Run
     python algos/dapo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
 
 Expect
-    The default run takes 5 minutes on one CPU thread. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8
-    0.42 to greedy 0.58, pass@1 0.52, pass@8 0.66 (seed 1, 256 prompts). grpo.py: 0.50 to 0.58, 0.47 to 0.53, 0.65 to
-    0.67 (8 seeds).
-    At equal steps it is a little better. All trained groups teach. The reward of steps 41 to 50 is 0.57 and 0.58 (seeds
-    1 and 2), 0.52 to 0.56 with grpo.py (8 seeds). The control is --max-sampling-rounds 1, which replaces nothing: 0.69
-    of its groups teach, and the reward of steps 31 to 40 is 0.51, as with grpo.py, instead of 0.54 (seed 1).
-    At equal completions nothing is gained. It samples 126,000 in 100 steps, grpo.py 51,200. After 51,200, which is step
-    50 here, greedy is 0.56 and 0.51, pass@1 0.48 and 0.48 (seeds 1 and 2): no more than grpo.py has at its end.
-    The clip does nothing here, for rho is 1; the penalty next to nothing, for few answers have more than 16 of the 20
-    tokens allowed. --max-completion-length 14 --overlong-buffer 2 shows it: 0.25 of the answers are cut off in step 1,
-    0.17 in steps 6 to 10. The control, --overlong-buffer 0: 0.25 and 0.34, with more right answers (seed 1).
+    The default run takes 5 minutes on one CPU thread. Held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8
+    0.42 to greedy 0.58, pass@1 0.51, pass@8 0.66 (seed 1, 128 prompts). grpo.py ends at 0.50-0.58, 0.47-0.53, 0.65-0.67
+    (8 seeds).
+    At equal steps it is a little better: all trained groups teach. The reward of steps 41 to 50 is 0.57 and 0.58 (seeds
+    1 and 2), with grpo.py 0.52 to 0.56 (8 seeds). Control: --max-sampling-rounds 1 replaces nothing. Then 0.69 of the
+    groups teach, and the reward of steps 31 to 40 is 0.51, as with grpo.py, not 0.54 (seed 1).
+    At equal completions nothing is gained. It samples 126,000 in 100 steps, grpo.py 51,200. After 51,200 (step 50 here)
+    greedy is 0.56 and 0.51, pass@1 0.48 and 0.48 (seeds 1 and 2): no more than grpo.py has at its end.
+    Clip and penalty do next to nothing here: rho is 1, and few answers have more than 16 of the 20 tokens allowed.
+    --max-completion-length 14 --overlong-buffer 2 shows the penalty: 0.25 of the answers are cut off in step 1, 0.17 in
+    steps 6 to 10. Control, --overlong-buffer 0: 0.25, then 0.34, but more right answers (seed 1).
     --task sort --max-steps 16: greedy 0.23 to 1.00, pass@1 0.41 to 0.97, pass@8 0.91 to 1.00 (seeds 1 and 2).
 
 Metrics
-    reward         mean over all completions that were sampled, without the penalty; rises
-    sampled        completions that were sampled in the step. num_prompts * num_generations of them are trained
-    frac_zero_std  share of trained groups with equal rewards: 0 unless --max-sampling-rounds were not enough
+    reward         mean over all sampled completions, without the penalty; rises
+    sampled        completions sampled in the step; num_prompts * num_generations of them are trained on
+    frac_zero_std  share of trained groups with equal rewards: 0 if --max-sampling-rounds were enough
     reward_std     mean within the trained groups
     overlong_penalty  mean over the trained completions; towards 0
-    reward/task    the task's own score, where --reward is given. It falls while reward rises: over-optimisation
+    reward/task    the task's own score, where --reward is given. A fall while reward rises is over-optimisation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
-                   pass@1 rises and greedy stays, the policy only sharpens. A rising greedy can be sharpening, too
+                   pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
     grad_norm      before clipping; steady
-    kl             mean k3 (beta > 0 only); grows slowly
-    approx_kl      k3 of new against old policy in the last update epoch; near 0 with one epoch
+    kl             as in grpo.py (beta > 0 only); grows slowly
+    approx_kl      mean of rho - 1 - log rho in the last update epoch; near 0 with one epoch
     clip_fraction  share of tokens whose gradient is cut; 0 in the first epoch, below 0.3
     sampler_gap    mean |log pi_theta - log pi_old| in the first epoch; 1e-6 in float32, more means a bug
     entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
-    length, truncated, entropy describe the trained completions. The loss is not logged: at rho = 1 its value is 0
-    whatever its gradient.
+    length, truncated, entropy describe the trained completions. The loss is not logged: at rho = 1 its value says
+    nothing about its gradient.
 
 Differences
-    - The paper takes 16 optimizer steps on each batch, here it is one per update epoch. With one epoch rho is 1 and
-      the clip does nothing: give --num-iterations above 1.
-    - The paper samples until the batch is full. Here it is at most --max-sampling-rounds times, and what is missing is
-      filled up with groups of equal rewards.
+    - The paper takes 16 optimizer steps on each batch; here it is one per update epoch. The clip needs
+      --num-iterations above 1.
+    - The paper samples until the batch is full. Here it is at most --max-sampling-rounds times; groups with equal
+      rewards fill the rest.
     - Groups are judged by their rewards before the penalty: the paper asks for right and wrong answers in each group.
-    - The paper's rewards are 1 and -1. The tasks' own are 1 and 0, against which the penalty weighs twice as much.
-    - The formula divides by the tokens of each group. Here, as in TRL and verl, by those of the whole step.
+    - The paper's rewards are 1 and -1. The tasks' own are 1 and 0, so the penalty weighs twice as much.
+    - The formula divides by the tokens of each group; this script, TRL and verl by those of the whole step.
     - beta is 0, as in the paper. --beta above 0 adds GRPO's penalty.
     - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16) and saves
       a forward pass. TRL recomputes it, or takes rho = 1.
@@ -119,7 +118,7 @@ from utils.schedule import set_learning_rate
 from utils.tasks import Task, encode_prompt, load_task, present
 
 NAME, TITLE = "dapo", "DAPO"
-PRESETS = {  # what depends on the model: taken for every argument that is left at None
+PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-4, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=512,
                  micro_batch_size=256, micro_batch_tokens=0, max_completion_length=20, overlong_buffer=4,
                  precision="float32"),
@@ -140,12 +139,12 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     reward: tuple[str, ...] = ()
-    """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them, and reward models, by folder or
-    hub name (an ensemble's with :mean, :worst-case or :uncertainty=L behind it); none: the task's own score"""
+    """reward functions (FILE.py:NAME or PACKAGE.MODULE:NAME, called as by TRL) and reward models (folder or hub name;
+    ensembles: append :mean, :worst-case or :uncertainty=L); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
     max_steps: PositiveInt = 100
-    """steps, each of which samples and updates"""
+    """steps: each samples, then updates"""
     num_prompts: PositiveInt | None = None
     """prompts per step"""
     num_generations: PositiveInt | None = None
@@ -153,9 +152,9 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     sample_batch_size: PositiveInt | None = None
     """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
     max_completion_length: PositiveInt | None = None
-    """new tokens at most"""
+    """most new tokens per completion"""
     temperature: PositiveFloat = 1.0
-    """of sampling and of the policy that is trained"""
+    """divides the logits, in sampling and in training"""
     micro_batch_size: PositiveInt | None = None
     """completions in one forward and backward pass: a multiple or a divisor of G; changes memory, not the result"""
     num_iterations: PositiveInt = 1
@@ -167,15 +166,15 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     beta: NonNegativeFloat = 0.0
     """weight of the KL penalty; 0 loads no reference model"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """divide advantages by the standard deviation of their group, of the batch, or not"""
+    """divide advantages by the standard deviation of their group or of the batch, or not at all"""
     aggregation: Literal["sequence", "token", "constant"] = "token"
     """mean over each completion's tokens, then completions; mean over all tokens; sum over B * max_completion_length"""
     mask_truncated_completions: bool = False
-    """leave completions that were cut off out of the loss"""
+    """leave truncated completions out of the loss"""
     overlong_buffer: NonNegativeInt | None = None
     """tokens before the length limit over which the penalty grows from 0 to 1: L_cache; 0: no penalty"""
     max_sampling_rounds: PositiveInt = 4
-    """rounds of sampling per step at most, of which groups with equal rewards are replaced"""
+    """most sampling rounds per step; each after the first replaces groups with equal rewards"""
     learning_rate: PositiveFloat | None = None
     """peak learning rate of AdamW"""
     adam_beta2: Annotated[float, "at least 0 and below 1"] | None = None
@@ -205,10 +204,10 @@ class Batch(NamedTuple):
 
 
 def advantages(rewards: Tensor, scale: str) -> Tensor:
-    """Rewards minus their group's mean, over (std + STD_EPSILON) of the group or batch. (P, G) -> (P, G).
+    """Rewards minus their group's mean, divided by the group's or batch's std + STD_EPSILON. (P, G) -> (P, G).
 
-    NaN rewards are left out of means and deviations and get 0; so do all of a group of equal ones, whose mean may be
-    rounded. DeepSeekMath section 4.1.2; "none": arXiv 2503.20783.
+    NaN rewards are left out of means and deviations and get 0. A group of equal rewards gets 0, too, even if rounding
+    moves its mean. DeepSeekMath section 4.1.2; "none": arXiv 2503.20783.
     """
 
     def std(values: Tensor) -> Tensor:
@@ -225,13 +224,13 @@ def advantages(rewards: Tensor, scale: str) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, max_completion_length: int, buffer: int) -> Tensor:
-    """What is added to the rewards of long completions: 0, and over the last `buffer` tokens before the limit linearly
-    down to -1. Equation 13. (B,) -> (B,)."""
+    """Added to the reward of a long completion: 0, then linearly down to -1 over the last `buffer` tokens before the
+    limit. Equation 13. (B,) -> (B,)."""
     return ((max_completion_length - buffer - lengths) / max(1, buffer)).clamp(-1, 0)
 
 
 def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) -> Tensor:
-    """What each token's loss counts in the step's loss: the denominator over all B rows. (B, T) of 0 and 1 -> (B, T).
+    """Weight of each token's loss in the step's loss, over all B rows. mask (B, T) of 0 and 1 -> (B, T).
 
     sequence: 1 / (B T_i), the paper's. Biased: at rho = 1, beta = 0 and --scale-rewards none its expected gradient is
     (G-1)/G E[(R - J) / T grad log pi], which is no policy gradient; scaling by the group's deviation adds a bias too.
@@ -314,11 +313,11 @@ def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args
 
 def refill(more: Callable[[int], tuple[Samples, Scored]], first: int,
            args: Args) -> tuple[Samples, Scored, Tensor, int]:  # fmt: skip
-    """P groups whose rewards are not all equal (the constraint of equation 8), from as many rounds of P prompts as that
-    takes, at most --max-sampling-rounds. What is missing then is filled up with groups of equal rewards.
+    """P groups whose rewards are not all equal (the constraint of equation 8). Samples rounds of P prompts until there
+    are P such groups, at most --max-sampling-rounds times. Groups with equal rewards fill the rest.
 
-    Returns the groups (of reward functions' columns the means over rounds), all rewards that were sampled, and the next
-    row of the task.
+    Returns the groups (columns of reward functions: means over rounds), all sampled rewards, and the next row of the
+    task.
     """
     rounds, rewards, flat = [], torch.empty(0), torch.empty(0, dtype=torch.bool)
     while len(rounds) < args.max_sampling_rounds and (~flat).sum() < args.num_prompts:
@@ -336,7 +335,7 @@ def refill(more: Callable[[int], tuple[Samples, Scored]], first: int,
 
 
 def zero_std(groups: Tensor) -> Tensor:
-    """Groups whose known rewards are all equal, or unknown. (P, G) -> (P,) bool."""
+    """Which groups have equal rewards, or none that is known. NaN is left out. (P, G) -> (P,) bool."""
     low, high = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
     return ~(high > low)
 

@@ -3,20 +3,21 @@ r"""Direct Preference Optimization (DPO), and other losses on the same reference
 Rafailov et al. 2023, "Direct Preference Optimization: Your Language Model is Secretly a Reward Model" (arXiv
 2305.18290, section 4, equation 7).
 
-Learns from pairs of a preferred and a dispreferred answer. It makes the preferred one more likely than the other,
-measured from where the policy began, which solves the KL-constrained reward problem without a reward model. Minimises
+Learns from pairs of a preferred and a dispreferred answer. Relative to the starting policy, it makes the preferred one
+more likely than the other. That solves the KL-constrained reward problem without a reward model. Minimises
 
     L(theta) = - E_(x, y_w, y_l)  log sigmoid( beta [ h(x, y_w) - h(x, y_l) ] )
 
     x, y_w, y_l   a prompt, its preferred and its dispreferred completion, chosen before training
     h(x, y) = log pi_theta(y | x) - log pi_ref(y | x)   log-ratio; each term sums over the tokens of y up to and
                                                         including the first EOS
-    beta     --beta: strength of the constraint in the problem it solves: maximise E r(x, y) - beta KL(pi || pi_ref)
+    beta     --beta: how strongly the policy is held to pi_ref
     pi_ref   the policy before the first step
 
-beta h is the implicit reward. If the labels follow the Bradley-Terry model of a reward r, the minimum over all policies
-is pi_ref exp(r / beta) / Z. If they never contradict each other there is no minimum, and margins grow for ever. The
-other values of --loss stand in LOSSES, each with its formula and paper.
+If the labels follow the Bradley-Terry model of a reward r(x, y), the policy pi that minimises L also maximises
+E r(x, y) - beta KL(pi || pi_ref). It is pi_ref exp(r / beta) / Z(x), where Z normalises; beta h is the implicit reward.
+If the labels never contradict each other, there is no minimum, and margins grow for ever. LOSSES has the other values
+of --loss, each with formula and paper.
 
 Run
     python algos/dpo.py                                                 the embedded model learns countdown
@@ -34,9 +35,9 @@ Expect
     pass@8 0.42 to greedy 0.41, pass@1 0.21, pass@8 0.73 (seed 1, 128 prompts); with --sft-coef 1 --learning-rate 5e-5
     to 0.52, 0.34, 0.83. GRPO gets to 0.52, 0.48, 0.66 there.
     --task sort --max-steps 40: greedy 0.23 to 0.92, pass@1 0.41 to 0.73, pass@8 0.91 to 0.99, in about half a minute.
-    All these runs rank every held-out pair right, which says little about answers: with --learning-rate 1e-4
-    --lr-schedule constant sort does so too and ends at greedy 0.13, pass@1 0.14, pass@8 0.27, because chosen answers
-    have become e^9 times less likely. Real models: not measured.
+    All these runs rank every held-out pair right. That says little about answers: sort with --learning-rate 1e-4
+    --lr-schedule constant also does, yet ends at greedy 0.13, pass@1 0.14, pass@8 0.27. Its chosen answers became e^9
+    times less likely. Real models: not measured.
 
 Metrics
     accuracy       share of the step's pairs with a larger h for y_w; ties count half, so 0.5 at the start; rises
@@ -92,7 +93,7 @@ from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
 
 NAME, TITLE = "dpo", "DPO"
-PRESETS = {  # what depends on the model: taken for every argument that is left at None
+PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=64, max_length=64, precision="float32",
                  eval_max_new_tokens=20, sample_batch_size=512, micro_batch_tokens=0),
     "full": dict(learning_rate=1e-6, batch_size=64, micro_batch_size=32, max_length=1024, precision="bfloat16",
@@ -123,7 +124,7 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     beta: PositiveFloat = 0.1
     """how strongly the policy is held to the reference"""
     label_smoothing: NonNegativeFloat = 0.0
-    """probability that a label is wrong, below 0.5: cDPO with sigmoid; robust; exo, which needs it above 0"""
+    """probability that a label is wrong, below 0.5: for sigmoid (then cDPO), robust, and exo, which needs it above 0"""
     dpop_lambda: NonNegativeFloat = 50.0
     """weight of dpop's penalty on chosen completions that became less likely"""
     discopop_tau: PositiveFloat = 0.05
@@ -168,15 +169,14 @@ class Pair(NamedTuple):
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
     """-(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D), e = label_smoothing: DPO, arXiv 2305.18290 equation 7, and
-    with e > 0 Mitchell's conservative DPO (2023), whose minimum is where sigmoid(beta D) = 1 - e. TRL has dropped e
-    here."""
+    with e > 0 conservative DPO (Mitchell 2023), with its minimum at sigmoid(beta D) = 1 - e. TRL has dropped e here."""
     logits, e = args.beta * (chosen - rejected), args.label_smoothing
     return -(1 - e) * logsigmoid(logits) - e * logsigmoid(-logits)
 
 
 def robust_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
-    """[-(1 - e) log sigmoid(beta D) + e log sigmoid(-beta D)] / (1 - 2 e): over labels that are flipped with
-    probability e, its mean is DPO on the true ones (Chowdhury et al. 2024, arXiv 2403.00409)."""
+    """[-(1 - e) log sigmoid(beta D) + e log sigmoid(-beta D)] / (1 - 2 e): its mean over labels flipped
+    with probability e is DPO's loss on the true labels (Chowdhury et al. 2024, arXiv 2403.00409)."""
     logits, e = args.beta * (chosen - rejected), args.label_smoothing
     return (-(1 - e) * logsigmoid(logits) + e * logsigmoid(-logits)) / (1 - 2 * e)
 
@@ -224,8 +224,8 @@ def nca_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
 
 
 def exo_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
-    """q log(q / (1 - e)) + (1 - q) log((1 - q) / e), q = sigmoid(beta D): KL between the policy's preference and the
-    smoothed label, cDPO's turned round. Ji et al. 2024, arXiv 2402.00856 equation 16. TRL's exo_pair."""
+    """q log(q / (1 - e)) + (1 - q) log((1 - q) / e), q = sigmoid(beta D): KL(q || smoothed label), where cDPO has
+    KL(smoothed label || q). Ji et al. 2024, arXiv 2402.00856 equation 16. TRL's exo_pair."""
     logits, e = args.beta * (chosen - rejected), args.label_smoothing
     right, wrong = logsigmoid(logits), logsigmoid(-logits)
     return right.exp() * (right - math.log1p(-e)) + wrong.exp() * (wrong - math.log(e))
@@ -360,8 +360,8 @@ def train(args: Args) -> list[dict]:
     run.print(show(tokenizer, shown.prompt, [shown.chosen, shown.rejected], [1, 0], {}))
     model.train()
 
-    # reference log-probabilities, while the policy still is the reference; a resumed run has them, but for pairs that
-    # only a larger budget reaches
+    # reference log-probabilities, while the policy still is the reference; a resumed run only lacks those of
+    # pairs that a larger budget adds
     reference = torch.full((len(rows), 2), torch.nan) if run.state is None else run.state["reference"]
     if len(reference) != len(rows):
         raise UserError(f"{args.task} has other rows than when the run began: resume with the dataset as it was")

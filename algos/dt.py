@@ -2,7 +2,7 @@ r"""Decision Transformer (DT).
 
 Chen et al. 2021, "Decision Transformer: Reinforcement Learning via Sequence Modeling" (arXiv 2106.01345, algorithm 1).
 
-It imitates trajectories, given how much return was still to come at each step, and is then asked for a high return.
+It imitates trajectories, told at each step how much return was still to come. It is then asked for a high return.
 Windows of K steps
 
     R_1 s_1 a_1  R_2 s_2 a_2  ...  R_K s_K a_K        R_t = r_t + r_t+1 + ... + r_T, the return-to-go, undiscounted
@@ -11,7 +11,7 @@ are 3K tokens of a causal transformer; the output at the token of s_t predicts a
 
     L = mean over real steps t and action dimensions of (a_t - pi(R_1 s_1 a_1 ... R_t s_t))^2
 
-In the environment R_1 is a target return, and R_t+1 = R_t - r_t.
+In the environment R_1 is a target return (--target-returns), and R_t+1 = R_t - r_t. K is --context-length.
 
 Run
     python algos/dt.py                                                           the collection that ships: Hopper-v5
@@ -24,20 +24,21 @@ Run
 
 Expect
     The default run, Hopper-v5's collection, takes between 3 and 4 minutes on one CPU thread. Asked for the
-    collection's best return of 2,485 it gets 766, asked for a quarter of the way to it 243; eval/slope 0.26 (seed 1, 10
-    episodes). After 500 updates it does not listen yet (0.06). With 3,000 updates one run got 926, 339 and 0.28.
-    Evaluations of one run, and seeds, differ by hundreds: the learning rate does not fall.
+    collection's best return, 2,485, it gets 766. Asked for a quarter of the way there from the lowest, it gets 243.
+    eval/slope is 0.26 (seed 1, 10 episodes). After 500 updates it still ignores the target (0.06). With 3,000 updates
+    one run got 926, 339 and 0.28. Evaluations of one run, and seeds, differ by hundreds: the learning rate does not
+    fall.
 
 Metrics
-    loss                mean squared error of actions in [-1, 1] (the one script whose loss says something); falls
+    loss                mean squared error of actions in [-1, 1]; falls
     grad_norm           before clipping
     eval/return         mean over --eval-episodes, for the first target; eval/return_at_R: for each target return R
-    eval/slope          of achieved over target return, all episodes; 1: it does as told, 0: it does not listen
-    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data, of eval/return
+    eval/slope          of achieved over target return, all episodes; 1: it does as told, 0: it ignores the target
+    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data; R is eval/return
     eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
-    eval/best_return    in the last row: the best of all evaluations. It was selected on the test; eval/return was not
+    eval/best_return    in the last row: the best of all evaluations. It is picked by test score; eval/return is not
 
-Differences (those of one line stand at that line)
+Differences
     - None in network, loss, sampling and optimiser: GPT-2's blocks without its positions, a learned embedding of the
       time step added to the three tokens of a step, LayerNorm over them, weight decay on all parameters.
     - Returns-to-go are computed once, and windows are gathered on the device.
@@ -80,7 +81,7 @@ class Args(OfflineArgs):
     max_steps: PositiveInt = 1_000
     """updates"""
     target_returns: tuple[float, ...] = ()
-    """returns that evaluation asks for; none: the highest of the dataset, and 3/4, 1/2, 1/4 of the way to it"""
+    """returns to ask for; none: the dataset's highest, and 3/4, 1/2, 1/4 of the way there from its lowest"""
     rtg_scale: PositiveFloat = 1_000.0
     """returns-to-go are divided by this"""
     context_length: PositiveInt = 5
@@ -92,7 +93,7 @@ class Args(OfflineArgs):
     num_heads: PositiveInt = 1
     """attention heads"""
     dropout: Annotated[float, "at least 0 and below 1"] = 0.1
-    """of embeddings, attention and residuals"""
+    """dropout of embeddings, attention and residuals"""
     max_episode_length: PositiveInt = 1_000
     """time steps that have an embedding of their own; later ones share the last"""
     batch_size: PositiveInt = 128
@@ -106,7 +107,7 @@ class Args(OfflineArgs):
     max_grad_norm: PositiveFloat = 0.25
     """gradients are clipped to this norm"""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """of the forward pass, by autocast; weights and optimizer stay float32"""
+    """precision of the forward pass (autocast); weights and optimizer stay float32"""
     log_every: PositiveInt = 100
     """updates between rows of metrics"""
     eval_every: NonNegativeInt = 500
@@ -162,7 +163,7 @@ class DecisionTransformer(nn.Module):
         self.obs_std = nn.Buffer(torch.ones(obs_size))
 
     def forward(self, batch: Windows) -> Tensor:
-        """Predicted actions (B, K, A) in [-1, 1]; each depends on what stands up to its state, and not on padding."""
+        """Predicted actions (B, K, A) in [-1, 1]; each depends on the tokens up to its state, not on padding."""
         parts = (self.embed_rtg(batch.rtg), self.embed_obs(batch.obs), self.embed_action(batch.actions))
         time_embedding = self.embed_timestep(batch.timesteps.clamp(max=self.embed_timestep.num_embeddings - 1))
         tokens = torch.stack([part + time_embedding for part in parts], 2).flatten(1, 2)  # (B, 3K, W)
@@ -233,7 +234,7 @@ def update(model: DecisionTransformer, optimizer: torch.optim.Optimizer, batch: 
 
 
 def check(args: Args) -> None:
-    """Raises UserError for settings that no run can have."""
+    """Raises UserError for impossible settings."""
     if args.embed_dim % args.num_heads:
         raise UserError(f"--embed-dim {args.embed_dim} must be a multiple of --num-heads {args.num_heads}")
 
@@ -241,8 +242,8 @@ def check(args: Args) -> None:
 @torch.no_grad()
 def achieved(model: DecisionTransformer, make: Callable, space: gym.spaces.Box, args: Args, device: torch.device,
              video: Path | None = None) -> np.ndarray:  # fmt: skip
-    """Returns (targets, episodes) of episodes that each ask for one of --target-returns, from the same start states for
-    each: a policy that does not listen gets the same returns."""
+    """Returns (targets, episodes). Each of --target-returns gets the same start states, so a policy that ignores the
+    target gets the same returns."""
     count, length = len(args.target_returns) * args.eval_episodes, args.context_length
     to_go = torch.tensor(args.target_returns, dtype=torch.float32, device=device).repeat_interleave(args.eval_episodes)
     empty = partial(torch.zeros, count, length, device=device)

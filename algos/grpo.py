@@ -9,11 +9,12 @@ of the other answers to the same prompt, so no value network is needed. Maximise
     J(theta) = E  1/G sum_i 1/T_i sum_t { min[ rho_it A_i, clip(rho_it, 1 - eps, 1 + eps_high) A_i ] - beta k3_it }
 
     x, y_i   a prompt, and the i-th of G completions that pi_old samples for it, with reward R_i
+    pi_ref   the policy before the first step
     A_i      = (R_i - mean(R_1..R_G)) / std(R_1..R_G)                 advantage, the same for every token of y_i
     rho_it   = pi_theta(y_it | x, y_i,<t) / pi_old(y_it | x, y_i,<t)  probability ratio
     k3_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1         estimate of KL(pi_theta || pi_ref) at the token
     T_i      number of tokens of y_i up to and including the first EOS
-    eps, eps_high, beta   --epsilon, --epsilon-high, --beta
+    G, eps, eps_high, beta   --num-generations, --epsilon, --epsilon-high, --beta
 
 Run
     python algos/grpo.py                                                            the embedded model learns countdown
@@ -30,35 +31,35 @@ Run
 Expect
     The default run takes 1 to 3 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8
     0.42 to greedy 0.52, pass@1 0.48, pass@8 0.66 (seed 1, 128 prompts; greedy 0.50 to 0.58 over 8 seeds). Most of it
-    comes in the first 20 steps (0.49, 0.38, 0.73): the embedded model has mostly seen answers that are one too high.
-    It unlearns that. After that pass@1 closes up to greedy and pass@8 falls: the policy sharpens. Sharpening alone
-    (minimising entropy) ends at greedy 0.00.
+    comes in the first 20 steps (0.49, 0.38, 0.73): the embedded model has mostly seen answers that are one too high,
+    and unlearns that. Then pass@1 approaches greedy and pass@8 falls: the policy sharpens. Sharpening alone (minimising
+    entropy) ends at greedy 0.00.
     --task sort --max-steps 16: greedy 0.23 to 1.00, pass@1 0.41 to 0.97, pass@8 0.91 to 1.00, in about 10 seconds.
 
 Metrics
     reward         mean over the batch; rises. reward_std: mean within groups
     frac_zero_std  share of groups with equal rewards, which teach nothing; below 0.9
-    reward/task    the task's own score, where --reward is given. It falls while reward rises: over-optimisation
+    reward/task    the task's own score, where --reward is given. A fall while reward rises is over-optimisation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
-                   pass@1 rises and greedy stays, the policy only sharpens. A rising greedy can be sharpening, too
+                   pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
     grad_norm      before clipping; steady
     kl             mean k3 (beta > 0 only); grows slowly
-    approx_kl      k3 of new against old policy in the last update epoch; near 0 with one epoch
+    approx_kl      mean of rho - 1 - log rho in the last update epoch; near 0 with one epoch
     clip_fraction  share of tokens whose gradient is cut; 0 in the first epoch, below 0.3
     sampler_gap    mean |log pi_theta - log pi_old| in the first epoch; 1e-6 in float32, more means a bug
     entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
-    The loss is not logged: at rho = 1 its value is 0 whatever its gradient.
+    The loss is not logged: at rho = 1 its first term is 0 whatever the gradient.
 
 Differences
-    - beta is 0 for the embedded model, which then needs no reference; 0.04 as in the paper for others. TRL: 0.
+    - beta is 0 for the embedded model (no reference is loaded), 0.04 as in the paper for others. TRL: 0.
     - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16) and saves
       a forward pass. TRL recomputes it, or takes rho = 1.
     - Dropout is off, so that the updated policy is the one that sampled. TRL keeps the model's own.
     - Sampling and scoring both divide logits by --temperature. There is no top-k or top-p.
     - One optimizer step per update epoch, on the whole batch. Denominators are those of the whole step, so
       micro-batches do not change the result.
-    - Completions without EOS are trained unless --mask-truncated-completions. Masked ones still count in the number of
-      completions, as in TRL.
+    - Completions without EOS are trained on unless --mask-truncated-completions. Masked ones still count in the number
+      of completions, as in TRL.
     - A sample whose reward functions all return None has advantage 0, and does not count in its group's mean and std.
 """
 
@@ -97,7 +98,7 @@ from utils.schedule import set_learning_rate
 from utils.tasks import Task, encode_prompt, load_task, present
 
 NAME, TITLE = "grpo", "GRPO"
-PRESETS = {  # what depends on the model: taken for every argument that is left at None
+PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-4, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=512,
                  micro_batch_size=256, micro_batch_tokens=0, max_completion_length=20, beta=0.0, precision="float32"),
     "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=16, num_generations=8, sample_batch_size=64,
@@ -117,12 +118,12 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     reward: tuple[str, ...] = ()
-    """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them, and reward models, by folder or
-    hub name (an ensemble's with :mean, :worst-case or :uncertainty=L behind it); none: the task's own score"""
+    """reward functions (FILE.py:NAME or PACKAGE.MODULE:NAME, called as by TRL) and reward models (folder or hub name;
+    ensembles: append :mean, :worst-case or :uncertainty=L); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
     max_steps: PositiveInt = 100
-    """steps, each of which samples and updates"""
+    """steps: each samples, then updates"""
     num_prompts: PositiveInt | None = None
     """prompts per step"""
     num_generations: PositiveInt | None = None
@@ -130,9 +131,9 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     sample_batch_size: PositiveInt | None = None
     """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
     max_completion_length: PositiveInt | None = None
-    """new tokens at most"""
+    """most new tokens per completion"""
     temperature: PositiveFloat = 1.0
-    """of sampling and of the policy that is trained"""
+    """divides the logits, in sampling and in training"""
     micro_batch_size: PositiveInt | None = None
     """completions in one forward and backward pass: a multiple or a divisor of G; changes memory, not the result"""
     num_iterations: PositiveInt = 1
@@ -144,11 +145,11 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     beta: NonNegativeFloat | None = None
     """weight of the KL penalty; 0 loads no reference model"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """divide advantages by the standard deviation of their group, of the batch, or not"""
+    """divide advantages by the standard deviation of their group or of the batch, or not at all"""
     aggregation: Literal["sequence", "token", "constant"] = "sequence"
     """mean over each completion's tokens, then completions; mean over all tokens; sum over B * max_completion_length"""
     mask_truncated_completions: bool = False
-    """leave completions that were cut off out of the loss"""
+    """leave truncated completions out of the loss"""
     learning_rate: PositiveFloat | None = None
     """peak learning rate of AdamW"""
     adam_beta2: Annotated[float, "at least 0 and below 1"] | None = None
@@ -178,10 +179,10 @@ class Batch(NamedTuple):
 
 
 def advantages(rewards: Tensor, scale: str) -> Tensor:
-    """Rewards minus their group's mean, over (std + STD_EPSILON) of the group or batch. (P, G) -> (P, G).
+    """Rewards minus their group's mean, divided by the group's or batch's std + STD_EPSILON. (P, G) -> (P, G).
 
-    NaN rewards are left out of means and deviations and get 0; so do all of a group of equal ones, whose mean may be
-    rounded. DeepSeekMath section 4.1.2; "none": arXiv 2503.20783.
+    NaN rewards are left out of means and deviations and get 0. A group of equal rewards gets 0, too, even if rounding
+    moves its mean. DeepSeekMath section 4.1.2; "none": arXiv 2503.20783.
     """
 
     def std(values: Tensor) -> Tensor:
@@ -198,7 +199,7 @@ def advantages(rewards: Tensor, scale: str) -> Tensor:
 
 
 def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) -> Tensor:
-    """What each token's loss counts in the step's loss: the denominator over all B rows. (B, T) of 0 and 1 -> (B, T).
+    """Weight of each token's loss in the step's loss, over all B rows. mask (B, T) of 0 and 1 -> (B, T).
 
     sequence: 1 / (B T_i), the paper's. Biased: at rho = 1, beta = 0 and --scale-rewards none its expected gradient is
     (G-1)/G E[(R - J) / T grad log pi], which is no policy gradient; scaling by the group's deviation adds a bias too.
@@ -280,7 +281,7 @@ def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args
 
 
 def zero_std(groups: Tensor) -> Tensor:
-    """Groups whose known rewards are all equal, or unknown. (P, G) -> (P,) bool."""
+    """Which groups have equal rewards, or none that is known. NaN is left out. (P, G) -> (P,) bool."""
     low, high = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
     return ~(high > low)
 

@@ -2,10 +2,10 @@ r"""Implicit Q-learning (IQL).
 
 Kostrikov, Nair and Levine 2021, "Offline Reinforcement Learning with Implicit Q-Learning" (arXiv 2110.06169).
 
-Parent: bc.py. It clones each action with a weight that grows with how much better the action is than the usual one.
+Parent: bc.py. Each action is cloned with a weight that grows with its advantage.
 
-It learns from a dataset and never asks for the value of an action that is not in it: an upper expectile of the values
-of the data's own actions stands for the best of them. On minibatches minimises
+It learns from a dataset and never values an action outside it: an upper expectile over the data's own actions
+approximates the best one. On minibatches minimises
 
     L_V   = E |tau - 1(u < 0)| u^2,    u = min_i Qbar_i(s, a) - V(s)          equation 5, expectile tau
     L_pi  = -E min(exp(beta A), 100) log pi(a | s),    A = min_i Qbar_i(s, a) - V(s)          equation 7
@@ -13,10 +13,11 @@ of the data's own actions stands for the best of them. On minibatches minimises
     Qbar  target critics: after each update Qbar <- (1 - tau_Q) Qbar + tau_Q Q
 
     V     for tau -> 1 the best value among actions of the data; for tau = 1/2 the value of the policy that recorded it
-    beta  --temperature, an inverse temperature: 0 is bc.py, more leans on the best actions
+    beta  --temperature, an inverse temperature: 0 is bc.py, more prefers the best actions
+    tau, tau_Q, gamma   --expectile, --tau, --gamma
 
-The order is the authors': V first, then the policy and Q with the new V, then the targets. With --online-steps it goes
-on in the environment: one sampled action and one update a step, the buffer holding the dataset and what is new.
+The order is the authors': V first, then the policy and Q with the new V, then the targets. With --online-steps
+training goes on in the environment: each step samples one action and makes one update on the dataset and new data.
 
 Run
     python algos/iql.py                                                          the collection that ships: Hopper-v5
@@ -30,25 +31,25 @@ Run
 
 Expect
     The default run, Hopper-v5's collection: a return of 936 (seed 1, mean actions, 10 episodes), from 352 at the first
-    evaluation. It takes 3 minutes on one CPU thread of a shared machine. Over 20 episodes, seeds 1 to 3 end at 937, 970
-    and 1,150. bc.py gets 210 there, and 937 with --top-fraction 0.1.
+    evaluation. It takes about 4 minutes on one CPU thread of a shared machine. Over 20 episodes, seeds 1 to 3 end at
+    937, 970 and 1,150. bc.py gets 210 there, and 937 with --top-fraction 0.1.
 
 Metrics
     Of the newest update:
-    q, v                means of min Qbar(s, a) and V(s); in units of the treated rewards; should stay near the returns
+    q, v                means of min Qbar(s, a) and V(s); in units of the mapped rewards (--rewards); near the returns
     weight              mean of min(exp(beta A), 100); 1 to 10
     clipped             share of weights at 100; rises late, below 0.1
-    td_error            mean |Q_1 - y|
+    td_error            mean |Q_1 - target of L_Q|
     nll                 mean of -log pi over the batch, unweighted
     std                 mean of the policy's standard deviations
     Of episodes:
     return, length      of the online episodes that ended since the row before
     eval/return         mean over --eval-episodes, mean actions; eval/return_stochastic: sampled actions
-    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data
+    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data; R is eval/return
     eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
-    eval/best_return    in the last row: the best of all evaluations. It was selected on the test; eval/return was not
+    eval/best_return    in the last row: the best of all evaluations. It is picked by test score; eval/return is not
 
-Differences (those of one line stand at that line)
+Differences
     - None in the update: the authors' code (JAX) is the source of every constant. CORL's defaults depart from it
       (states normalised, rewards not, other tau and a deterministic policy on Hopper); its advantages use the old V.
     - The authors draw minibatches on the CPU; ours are drawn on the device.
@@ -79,7 +80,7 @@ from utils.spaces import to_env, to_unit
 NAME, TITLE = "iql", "IQL"
 LOG_STD_BOUNDS = (-5.0, 2.0)
 MAX_WEIGHT = 100.0  # of exp(beta A)
-PRESETS = {  # the authors' configurations: taken for every argument that is left at None
+PRESETS = {  # the authors' configurations, for arguments left at None
     "mujoco": dict(expectile=0.7, temperature=3.0, dropout=0.0, rewards="return-range"),
     "antmaze": dict(expectile=0.9, temperature=10.0, dropout=0.0, rewards="minus-one"),
     "kitchen": dict(expectile=0.7, temperature=0.5, dropout=0.1, rewards="raw"),
@@ -94,9 +95,9 @@ class Args(OfflineArgs):
     max_steps: PositiveInt = 10_000
     """updates on the dataset"""
     online_steps: NonNegativeInt = 0
-    """environment steps after them, each with one update"""
+    """environment steps after max_steps, one update each"""
     domain: Literal["mujoco", "antmaze", "kitchen", "adroit"] = "mujoco"
-    """the authors' settings of expectile, temperature, dropout and rewards for"""
+    """use the authors' expectile, temperature, dropout and rewards for this domain"""
     learning_rate: PositiveFloat = 3e-4
     """learning rate of Adam, for policy, critics and value"""
     anneal_actor: bool = True
@@ -110,7 +111,7 @@ class Args(OfflineArgs):
     temperature: NonNegativeFloat | None = None
     """inverse temperature of the policy's weights: beta"""
     rewards: Literal["raw", "return-range", "minus-one"] | None = None
-    """treatment of rewards: none, times 1,000 / (highest - lowest return of the dataset), or less 1"""
+    """treatment of rewards: none, times 1,000 / (highest - lowest return of the dataset), or minus 1"""
     batch_size: PositiveInt = 256
     """transitions per update"""
     hidden_size: PositiveInt = 256
@@ -196,7 +197,7 @@ def actor_loss(
 
 
 def critic_loss(critics: Critics, batch: Transitions, next_values: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """Equation 6 summed over both critics, and |Q_1 - y| (B, 1) without gradient. next_values (B, 1)."""
+    """Equation 6 summed over both critics, and |Q_1 - target| (B, 1) without gradient. next_values (B, 1)."""
     target = batch.rewards + gamma * (1 - batch.terminated) * next_values
     q1, q2 = critics(batch.obs, batch.actions)
     return ((q1 - target).square() + (q2 - target).square()).mean(), (q1.detach() - target).abs()
@@ -234,8 +235,8 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 def reward_map(data: Dataset, treatment: str) -> tuple[float, float]:
-    """(factor, summand) of the rewards, of the dataset and online alike; the authors leave online rewards of locomotion
-    unscaled beside scaled ones. Raises UserError where all returns are equal and their range is to divide."""
+    """(factor, summand) of the rewards, of the dataset and online alike. The authors leave online rewards of locomotion
+    unscaled, beside scaled ones. Raises UserError if the range of returns is to divide and is 0."""
     if treatment == "return-range":
         returns = data.trajectory_returns(data.known)
         if returns.max() == returns.min():
@@ -281,8 +282,8 @@ def train(args: Args) -> list[dict]:
     envs = make_vector(make, 1, args.seed)
 
     def state(drawn: Tensor | None = None) -> dict:
-        """Where a step fails, `drawn` is the generator's state before it, so that a resumed run repeats the step. What
-        the environment drew from global generators in it is not drawn again: a copy at each step would cost time."""
+        """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
+        environment's draws from global generators are not repeated: a copy at each step would cost time."""
         online = {"envs": envs.log.state(obs), "episodes": episodes,
                   "replay": replay.save(run.dir / "replay.bin")} if step > args.max_steps else {}  # fmt: skip
         return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers],

@@ -1,11 +1,11 @@
 r"""Kahneman-Tversky Optimization (KTO).
 
-Parent: dpo.py. KTO learns from single answers labelled good or bad, not from pairs, by comparing each with a mean.
-
 Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization" (arXiv 2402.01306, section 4).
 
+Parent: dpo.py. There are no pairs: each answer is compared with the mean of mismatched ones.
+
 Learns from single answers, each labelled desirable or undesirable. It raises the log-ratio of desirable answers above a
-reference point and lowers the others below it; an answer far from that point on either side teaches little. Minimises
+reference point and lowers the others below it. An answer far from that point on either side teaches little. Minimises
 
     L(theta) = E_(x, y)  w_D [ 1 - sigmoid( beta [ h(x, y) - z ] ) ]    where y is desirable
                          w_U [ 1 - sigmoid( beta [ z - h(x, y) ] ) ]    where it is not
@@ -19,9 +19,9 @@ reference point and lowers the others below it; an answer far from that point on
     w_D, w_U  --desirable-weight, --undesirable-weight: the paper's lambda_D and lambda_U
     pi_ref    the policy before the first step
 
-With s for its sigmoid, a row's gradient is that of h times beta w s (1 - s). It is small where the row has been learnt
-and where the row is hopeless. The paper advises weights with n_D w_D / (n_U w_U) from 1 to 3/2 (equation 9), where n_D
-and n_U count the rows. The script prints that number and balances nothing by itself.
+With s for its sigmoid, a row's gradient is beta w s (1 - s) times that of h, with a minus where y is desirable. It is
+small for rows that are learnt and for hopeless ones. The paper advises weights with n_D w_D / (n_U w_U) from 1 to 3/2
+(equation 9); n_D and n_U count the rows. The script prints this ratio and balances nothing by itself.
 
 Run
     python algos/kto.py                                                   the embedded model learns countdown
@@ -34,16 +34,16 @@ Run
 Expect
     The default run takes about half a minute on one CPU core. Held-out countdown goes from greedy 0.01, pass@1 0.07,
     pass@8 0.42 to greedy 0.36, pass@1 0.19, pass@8 0.70 (seed 1, 128 prompts). dpo.py gets to 0.41, 0.21, 0.73, but its
-    64 pairs a step are twice the completions. With --batch-size 128 --num-pairs 4096 this gets to 0.39, 0.19, 0.69.
+    64 pairs a step are twice the completions. With --batch-size 128 --num-pairs 4096 kto.py gets to 0.39, 0.19, 0.69.
     --task sort --max-steps 40: greedy 0.23 to 0.92, pass@1 0.41 to 0.73, pass@8 0.91 to 1.00, in about 15 seconds. With
     --learning-rate 3e-5 greedy ends at 0.30, because all answers have become less likely. Real models: not measured.
 
 Metrics
-    accuracy       share of the step's rows on the right side of z: h above it where desirable, below where not; ties
-                   count half, so 0.5 at the start; rises
-    margin         beta times the difference of the means of h of desirable and of undesirable rows; 0 at the start
-    z              the reference point in nats (TRL's kl); 0 at the start, and for good where mismatched completions
-                   become less likely
+    accuracy       share of the step's rows with h on the right side of z: above if desirable, below if not; ties count
+                   half, so 0.5 at the start; rises
+    margin         beta (mean h of desirable rows - mean h of undesirable rows); 0 at the start
+    z              the reference point in nats (TRL's kl): 0 at the start; stays 0 if mismatched completions become less
+                   likely
     desirable_logratio, undesirable_logratio   means of h in nats: the first should rise and the second fall
     eval/margin, eval/desirable_logratio, eval/undesirable_logratio   the same on held-out rows
     eval/greedy, eval/pass@1, eval/pass@8  as in grpo.py, for the embedded tasks
@@ -52,12 +52,12 @@ Metrics
 Differences
     - z is a mean over the whole optimizer step. TRL and HALOs take it over each micro-batch. There the result depends
       on the split, and a micro-batch of one row is compared with itself.
-    - z is a biased estimate of that KL: y_i-1 is no sample of the policy, and z is cut at 0. Two rows of one prompt
-      that stand side by side are no mismatch; the paper and others let them, too.
+    - z is a biased estimate of that KL: y_i-1 is no sample of the policy, and z is cut at 0. A row may follow
+      one of the same prompt, so that nothing is mismatched; the paper and others allow that, too.
     - The reference's log-probabilities are computed before training and kept in the checkpoints: once for each row, as
-      in dpo.py, and once for each mismatched row of each step, because every epoch mismatches anew. Others spend that
-      forward pass during training, on a second model in memory. TRL mismatches once, in the order of the dataset, so it
-      does not shuffle.
+      in dpo.py, and once for each mismatched row of each step, because every epoch mismatches anew. Others compute them
+      during training, with a second model in memory. TRL mismatches once, in the dataset's order, so it does not
+      shuffle.
     - A dataset of pairs is taken as two rows each, as TRL does. countdown and sort give a right and a wrong answer to
       each of --num-pairs problems.
     - AdamW; dropout is off, as in TRL, so that the first z and margin are 0.
@@ -97,7 +97,7 @@ from utils.schedule import set_learning_rate
 from utils.tasks import encode_row
 
 NAME, TITLE = "kto", "KTO"
-PRESETS = {  # what depends on the model: taken for every argument that is left at None
+PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=64, max_length=64, precision="float32",
                  eval_max_new_tokens=20, sample_batch_size=512, micro_batch_tokens=0),
     "full": dict(learning_rate=1e-6, batch_size=32, micro_batch_size=32, max_length=1024, precision="bfloat16",
@@ -110,7 +110,7 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
 @dataclass
 class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
     task: str = "countdown"
-    """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt, completion, label, or of pairs"""
+    """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt, completion, label; or pairs"""
     num_pairs: PositiveInt = 2048
     """problems of countdown and sort to train on, two rows each; a dataset brings its own"""
     max_steps: PositiveInt = 100
@@ -160,14 +160,14 @@ class Example(NamedTuple):
 
 
 def kto_loss(ratios: Tensor, labels: Tensor, z: Tensor, args: Args) -> Tensor:
-    """w [1 - sigmoid(+-beta (h - z))], + and desirable_weight where the label is true, - and undesirable_weight where
-    not: log-ratios h (B,), labels (B,) bool, z () -> (B,). arXiv 2402.01306, section 4."""
+    """w [1 - sigmoid(+-beta (h - z))]: + and desirable_weight for true labels, - and undesirable_weight for false ones.
+    Log-ratios h (B,), labels (B,) bool, z () -> (B,). arXiv 2402.01306, section 4."""
     value = sigmoid(args.beta * torch.where(labels, ratios - z, z - ratios))
     return torch.where(labels, args.desirable_weight, args.undesirable_weight) * (1 - value)
 
 
 def mismatched(batch: list[Example], args: Args) -> list[Example]:
-    """Each prompt with the completion of the row before it, the first with that of the last, cut at max_length."""
+    """Each prompt with the completion of the row before it, the first with that of the last row; cut at max_length."""
     return [
         row._replace(
             completion=before.completion[: args.max_length - len(row.prompt)], ref_logp=row.mismatched_ref_logp
@@ -190,7 +190,7 @@ def example_logps(model, examples: list[Example], args: Args) -> Tensor:
 
 
 def label_metrics(ratios: Tensor, labels: Tensor, beta: float) -> dict[str, float]:
-    """Columns from log-ratios and labels, (N,), of the rows of a step or an evaluation; NaN where it has one label."""
+    """Columns from log-ratios and labels, (N,), of a step or an evaluation; NaN for a label that no row has."""
     desirable, undesirable = ratios[labels].mean().item(), ratios[~labels].mean().item()
     return {
         "margin": beta * (desirable - undesirable),
@@ -262,8 +262,8 @@ def train(args: Args) -> list[dict]:
     run.print(show(tokenizer, shown.prompt, [shown.completion], [shown.label], {}))
     model.train()
 
-    # reference log-probabilities, while the policy still is the reference; a resumed run has them, but for rows and
-    # steps that only a larger budget reaches
+    # reference log-probabilities, while the policy still is the reference; a resumed run only lacks those of
+    # rows and steps that a larger budget adds
     reference = torch.full((len(rows),), torch.nan) if run.state is None else run.state["reference"]
     if len(reference) != len(rows):
         raise UserError(f"{args.task} has other rows than when the run began: resume with the dataset as it was")

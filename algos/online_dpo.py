@@ -3,30 +3,30 @@ r"""Online Direct Preference Optimization (Online DPO, OAIF), and Exploratory Pr
 Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback" (arXiv 2402.04792, section 3, algorithm 1).
 XPO: Xie et al. 2024, "Exploratory Preference Optimization" (arXiv 2405.21046, algorithm 1).
 
-Parent: grpo.py. Answers are compared in pairs, with DPO's loss on the pairs in place of a policy gradient.
+Parent: grpo.py. DPO's loss on pairs of answers replaces the policy gradient.
 
-The policy answers each prompt twice, and the answer with the higher reward is preferred. One step of gradient descent
-on DPO's loss (arXiv 2305.18290, equation 7), then new answers. Minimises
+The policy answers each prompt twice, y_1 and y_2. The answer with the higher reward is preferred. After one optimizer
+step on DPO's loss (arXiv 2305.18290, equation 7) it answers anew. Minimises
 
     L(theta) = - mean over pairs  log sigmoid( beta [ h(x, y_w) - h(x, y_l) ] )
 
-    y_w, y_l  the preferred and the other answer to the prompt x
+    y_w, y_l  of y_1 and y_2, the preferred and the other answer to the prompt x
     h(x, y)   = log pi_theta(y | x) - log pi_ref(y | x)   log-ratio, each log-probability the sum over the tokens of y
                                                           up to and including the first EOS
     pi_ref    the policy as it was before the first step
     beta      --beta: how strongly the policy is held to pi_ref
 
---loss ipo has (h(x, y_w) - h(x, y_l) - 1/(2 beta))^2 instead. With --xpo-alpha above 0 (XPO) y_1 is the policy's, y_2
-the reference's, and the loss is
+--loss ipo has (h(x, y_w) - h(x, y_l) - 1/(2 beta))^2 instead. XPO (alpha = --xpo-alpha above 0) samples y_2 from the
+reference, and its loss is
 
     L(theta) + alpha mean over pairs  log pi_theta(y_2 | x)
 
-The added term makes what the reference says less likely. It is -alpha E_x KL(pi_ref || pi_theta) plus a constant: a
-bonus for leaving the reference, flat where the two are equal.
+The added term makes the reference's answers less likely. It is -alpha E_x KL(pi_ref || pi_theta) plus a constant: a
+bonus for leaving the reference, with gradient 0 where the two are equal.
 
-Where pi_theta = pi_ref the expected gradient of L is -2 beta times the policy gradient of the probability that y beats
-an independent sample y', ties counted half; with ipo -4/beta times. For rewards that are 0 or 1 that is -beta times the
-policy gradient of the mean reward itself: the first step is REINFORCE.
+Where pi_theta = pi_ref the expected gradient of L is -2 beta (ipo: -4/beta) times the policy gradient of P(y beats y'),
+y' an independent sample, ties half. For rewards 0 and 1 that is -beta (ipo: -2/beta) times the policy gradient of the
+mean reward: the first step is REINFORCE.
 
 Run
     python algos/online_dpo.py                                                      the embedded model learns countdown
@@ -38,42 +38,42 @@ Run
     python algos/online_dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k      a real model, on a GPU
 
 Expect
-    The default run takes 1.5 minutes on one CPU thread. Held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8
-    0.42 to greedy 0.51, pass@1 0.43, pass@8 0.66 (seed 1, 128 prompts). Most of it comes in the first 20 steps (0.52,
-    0.35, 0.78). After that the policy sharpens. --num-prompts 256, in twice the time: 0.55, 0.47, 0.67. grpo.py gets to
-    0.52, 0.48, 0.66, with as many completions as the latter.
+    The default run takes 2 to 3 minutes on one CPU thread. Held-out countdown goes from greedy 0.01, pass@1 0.07,
+    pass@8 0.42 to greedy 0.51, pass@1 0.43, pass@8 0.66 (seed 1, 128 prompts). Most of it comes in the first 20 steps
+    (0.52, 0.35, 0.78). After that the policy sharpens. --num-prompts 256, in twice the time: 0.55, 0.47, 0.67. grpo.py,
+    also with 512 completions a step: 0.52, 0.48, 0.66.
     --task sort --max-steps 16: greedy 0.23 to 0.99, pass@1 0.41 to 0.94, pass@8 0.91 to 1.00, in about 12 seconds.
-    --loss ipo: 1.00, 0.95, 1.00. --xpo-alpha 1e-3: 0.90, 0.77, 0.98, for half of the completions are those of the
-    reference, which explores nothing that sort needs; 1e-2: 0.66, 0.56, 0.84. A real model: not measured.
+    --loss ipo: 1.00, 0.95, 1.00. --xpo-alpha 1e-3: 0.90, 0.77, 0.98; 1e-2: 0.66, 0.56, 0.84. Half of XPO's
+    completions are the reference's, and sort needs no exploration. A real model: not measured.
 
 Metrics
     reward         mean over the policy's completions; rises. Columns of single functions include the reference's
                    completions where there are any
-    accuracy       share of ranked pairs with a larger h for y_w, before the step; equal h count half. Rounding decides
-                   in the first step. New samples each time: it does not go to 1 as in dpo.py, but measures what the
-                   policy still gets wrong. margin: mean of beta [h(y_w) - h(y_l)]
-    frac_ties      share of pairs without a rank, which teach nothing; below 0.9. frac_zero_std: share of prompts whose
-                   rewards are all equal, the same for two completions a prompt
-    kl             nats per completion of the policy against the reference, k1; grows
-    reward/task    the task's own score, where --reward is given. It falls while reward rises: over-optimisation
+    accuracy       share of pairs with a preference whose y_w has the larger h, before the step; equal h count
+                   half. The first step's is rounding. It does not go to 1 as in dpo.py: samples are new, and it
+                   measures what the policy still gets wrong. margin: mean of beta [h(y_w) - h(y_l)]
+    frac_ties      share of pairs without a preference, which teach nothing; below 0.9. frac_zero_std: share of prompts
+                   whose rewards are all equal, the same for two completions a prompt
+    kl             mean of h over the policy's completions, nats; grows
+    reward/task    the task's own score, where --reward is given. A fall while reward rises is over-optimisation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
-                   pass@1 rises and greedy stays, the policy only sharpens. A rising greedy can be sharpening, too
-    grad_norm      before clipping; falls with the share of ranked pairs. ipo's is 1/beta in size, so always clipped
+                   pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
+    grad_norm      before clipping; falls as frac_ties rises. ipo's is 1/beta in size, so always clipped
     sampler_gap    mean |log pi_theta - log pi_old|, old as sampled; 1e-6 in float32, more means a bug
     entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
 
 Differences
-    - Rewards rank: functions, reward models or the task's score stand where OAIF asks a language model. How far apart
-      they are does not count.
+    - OAIF asks a language model which answer is better. Here rewards decide: functions, reward models or the task's
+      score. Only their order counts.
     - Two completions a prompt by default. More are G/2 disjoint pairs. open-instruct compares the best of G with the
       worst.
-    - Pairs without a rank (equal rewards, or None from all functions) give no gradient, but count in L's denominator.
-      accuracy and margin leave them out. TRL prefers the first of equal ones, which is noise with the weight of a
-      preference, and takes unknown rewards for 0. XPO's term counts every pair, as in the paper.
+    - Pairs without a preference (equal rewards, or None from all functions) give no gradient, but count in L's
+      denominator. accuracy and margin leave them out. TRL prefers the first of equal ones, so noise counts as a
+      preference; unknown rewards count as 0. XPO's term counts every pair, as in the paper.
     - The reference stays the starting policy. One optimizer step on each batch. XPO's algorithm 1 minimises over all
       pairs so far, and its guarantee is for that. oat takes one step, too.
-    - Sampling and scoring both divide logits by --temperature. TRL's log-probabilities are those at 1.
-    - TRL's positions count padding. That matters where they are learned, as in GPT-2, and not where they are rotary.
+    - Sampling and scoring both divide logits by --temperature. TRL scores at temperature 1.
+    - TRL's positions count padding. That matters for learned positions (GPT-2), not for rotary ones.
     - Dropout is off, as in TRL. AdamW, as in TRL; the paper uses Adafactor.
 """
 
@@ -113,7 +113,7 @@ from utils.schedule import set_learning_rate
 from utils.tasks import Task, encode_prompt, load_task, present
 
 NAME, TITLE = "online_dpo", "Online DPO"
-PRESETS = {  # what depends on the model: taken for every argument that is left at None
+PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-4, num_prompts=128, sample_batch_size=512, micro_batch_size=256,
                  micro_batch_tokens=0, max_completion_length=20, precision="float32"),
     "full": dict(learning_rate=5e-7, num_prompts=64, sample_batch_size=64, micro_batch_size=64,
@@ -130,12 +130,12 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     reward: tuple[str, ...] = ()
-    """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them, and reward models, by folder or
-    hub name (an ensemble's with :mean, :worst-case or :uncertainty=L behind it); none: the task's own score"""
+    """reward functions (FILE.py:NAME or PACKAGE.MODULE:NAME, called as by TRL) and reward models (folder or hub name;
+    ensembles: append :mean, :worst-case or :uncertainty=L); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
     max_steps: PositiveInt = 100
-    """steps, each of which samples and updates"""
+    """steps: each samples, then updates"""
     num_prompts: PositiveInt | None = None
     """prompts per step"""
     num_generations: PositiveInt = 2
@@ -143,9 +143,9 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     sample_batch_size: PositiveInt | None = None
     """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
     max_completion_length: PositiveInt | None = None
-    """new tokens at most"""
+    """most new tokens per completion"""
     temperature: PositiveFloat = 1.0
-    """of sampling and of the policy that is trained"""
+    """divides the logits, in sampling and in training"""
     micro_batch_size: PositiveInt | None = None
     """completions in one forward and backward pass: an even multiple or divisor of G; changes memory, not the result"""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
@@ -153,7 +153,7 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     beta: PositiveFloat = 0.1
     """how strongly the policy is held to the reference"""
     xpo_alpha: NonNegativeFloat = 0.0
-    """above 0 (XPO): each second completion is the reference's; weight of its log-probability in the loss"""
+    """alpha of XPO, the weight of log pi_theta(y_2 | x); above 0 every second completion is the reference's"""
     learning_rate: PositiveFloat | None = None
     """peak learning rate of AdamW"""
     adam_beta2: Annotated[float, "at least 0 and below 1"] = 0.999
@@ -183,8 +183,8 @@ class Batch(NamedTuple):
 
 
 def preferences(rewards: Tensor) -> Tensor:
-    """Which completion of each pair has the higher reward: 1 the first, -1 the second, 0 neither, for they are equal or
-    one is NaN. (B,) -> (B/2,)."""
+    """Which completion of each pair has the higher reward: 1 the first, -1 the second, 0 neither (they are equal,
+    or one is NaN). (B,) -> (B/2,)."""
     first, second = rewards.view(-1, 2).unbind(1)
     return (first - second).nan_to_num(0.0).sign()
 
@@ -216,7 +216,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
         valid = mask[rows, :width]
         log_ratio = ((logps - batch.ref_logps[rows, :width]) * valid).sum(1)
         first, second = log_ratio.view(-1, 2).unbind(1)
-        loss = preference_loss(label[pairs] * (first - second), args)  # constant where there is no rank
+        loss = preference_loss(label[pairs] * (first - second), args)  # constant where there is no preference
         if args.xpo_alpha:
             loss = loss + args.xpo_alpha * (logps * valid).sum(1)[1::2]
         (loss.sum() / len(label)).backward()
@@ -237,8 +237,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
 
 
 def draw(model, ref_model, prompts: list[list[int]], eos: list[int], generator, args: Args) -> Samples:
-    """G completions of each of some prompts: the policy's, or with --xpo-alpha one of the policy and one of the
-    reference in turn."""
+    """G completions of each prompt, from the policy; with --xpo-alpha, every second one is from the reference."""
 
     def some(of, count: int) -> Samples:
         return sample(of, *pad_left(prompts, model.device), count, args.max_completion_length, eos, args.temperature,
@@ -273,7 +272,7 @@ def collect(model, ref_model, tokenizer, task: Task, score: Callable, step: int,
 
 
 def zero_std(groups: Tensor) -> Tensor:
-    """Groups whose known rewards are all equal, or unknown. (P, G) -> (P,) bool."""
+    """Which groups have equal rewards, or none that is known. NaN is left out. (P, G) -> (P,) bool."""
     low, high = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
     return ~(high > low)
 

@@ -1,12 +1,12 @@
 r"""Odds Ratio Preference Optimization (ORPO).
 
-Parent: dpo.py. ORPO compares the odds of two answers in place of log-ratios, beside supervised fine-tuning on one.
-
 Hong, Lee and Thorne 2024, "ORPO: Monolithic Preference Optimization without Reference Model" (arXiv 2403.07691,
 equations 3, 4, 6 and 7).
 
-Learns from pairs of a preferred and a dispreferred answer. It fine-tunes on the preferred one and at the same time
-pushes the other one down, so one stage of training replaces two and no reference model is needed. Minimises
+Parent: dpo.py. ORPO compares odds, not log-ratios, of two answers and adds supervised fine-tuning on the better.
+
+Learns from pairs of a preferred and a dispreferred answer. It fine-tunes on the preferred one and pushes the other one
+down. One stage of training replaces two, and no reference model is needed. Minimises
 
     L(theta) = E_(x, y_w, y_l)  - l(x, y_w) - beta log sigmoid( log odds(x, y_w) - log odds(x, y_l) )
 
@@ -29,8 +29,8 @@ Expect
     The default run takes about half a minute on one CPU core. Held-out countdown goes from greedy 0.01, pass@1 0.07,
     pass@8 0.42 to greedy 0.50, pass@1 0.36, pass@8 0.86 (seed 1, 128 prompts).
     --task sort --max-steps 40: greedy 0.23 to 1.00, pass@1 0.41 to 0.97, pass@8 0.91 to 1.00, in about 15 seconds.
-    Here the first term does the work, because every chosen answer is right: --beta 0, which is supervised fine-tuning
-    on them, gets to 0.51, 0.35, 0.83 on countdown. The second term widens the held-out margin: 1.6 with --beta 0, 2.0
+    Here the first term does the work, because every chosen answer is right: --beta 0, supervised fine-tuning alone,
+    gets to 0.51, 0.35, 0.83 on countdown. The second term widens the held-out margin: 1.6 with --beta 0, 2.0
     with the default, 2.4 with --beta 1. Real models: not measured.
 
 Metrics
@@ -43,7 +43,7 @@ Metrics
 
 Differences
     - l is a mean over each completion, and the loss a mean over pairs. The authors' code and TRL average the first term
-      over all tokens of the micro-batch, the prompt's among them (an option of the authors' leaves those out).
+      over all tokens of the micro-batch, the prompt's included (the authors have an option to leave them out).
     - The learning rate of the authors' Mistral script falls with the inverse square root of the step; appendix C has a
       cosine for their other models.
     - AdamW. Dropout is off, as in TRL.
@@ -82,7 +82,7 @@ from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
 
 NAME, TITLE = "orpo", "ORPO"
-PRESETS = {  # what depends on the model: taken for every argument that is left at None
+PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-4, batch_size=64, micro_batch_size=64, max_length=64, precision="float32",
                  eval_max_new_tokens=20, sample_batch_size=512, micro_batch_tokens=0),
     "full": dict(learning_rate=5e-6, batch_size=32, micro_batch_size=32, max_length=1024, precision="bfloat16",

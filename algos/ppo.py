@@ -4,16 +4,18 @@ Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv 1707.0634
 advantages (arXiv 1506.02438, equation 16) and the details of OpenAI's baselines that make it work (Huang et al. 2022,
 "The 37 Implementation Details of PPO").
 
-The policy acts for T steps in N environments, and then learns from these steps in several epochs of minibatches. A
-sample stops counting once its probability has moved too far from what it was when it was drawn: epsilon is "too far".
+The policy acts for T steps in N environments, then learns from them in several epochs of minibatches. A sample gets no
+gradient once its ratio has moved past 1 +- eps in the direction in which it is pushed. Maximises
 
     J(theta) = E { min[ rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t ] + c_ent H_t - c_vf (V(s_t) - R_t)^2 / 2 }
 
     rho_t   = pi_theta(a_t | s_t) / pi_old(a_t | s_t)            probability ratio; pi_old drew the steps
-    delta_t = r_t + gamma V(s'_t) (1 - terminated_t) - V(s_t)    s'_t: the true next observation, never that of a reset
+    delta_t = r_t + gamma V(s'_t) (1 - terminated_t) - V(s_t)    r_t: reward; s'_t: true next observation, not a reset's
     A_t     = delta_t + gamma lambda (1 - done_t) A_t+1          done = terminated or truncated
     R_t     = A_t + V(s_t)                                       target of the critic
     H_t     = entropy of pi_theta(. | s_t)
+    T, N, gamma, lambda   --num-steps, --num-envs, --gamma, --gae-lambda
+    eps, c_ent, c_vf      --clip-coef, --ent-coef, --vf-coef
 
 Run
     python algos/ppo.py                                                          CartPole-v1
@@ -27,34 +29,33 @@ Run
     python algos/ppo.py --env-id Hopper-v5 --num-envs 8 --num-steps 256 --vector async
                                                                                  async: for steps slower than 1 ms
     python algos/ppo.py --evaluate RUN --eval-episodes 100 --capture-video       scores a saved agent
-    The tuned recipe is RL Baselines3 Zoo's, with three changes: tanh for its ReLU, orthogonal weights for its
-    ortho_init=False, and half its weight of the value loss, because SB3 does not halve that loss.
 
 Expect
-    CartPole-v1: 500, the most there is, from about 20,000 steps on, in less than 15 seconds on a CPU. All of 30 seeds
+    CartPole-v1: 500, the maximum, from about 20,000 steps on, in less than 15 seconds on a CPU. All of 30 seeds
     reach 475 within 24,576 steps.
     Pendulum-v1: from -1,200 to -240 (30 seeds, standard deviation 95), in about 10 seconds.
     Hopper-v5 and HalfCheetah-v5, 204,800 steps: 1,408 and 1,257 (8 seeds, standard deviations 745 and 643), in one to
     two minutes. Sampled actions get 1,084 and 875 (standard deviations 218 and 286).
     HalfCheetah-v5, 1M steps with CleanRL's settings (--clip-vloss), in 5 to 6 minutes: 1,830 over about the last 100
-    episodes of training (8 seeds, 1,514 to 2,328), where CleanRL publishes 1,443 for v4. The likeliest actions get
-    2,016.
+    episodes of training (8 seeds, 1,514 to 2,328). CleanRL publishes 1,443 for v4. The likeliest actions get 2,016.
     HalfCheetah-v5, 1M steps with the tuned recipe, in an hour on a shared machine: 4,686 (one seed; 4,559 at 500,000
     steps), 4,882 with sampled actions. RL Baselines3 Zoo and Tianshou publish about 5,800.
 
 Metrics
-    return, length      of the training episodes that ended in the iteration; absent where none did
+    return, length      of the training episodes that ended in the iteration; absent if none did
     eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
     explained_variance  of R_t by V(s_t); rises towards 1, below 0 is worse than a constant
     approx_kl           mean of rho - 1 - log rho in the last epoch; 0.001 to 0.03
     clip_fraction       share of samples outside the clip in the last epoch; 0.05 to 0.3
     entropy             nats; falls slowly
     grad_norm           before clipping, mean over the minibatches
-    epochs              that were run; less than --update-epochs where --target-kl stopped
+    epochs              run in the iteration; fewer than --update-epochs if --target-kl stopped them
 
-Differences (those of one line stand at that line)
+Differences
+    - The tuned recipe is RL Baselines3 Zoo's with three changes: tanh for its ReLU, orthogonal weights for its
+      ortho_init=False, and half the value loss, which SB3 does not halve.
     - Policy and value share no parameters, as in the paper for MuJoCo, in CleanRL and in SB3.
-    - Observations and rewards are normalised by running statistics. Baselines do so for MuJoCo only; without it
+    - Observations and rewards are normalised by running statistics. Baselines do so for MuJoCo only. Without it
       CartPole had not settled at 500 after 100,000 steps.
     - Observations are flattened (make_env). A network that takes them apart needs `flatten=False` there.
 """
@@ -81,7 +82,7 @@ from utils.rollouts import evaluate, score_saved
 from utils.run import Run, main, prepare, resolve
 
 NAME, TITLE = "ppo", "PPO"
-PRESETS = {  # what depends on the kind of actions: taken for every argument that is left at None
+PRESETS = {  # defaults that depend on the kind of actions, for arguments left at None
     "discrete": dict(total_timesteps=100_000, num_envs=8, num_steps=128, learning_rate=1e-3, num_minibatches=4,
                      update_epochs=8, ent_coef=0.0),
     "continuous": dict(total_timesteps=1_000_000, num_envs=1, num_steps=2048, learning_rate=3e-4, num_minibatches=32,
@@ -321,7 +322,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
             metrics.append(numbers)
         approx_kl, clip_fraction, entropy = torch.stack(metrics).mean(0).tolist()
         if args.target_kl is not None and approx_kl > args.target_kl:
-            break  # SB3 stops between minibatches, at 1.5 times it
+            break  # SB3 stops between minibatches, at 1.5 times --target-kl
     unexplained = ((returns - values).var() / returns.var().clamp(min=1e-12)).item()
     return {"explained_variance": 1 - unexplained, "approx_kl": approx_kl, "clip_fraction": clip_fraction,
             "entropy": entropy, "grad_norm": torch.stack(norms).mean().item(), "epochs": epochs}  # fmt: skip
@@ -354,7 +355,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistic
 
 
 def check(args: Args, space: gym.Space) -> None:
-    """Raises UserError for settings that no run can have."""
+    """Raises UserError for impossible settings."""
     kinds = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)
     if not isinstance(space, kinds) or isinstance(space, gym.spaces.Box) and space.dtype.kind != "f":
         wanted = "a Box of floats, Discrete or MultiDiscrete"

@@ -3,9 +3,14 @@ r"""Proximal Policy Optimization (PPO) on Atari.
 Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv 1707.06347, table 5 for Atari), with the network
 and the frames of Mnih et al. 2015, "Human-level control through deep reinforcement learning".
 
-Parent: ppo.py. Policy and value share a convolutional network over images, and rewards are reduced to their sign.
+Parent: ppo.py. Policy and value share a convolutional network, as in the paper, and rewards are reduced to their sign.
 
-The objective is ppo.py's. The preprocessing of frames is what makes the games learnable: see make_atari.
+The preprocessing of frames is what makes the games learnable: see make_atari. As ppo.py, maximises
+
+    J(theta) = E { min[ rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t ] + c_ent H_t - c_vf (V(s_t) - R_t)^2 / 2 }
+
+    rho_t, A_t, R_t, H_t   probability ratio, advantage, target of the critic and entropy, as in ppo.py
+    eps, c_ent, c_vf       --clip-coef, --ent-coef, --vf-coef
 
 Run
     python algos/ppo_atari.py                                                     Pong, 10M steps: for a GPU
@@ -20,17 +25,15 @@ Expect
     play the same game, and score 0.
 
 Metrics
-    as in ppo.py; return is the score of the game, not the sign of rewards that is trained on
+    as in ppo.py; return is the score of the game, though training sees only the sign of rewards
 
-Differences (those of one line stand at that line)
-    - A lost life ends bootstrap and recursion but not the game, which goes on from there; the score of a game is over
-      all its lives. Gymnasium's terminal_on_life_loss would start a new game at every lost life.
-    - The network is shared by policy and value, as in the paper.
-    - Settings are those of CleanRL and baselines (4 epochs of 4 minibatches; entropy 0.01; value loss 0.5 of half
-      squares, not clipped), the learning rate and the clip are the paper's; the paper anneals both, makes 3 epochs and
-      weighs the value loss by 1.
-    - A game is restored on resume by its actions, as in ppo.py: exact, since nothing in it is left to chance but the
-      no-ops.
+Differences
+    - A lost life ends bootstrapping and the advantage recursion, not the game. A game's score is over all its lives.
+      Gymnasium's terminal_on_life_loss would start a new game at every lost life.
+    - From CleanRL and baselines: 4 epochs of 4 minibatches, entropy 0.01, value loss 0.5 of half squares, not clipped.
+      From the paper: learning rate and clip. The paper anneals both, makes 3 epochs and weighs the value loss by 1.
+    - On resume, a game is replayed from its actions, as in ppo.py. That is exact: only the no-ops are random, and the
+      episode's seed fixes them.
 """
 
 import sys
@@ -63,7 +66,7 @@ from utils.rollouts import evaluate, score_saved
 from utils.run import Run, main, prepare, resolve
 
 NAME, TITLE = "ppo_atari", "PPO"
-PRESETS = {  # taken for every argument that is left at None
+PRESETS = {  # defaults, for arguments left at None
     "discrete": dict(total_timesteps=10_000_000, num_envs=8, num_steps=128, learning_rate=2.5e-4, num_minibatches=4,
                      update_epochs=4, ent_coef=0.01),
 }  # fmt: skip
@@ -122,8 +125,8 @@ class Args(EnvArgs):
 
 
 class SeededGame(gym.Wrapper):
-    """A reset with a seed draws from it what Gymnasium draws (the number of no-ops). ALE itself is not seeded, which
-    would load the game anew in every episode: it draws nothing where actions are not sticky."""
+    """A reset with a seed draws from it what Gymnasium draws (the number of no-ops). ALE itself is not seeded: that
+    would load the game anew in every episode, and without sticky actions ALE draws nothing."""
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -227,7 +230,7 @@ class Agent(nn.Module):
 
 
 class Statistics:
-    """What ppo.py does to observations and rewards by running statistics, Atari does without any."""
+    """Stands for ppo.py's running statistics. Atari needs none."""
 
     def __init__(self, obs_size: int, num_envs: int, gamma: float, enabled: bool):
         self.enabled = enabled
@@ -319,7 +322,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
             metrics.append(numbers)
         approx_kl, clip_fraction, entropy = torch.stack(metrics).mean(0).tolist()
         if args.target_kl is not None and approx_kl > args.target_kl:
-            break  # SB3 stops between minibatches, at 1.5 times it
+            break  # SB3 stops between minibatches, at 1.5 times --target-kl
     unexplained = ((returns - values).var() / returns.var().clamp(min=1e-12)).item()
     return {"explained_variance": 1 - unexplained, "approx_kl": approx_kl, "clip_fraction": clip_fraction,
             "entropy": entropy, "grad_norm": torch.stack(norms).mean().item(), "epochs": epochs}  # fmt: skip
@@ -352,7 +355,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistic
 
 
 def check(args: Args, space: gym.Space) -> None:
-    """Raises UserError for settings that no run can have."""
+    """Raises UserError for impossible settings."""
     kinds = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)
     if not isinstance(space, kinds) or isinstance(space, gym.spaces.Box) and space.dtype.kind != "f":
         wanted = "a Box of floats, Discrete or MultiDiscrete"

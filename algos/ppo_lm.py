@@ -4,24 +4,25 @@ Schulman et al. 2017 (arXiv 1707.06347, equations 7 and 9) as in Ziegler et al. 
 Human Preferences" (arXiv 1909.08593, section 2) and Stiennon et al. 2020, "Learning to summarize from human feedback"
 (arXiv 2009.01325, section 3.4).
 
-Parent: grpo.py. A learned critic says what each token was worth, in place of the other answers of a group.
+Parent: grpo.py. A learned critic gives each token its baseline, in place of the other answers of a group.
 
-Each token is an action. A critic V predicts the return before it, and a token is reinforced by how much better things
-went than V predicted. Maximises
+Each token is an action. Before it, a critic V predicts the return that is still to come. A token is reinforced by how
+much better the return was than predicted. Maximises
 
     J = mean over tokens of  min[ rho_t A_t, clip(rho_t, 1 - eps, 1 + eps_high) A_t ]
                              - c_vf/2 max[ (V_t - R_t)^2, (clip(V_t, V_old,t +- eps_v) - R_t)^2 ]
 
     rho_t   = pi_theta(y_t | x, y_<t) / pi_old(y_t | x, y_<t)    probability ratio, old = as sampled
+    pi_ref  = the policy before the first step
     r_t     = -beta log(pi_old(y_t | .) / pi_ref(y_t | .)), plus the reward of the completion at its last token
     A_t     = sum_k (gamma lambda)^k (r_t+k + gamma V_old,t+k+1 - V_old,t+k)    V after the last token is 0; whitened
     R_t     = A_t + V_old,t                                      return, before whitening
     eps, eps_high, eps_v, c_vf   --epsilon, --epsilon-high, --clip-value, --vf-coef
     beta, gamma, lambda          --beta, --gamma, --gae-lambda
 
-At rho = 1 and gamma 1, without whitening and with a constant denominator, lambda = 1 gives exactly the gradient of
-E[reward] - beta KL(pi_theta || pi_ref), the divergence of whole completions, whatever V is. A smaller lambda does where
-V is the exact value. Whitening and the mean over tokens, both on by default, bend it.
+At rho = 1 and gamma = 1, without whitening and with a constant denominator, lambda = 1 gives exactly the gradient of
+E[reward] - beta KL(pi_theta || pi_ref) over whole completions, for any V. So does a smaller lambda if V is exact.
+Whitening and the mean over tokens, the defaults, bias it.
 
 Run
     python algos/ppo_lm.py                                                          the embedded model learns countdown
@@ -42,26 +43,26 @@ Expect
 
 Metrics
     reward              mean over the batch, without the penalty; rises. reward_std: over the batch
-    reward/task         the task's own score, where --reward is given. It falls while reward rises: over-optimisation
+    reward/task         the task's own score, where --reward is given. A fall while reward rises is over-optimisation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
-                        pass@1 rises and greedy stays, the policy only sharpens. A rising greedy can be sharpening, too
+                        pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
     explained_variance  of R_t by V_old,t over tokens; rises towards 1, below 0 is worse than a constant
     grad_norm           before clipping, mean over optimizer steps; steady
     kl                  nats per completion against the reference (beta > 0 only); grows slowly
-    approx_kl           k3 of new against old policy per token in the last update epoch; 0.001 to 0.03
+    approx_kl           mean of rho - 1 - log rho over tokens in the last update epoch; 0.001 to 0.03
     clip_fraction       share of tokens whose gradient is cut in the last update epoch; below 0.3
     sampler_gap         mean |log pi_theta - log pi_old| before the first optimizer step; 1e-6 in float32
     entropy             nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS
 
 Differences
-    - The KL penalty is k1 in the reward, per token, with pi_old, as in the papers. There is no adaptive beta.
+    - The KL penalty is log(pi_old / pi_ref) per token, in the reward, as in the papers. beta is not adaptive.
     - --critic separate: a copy of the model with a scalar head that starts at zero. Stiennon et al. start it from the
       reward model. --critic shared: the head alone, on the policy's own last hidden states (Ziegler et al.).
     - Whitening is over the tokens of the whole batch, before it is cut into minibatches, as TRL's PPOTrainer did.
     - A minibatch is one optimizer step, and denominators are those of a minibatch, so micro-batches do not change the
       result. TRL's masked means depend on the split.
     - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16).
-    - A completion without EOS gets no penalty of its own, and V after it is 0 as after any other.
+    - A completion without EOS gets no extra penalty, and V after it is 0, as after any other.
     - Dropout is off, so that the updated policy is the one that sampled.
     - Sampling and scoring both divide logits by --temperature. There is no top-k or top-p.
     - A sample whose reward functions all return None is left out.
@@ -114,7 +115,7 @@ from utils.schedule import learning_rate
 from utils.tasks import Task, encode_prompt, load_task, present
 
 NAME, TITLE = "ppo_lm", "PPO"
-PRESETS = {  # what depends on the model: taken for every argument that is left at None
+PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-4, critic_learning_rate=1e-3, adam_beta2=0.999, num_prompts=512,
                  sample_batch_size=512, micro_batch_size=256, micro_batch_tokens=0, max_completion_length=20,
                  precision="float32"),
@@ -134,12 +135,12 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     reward: tuple[str, ...] = ()
-    """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them, and reward models, by folder or
-    hub name (an ensemble's with :mean, :worst-case or :uncertainty=L behind it); none: the task's own score"""
+    """reward functions (FILE.py:NAME or PACKAGE.MODULE:NAME, called as by TRL) and reward models (folder or hub name;
+    ensembles: append :mean, :worst-case or :uncertainty=L); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
     max_steps: PositiveInt = 100
-    """steps, each of which samples and updates"""
+    """steps: each samples, then updates"""
     num_prompts: PositiveInt | None = None
     """prompts per step"""
     num_generations: PositiveInt = 1
@@ -147,9 +148,9 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     sample_batch_size: PositiveInt | None = None
     """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
     max_completion_length: PositiveInt | None = None
-    """new tokens at most"""
+    """most new tokens per completion"""
     temperature: PositiveFloat = 1.0
-    """of sampling and of the policy that is trained"""
+    """divides the logits, in sampling and in training"""
     micro_batch_size: PositiveInt | None = None
     """completions in one forward and backward pass: a multiple or a divisor of G; changes memory, not the result"""
     num_iterations: PositiveInt = 2
@@ -163,7 +164,7 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     beta: NonNegativeFloat = 0.05
     """weight of the KL penalty in the reward; 0 loads no reference model"""
     critic: Literal["separate", "shared"] = "separate"
-    """a model of its own for the value, or a head on the policy's hidden states"""
+    """separate: a second model for the value; shared: a head on the policy's hidden states"""
     critic_learning_rate: PositiveFloat | None = None
     """peak learning rate of the critic"""
     vf_coef: NonNegativeFloat = 0.1
@@ -245,8 +246,8 @@ def token_rewards(batch: Batch, beta: float) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> Tensor:
-    """Generalised advantages (arXiv 1506.02438, equation 16) of completion tokens, all (B, T); the value after the last
-    token is 0, as `values` are behind it."""
+    """Generalised advantages (arXiv 1506.02438, equation 16) of completion tokens, all (B, T). The value after the last
+    token is 0: `values` are 0 in padding."""
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
     deltas = (rewards + gamma * next_values - values) * mask
     advantages, last = torch.zeros_like(deltas), torch.zeros_like(deltas[:, 0])
@@ -264,13 +265,13 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Half the larger of two squared errors: as it is, and with its change clipped (as in OpenAI's baselines)."""
+    """Half the larger of two squared errors: the value's, and with its change clipped (as in OpenAI's baselines)."""
     near = old_values + (values - old_values).clamp(-clip, clip)
     return 0.5 * torch.max((values - returns).square(), (near - returns).square())
 
 
 def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) -> Tensor:
-    """What each token's loss counts in the step's loss: the denominator over all B rows. (B, T) of 0 and 1 -> (B, T).
+    """Weight of each token's loss in the step's loss, over all B rows. mask (B, T) of 0 and 1 -> (B, T).
 
     token: 1 / sum of all T_i. constant: 1 / (B L_max), with which lambda = 1 and no whitening give the policy gradient.
     """

@@ -1,12 +1,12 @@
 r"""Reward model on preference pairs (Bradley-Terry), or an ensemble of them.
 
-Parent: dpo.py. A scalar head learns to score answers from the pairs and with the loss from which DPO trains a policy.
-
 Ouyang et al. 2022, "Training language models to follow instructions with human feedback" (arXiv 2203.02155, equation 1
 with two answers per prompt), after Stiennon et al. 2020 (arXiv 2009.01325).
 
-A transformer with a scalar head in place of its output layer scores a prompt with its answer at the last token, EOS.
-From pairs of a preferred and a dispreferred answer it learns to score the preferred one higher. Minimises
+Parent: dpo.py. It learns to score answers, from DPO's pairs with DPO's loss.
+
+A transformer with a scalar head in place of its output layer reads a prompt with its answer. The head's output at the
+last token, EOS, is the score. The preferred answer of each pair is to score higher. Minimises
 
     L(theta) = E_(x, y_w, y_l)  - log sigmoid( r(x, y_w) - r(x, y_l) - m )  +  c [ r(x, y_w) + r(x, y_l) ]^2
 
@@ -15,9 +15,9 @@ From pairs of a preferred and a dispreferred answer it learns to score the prefe
     m        margin: how much better y_w is said to be (--use-margin; Touvron et al. 2023, arXiv 2307.09288, equation 2)
     c        --center-coef: keeps scores near 0 (Eisenstein et al. 2023, arXiv 2312.09244)
 
-If the labels follow the Bradley-Terry model of a reward r*, the minimum at m = 0, c = 0 is r* plus anything that
-depends on x alone. Centring picks one of these. --ensemble K trains K models on the same pairs. They differ in the seed
-of the head and in the order of the data (Coste et al. 2023, arXiv 2310.02743).
+If the labels follow the Bradley-Terry model of a reward r*, the minimum at m = 0, c = 0 is r* plus any function of x.
+Centring picks one of these. --ensemble K trains K models on the same pairs, each with its own head and order of the
+data (Coste et al. 2023, arXiv 2310.02743).
 
 RUN/model is an ordinary AutoModelForSequenceClassification with one label. An ensemble's members are RUN/model/member-1
 and so on. The online scripts take it as --reward RUN/model, and an ensemble as RUN/model:mean, RUN/model:worst-case or
@@ -45,13 +45,13 @@ Expect
 Metrics
     accuracy       share of the step's pairs ranked right; ties count half; rises. An ensemble's: mean over members
     margin         mean of r(x, y_w) - r(x, y_l); rises, without end on labels that are never wrong
-    chosen_score, rejected_score   means of r; centred round 0. The scale is what --beta of an online script works on
+    chosen_score, rejected_score   means of r; centred round 0. An online script's --beta is relative to their scale
     eval/pair_accuracy, eval/pair_margin, ...   the same on held-out pairs; far below the training ones is overfitting
     eval/log_likelihood, eval/brier   means of log p and of (1 - p)^2, p = sigmoid(r(x, y_w) - r(x, y_l)). A model that
-                   knows nothing has -0.69 and 0.25; log p falls again where a model is too sure of itself
-    eval/ece       expected calibration error (Guo et al. 2017, arXiv 1706.04599). The answer that scores higher has a
-                   predicted probability of max(p, 1 - p) to be the preferred one. In ten bins of equal width from 0.5
-                   to 1 this is compared with how often it is: mean absolute difference, weighted by pairs
+                   knows nothing has -0.69 and 0.25; log p falls again if a model is overconfident
+    eval/ece       expected calibration error (Guo et al. 2017, arXiv 1706.04599). The higher-scored answer is
+                   predicted to be preferred with max(p, 1 - p). In ten equal bins from 0.5 to 1: mean absolute gap to
+                   how often it is preferred, weighted by pairs
     eval/ensemble_accuracy, eval/disagreement   (ensembles) accuracy of the mean score; the standard deviation over
                    members of r(x, y_w) - r(x, y_l), mean over pairs
     grad_norm      before clipping
@@ -60,14 +60,13 @@ Differences
     - c is 0.01 as in Eisenstein et al.; TRL's default is none. Without it each member of an ensemble has a constant of
       its own for each prompt, so their scores could not be compared.
     - Scores are not brought to mean 0 and standard deviation 1 on a reference set, as Ziegler et al. (2019) do: heads
-      of today's decoders have no bias to fold the shift into. --center-coef sees to the mean.
+      of today's decoders have no bias to fold the shift into. --center-coef centres them.
     - The sequence of a text is prompt, completion and EOS. That of a conversation is all that the chat template makes
-      of it, so that anyone's from_pretrained and apply_chat_template score the same. TRL's trainers score text without
-      EOS online.
-    - Pooling is the model's own. Decoders look for the last token that is not padding, so where padding is EOS another
-      special token takes its place. GPT-2 has none, and is read at the token before EOS.
-    - Sequences beyond --max-length are cut but keep their last token, at which scores are read. TRL drops them.
-    - Margins are used if --use-margin says so; TRL: if there is such a column. Llama 2's grades are 0 to 1, or 0 to 3.
+      of it, so plain from_pretrained and apply_chat_template score the same. Online, TRL scores text without EOS.
+    - Pooling is the model's own. Decoders are read at the last token that is not padding, so padding that is EOS is
+      replaced by another special token. GPT-2 has none: it is read one token before EOS.
+    - Sequences beyond --max-length are cut but keep their last token, where scores are read. TRL drops them.
+    - Margins need --use-margin; TRL uses them if the column is there. Llama 2's grades are 0 to 1, or 0 to 3.
     - Dropout is off. The cosine decays to 0; Llama 2's to a tenth.
     - Means are those of the whole optimizer step, so micro-batches do not change the result.
 """
@@ -104,7 +103,7 @@ from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
 
 NAME, TITLE = "reward_model", "reward model"
-PRESETS = {  # what depends on the model: taken for every argument that is left at None
+PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=3e-4, batch_size=64, micro_batch_size=64, micro_batch_tokens=0, max_length=64,
                  precision="float32"),
     "full": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=32, micro_batch_tokens=4096, max_length=1024,
@@ -118,7 +117,7 @@ BINS = 10  # of the calibration error
 @dataclass
 class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
     model: str = TINY_MODEL
-    """folder or hub name of a causal language model, which gets a new head, or of a reward model to train further"""
+    """folder or hub name: a causal language model gets a new head, a reward model is trained further"""
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt (or none), chosen, rejected"""
     num_pairs: PositiveInt = 2048
@@ -132,7 +131,7 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     micro_batch_size: PositiveInt | None = None
     """pairs in one forward and backward pass; changes memory, not the result"""
     max_length: PositiveInt | None = None
-    """prompt and completion tokens at most; what is longer is cut before its last token"""
+    """prompt and completion tokens at most; longer sequences are cut, but keep their last token"""
     use_margin: bool = False
     """subtract the data's column margin from the difference of scores"""
     center_coef: NonNegativeFloat = 0.01
@@ -190,8 +189,8 @@ def preference_metrics(scores: Tensor) -> dict[str, float]:
 
 
 def calibration(scores: Tensor) -> dict[str, float]:
-    """How far sigmoid(r_w - r_l) is from how often y_w is preferred, which in these pairs (N, 2) is always: see Metrics
-    for what that leaves to measure."""
+    """Log-likelihood, Brier score and calibration error of sigmoid(r_w - r_l) on pairs (N, 2): see Metrics. y_w is
+    always the preferred one, so the calibration error looks at the higher-scored answer instead."""
     differences = scores[:, 0] - scores[:, 1]
     confidence = differences.abs().sigmoid()  # predicted probability that the higher score is preferred
     right = (differences > 0).to(scores.dtype) + (differences == 0) / 2
@@ -205,7 +204,7 @@ def calibration(scores: Tensor) -> dict[str, float]:
 
 
 def ensemble_metrics(scores: Tensor) -> dict[str, float]:
-    """Columns of an evaluation, from the scores (K, N, 2) of K members: their means, and what only several have."""
+    """Columns of an evaluation from the scores (K, N, 2) of K members: means over members, and columns of ensembles."""
     columns = [
         {f"eval/pair_{name}": value for name, value in preference_metrics(some).items()}
         | {f"eval/{name}": value for name, value in calibration(some).items()}
@@ -250,7 +249,7 @@ def score_pairs(model, pairs: list[Pair], args: Args) -> Tensor:
 
 
 def with_noise(rows: list[dict], share: float, seed: int) -> list[dict]:
-    """The rows with chosen and rejected exchanged in exactly that share of them, which the seed chooses."""
+    """The rows, with chosen and rejected exchanged in exactly this share of them; the seed chooses which."""
     flipped = set(random.Random(f"label noise/{seed}").sample(range(len(rows)), round(share * len(rows))))
     swapped = lambda row: row | {"chosen": row["rejected"], "rejected": row["chosen"]}  # noqa: E731
     return [swapped(row) if i in flipped else row for i, row in enumerate(rows)]

@@ -4,21 +4,22 @@ Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization f
 (arXiv 2402.14740, sections 2.2 and 2.3, equations 3 and 6), after Kool, van Hoof and Welling 2019, "Buy 4 REINFORCE
 Samples, Get a Baseline for Free!".
 
-Parent: grpo.py. The whole completion is one action, and its baseline is the mean reward of the others.
+Parent: grpo.py. One ratio per completion, a baseline without the answer itself, and the KL penalty in the reward.
 
-The policy answers each prompt several times. An answer is reinforced by how much better its reward is than the mean
-reward of the other answers, which gives an unbiased policy gradient. Maximises
+The policy answers each prompt several times. A whole answer is one action, reinforced by how much better its reward is
+than the mean reward of the other answers. That gives an unbiased policy gradient. Maximises
 
     J(theta) = E  1/G sum_i min[ rho_i A_i, clip(rho_i, 1 - eps, 1 + eps_high) A_i ]
 
-    x, y_i   a prompt, and the i-th of G completions that pi_old samples for it
+    x, y_i   a prompt, and the i-th of G completions that pi_old samples for it, with reward r(x, y_i)
+    pi_ref   the policy before the first step; t runs over the tokens of y_i up to and including the first EOS
     R_i      = r(x, y_i) - beta sum_t log(pi_old(y_it | .) / pi_ref(y_it | .))    reward with KL penalty: a number
     A_i      = R_i - 1/(G - 1) sum_j!=i R_j                                       advantage
     rho_i    = pi_theta(y_i | x) / pi_old(y_i | x)                                ratio of whole completions
-    eps, eps_high, beta   --epsilon, --epsilon-high, --beta
+    G, eps, eps_high, beta   --num-generations, --epsilon, --epsilon-high, --beta
 
-At rho = 1 the expected gradient is exactly that of E[r(x, y)] - beta KL(pi_theta || pi_ref). The divergence is that of
-whole completions. The baseline does not depend on y_i, and nothing is divided by lengths or deviations.
+At rho = 1 the expected gradient is exactly that of E[r(x, y)] - beta KL(pi_theta || pi_ref) over whole completions: the
+baseline does not depend on y_i, and nothing is divided by lengths or deviations.
 
 Run
     python algos/rloo.py                                                            the embedded model learns countdown
@@ -27,7 +28,7 @@ Run
         --learning-rate 1e-6 --warmup-steps 18 --max-steps 600 --reward rewards.py:accuracy
                                                                                     the paper's hyper-parameters
                                                                                     (appendix C, TL;DR: 600 batches of
-                                                                                    512, read as completions)
+                                                                                    512, taken as completions)
     python algos/rloo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --num-generations 4
                                                                                     a real model, on a GPU
 
@@ -39,26 +40,26 @@ Expect
 Metrics
     reward         mean over the batch, without the penalty; rises. reward_std: mean within groups
     frac_zero_std  share of groups with equal rewards, which teach nothing where beta is 0; below 0.9
-    reward/task    the task's own score, where --reward is given. It falls while reward rises: over-optimisation
+    reward/task    the task's own score, where --reward is given. A fall while reward rises is over-optimisation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
-                   pass@1 rises and greedy stays, the policy only sharpens. A rising greedy can be sharpening, too
+                   pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
     grad_norm      before clipping; steady
     kl             nats per completion against the reference (beta > 0 only); grows slowly
-    approx_kl      k3 of new against old policy per token in the last update epoch; near 0 with one epoch
+    approx_kl      mean over tokens of q - 1 - log q, q = pi_theta / pi_old, in the last epoch; near 0 with one epoch
     clip_fraction  share of completions whose gradient is cut; 0 in the first epoch, below 0.3
     sampler_gap    mean |log pi_theta - log pi_old| in the first epoch, old as sampled; 1e-6 in float32
     entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
-    The loss is not logged: at rho = 1 its value is that of the mean advantage whatever its gradient.
+    The loss is not logged: at rho = 1 its value is 0 whatever its gradient.
 
 Differences
-    - The paper has neither ratio nor clip. They matter with --num-iterations above 1 only. TRL's are the same; verl and
+    - The paper has neither ratio nor clip. They matter only with --num-iterations above 1. TRL's are the same; verl and
       others clip token by token.
-    - The paper takes two gradient steps on each batch of samples, half of it each. Here it is one on all of it.
+    - The paper takes two gradient steps on each batch of samples, one on each half. Here it is one on all of it.
     - beta is 0.05, as in TRL. With --beta 0 no reference model is loaded.
-    - TRL also normalises advantages on request. Here nothing does, for it would bias the gradient.
+    - TRL can also normalise advantages, which would bias the gradient.
     - Dropout is off, so that the updated policy is the one that sampled. TRL keeps the model's own.
     - Sampling and scoring both divide logits by --temperature. There is no top-k or top-p.
-    - A completion without EOS is a completion: it keeps its reward and its place in the baseline.
+    - A completion without EOS keeps its reward and its place in the baseline.
     - A sample whose reward functions all return None has advantage 0, and does not count in the others' baseline.
 """
 
@@ -97,7 +98,7 @@ from utils.schedule import set_learning_rate
 from utils.tasks import Task, encode_prompt, load_task, present
 
 NAME, TITLE = "rloo", "RLOO"
-PRESETS = {  # what depends on the model: taken for every argument that is left at None
+PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-4, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=512,
                  micro_batch_size=256, micro_batch_tokens=0, max_completion_length=20, beta=0.05, precision="float32"),
     "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=32, num_generations=4, sample_batch_size=64,
@@ -116,12 +117,12 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     reward: tuple[str, ...] = ()
-    """reward functions, FILE.py:NAME or PACKAGE.MODULE:NAME, called as TRL calls them, and reward models, by folder or
-    hub name (an ensemble's with :mean, :worst-case or :uncertainty=L behind it); none: the task's own score"""
+    """reward functions (FILE.py:NAME or PACKAGE.MODULE:NAME, called as by TRL) and reward models (folder or hub name;
+    ensembles: append :mean, :worst-case or :uncertainty=L); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
     max_steps: PositiveInt = 100
-    """steps, each of which samples and updates"""
+    """steps: each samples, then updates"""
     num_prompts: PositiveInt | None = None
     """prompts per step"""
     num_generations: PositiveInt | None = None
@@ -129,9 +130,9 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     sample_batch_size: PositiveInt | None = None
     """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
     max_completion_length: PositiveInt | None = None
-    """new tokens at most"""
+    """most new tokens per completion"""
     temperature: PositiveFloat = 1.0
-    """of sampling and of the policy that is trained"""
+    """divides the logits, in sampling and in training"""
     micro_batch_size: PositiveInt | None = None
     """completions in one forward and backward pass: a multiple or a divisor of G; changes memory, not the result"""
     num_iterations: PositiveInt = 1
@@ -180,7 +181,7 @@ def penalised(batch: Batch, beta: float) -> Tensor:
 def advantages(rewards: Tensor) -> Tensor:
     """Each reward minus the mean of the other rewards of its group (section 2.3). (P, G) -> (P, G).
 
-    NaN rewards are left out of the others' means and get 0; so does a reward that is alone.
+    NaN rewards are left out of the others' means and get 0. A reward without others gets 0, too.
     """
     others = (~rewards.isnan()).sum(1, keepdim=True) - 1
     return (rewards - (rewards.nansum(1, keepdim=True) - rewards) / others).nan_to_num(0.0)
@@ -218,8 +219,8 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
             old_logps, valid = samples.logps[rows, :width], mask[rows, :width]
             if epoch == 0:
                 scorer_logps[rows, :width] = logps.detach()
-            # pi_old is the scorer's, as in TRL: the sampler's differs by about 0.01 nats a token in bfloat16, which in
-            # a long completion reaches the clip before anything is learnt
+            # pi_old is the scorer's, as in TRL. In bfloat16 the sampler's differs by about 0.01 nats a token: a long
+            # completion would reach the clip before anything is learnt
             whole, old_whole = ((x * valid).sum(1, keepdim=True) for x in (logps, scorer_logps[rows, :width]))
             loss, clipped = policy_loss(whole, old_whole, advantage[rows], args.epsilon, high)
             (loss.sum() / len(mask)).backward()
@@ -255,7 +256,7 @@ def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args
 
 
 def zero_std(groups: Tensor) -> Tensor:
-    """Groups whose known rewards are all equal, or unknown. (P, G) -> (P,) bool."""
+    """Which groups have equal rewards, or none that is known. NaN is left out. (P, G) -> (P,) bool."""
     low, high = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
     return ~(high > low)
 

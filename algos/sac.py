@@ -4,18 +4,19 @@ Haarnoja et al. 2018, "Soft Actor-Critic: Off-Policy Maximum Entropy Deep Reinfo
 Actor" (arXiv 1801.01290) in the form of "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905, algorithm
 1): twin critics, no value network, learned temperature.
 
-The policy learns from a replay buffer of everything it has done, and is paid for reward and for entropy, so that it
-keeps exploring. The temperature alpha is the price of entropy, and it adjusts itself until the entropy meets a target.
-On minibatches minimises
+The policy learns from a replay buffer of everything it has done. It is rewarded for entropy, too, so it keeps
+exploring. The temperature alpha weighs entropy and adjusts itself until the entropy meets a target. On minibatches
+minimises
 
     J_Q(theta_i) = E 1/2 (Q_i(s, a) - y)^2                                                     equation 5, i = 1, 2
                y = r + gamma (1 - terminated) [ min_i Qbar_i(s', a') - alpha log pi(a' | s') ],  a' ~ pi(. | s')
     J_pi(phi)    = E alpha log pi(a | s) - min_i Q_i(s, a),                         a ~ pi(. | s)    equation 9
     J(alpha)     = E -alpha (log pi(a | s) + H)                                                equation 18
 
-    pi     a = tanh(u), u ~ N(mean(s), std(s)^2), by reparameterisation; H = -(number of actions), the target entropy
+    pi     a = tanh(u), u ~ N(mean(s), std(s)^2), by reparameterisation; H = -(action size), the target entropy
     Qbar   target critics: after each update Qbar <- (1 - tau) Qbar + tau Q
     s'     the true next observation, never that of a reset; truncation does not end the bootstrap
+    gamma, tau, alpha, H   --gamma, --tau, --alpha (none: learned), --target-entropy
 
 Run
     python algos/sac.py                                                                 Pendulum-v1
@@ -28,9 +29,9 @@ Run
     python algos/sac.py --evaluate RUN --eval-episodes 100 --capture-video              scores a saved agent
 
 Expect
-    Pendulum-v1: from about -1,300 to -170 with the likeliest actions, in about 2 minutes on a CPU (80 to 100 steps a
-    second, measured once).
-    Hopper-v5, 20,000 steps (--learning-starts 1000): from about 20 to 264 with the likeliest actions (median of 8
+    Pendulum-v1: from -1,612 to -172 with the likeliest actions (seed 1), in about 2.5 minutes on a CPU (80 to 100
+    steps a second, measured once).
+    Hopper-v5, 20,000 steps: from about 20 to 264 with the likeliest actions (median of 8
     seeds), in 4 minutes.
 
 Metrics
@@ -38,15 +39,14 @@ Metrics
     eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
     Of the newest update:
     q                   mean of Q_1 over the batch; should stay near the discounted return, runaway growth is divergence
-    td_error            mean |Q_1 - y|
-    entropy             mean of -log pi in nats of the [-1, 1] box; comes down to the target -(number of actions)
+    td_error            mean |Q_1(s, a) - y|
+    entropy             mean of -log pi in nats of the [-1, 1] box; comes down to the target H
     alpha               temperature; settles
     grad_norm           of the critics
 
-Differences (those of one line stand at that line)
-    - Actions live in [-1, 1] and are stretched to the environment's bounds outside of the density, so the target
-      entropy means the same in every environment, as in the authors' code and SB3. CleanRL's density includes the
-      bounds.
+Differences
+    - Densities are of actions in [-1, 1], before stretching to the environment's bounds, so the target entropy means
+      the same in every environment, as in the authors' code and SB3. CleanRL's density includes the bounds.
     - One actor update for every critic update, as in the paper; CleanRL makes two every second step.
     - The default is for Pendulum and starts learning earlier than the paper.
 """
@@ -108,7 +108,7 @@ class Args(EnvArgs):
     alpha: PositiveFloat | None = None
     """a fixed temperature; None: learned"""
     target_entropy: float | None = None
-    """target entropy in nats; None: -(number of actions)"""
+    """target entropy in nats; None: -(action size)"""
     utd_ratio: PositiveInt = 1
     """updates per environment step"""
     batch_size: PositiveInt = 256
@@ -225,7 +225,7 @@ def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: 
     optimizers.critics.step()
     grad_norm = torch.nn.utils.get_total_norm([p.grad for p in agent.critics.parameters()])
 
-    agent.critics.requires_grad_(False)  # the actor's gradient passes through them, theirs would be thrown away
+    agent.critics.requires_grad_(False)  # the actor's gradient passes through them; theirs would be thrown away
     loss, logps = actor_loss(agent, batch.obs, noise)
     optimizers.actor.zero_grad(set_to_none=True)
     loss.backward()
@@ -243,7 +243,7 @@ def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: 
 
 
 def check(args: Args, space: gym.Space) -> None:
-    """Raises UserError for settings that no run can have."""
+    """Raises UserError for impossible settings."""
     if not isinstance(space, gym.spaces.Box) or not space.is_bounded() or space.dtype.kind != "f":
         wanted = "a Box of floats with finite bounds"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: SAC needs {wanted}")
@@ -283,8 +283,8 @@ def train(args: Args) -> list[dict]:
     envs = make_vector(make, args.num_envs, args.seed, args.vector)
 
     def state(drawn: Tensor | None = None) -> dict:
-        """Where a step fails, `drawn` is the generator's state before it, so that a resumed run repeats the step. What
-        the environment drew from global generators in it is not drawn again: a copy at each step would cost time."""
+        """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
+        environment's draws from global generators are not repeated: a copy at each step would cost time."""
         return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers if o is not None],
                 "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
                 "episodes": episodes, "snapshots": snapshots, "replay": replay.save(run.dir / "replay.bin")

@@ -1,19 +1,19 @@
 r"""Simple Preference Optimization (SimPO).
 
-Parent: dpo.py. SimPO rewards log-probability per token in place of log-ratios, and asks for a margin between rewards.
-
 Meng, Xia and Chen 2024, "SimPO: Simple Preference Optimization with a Reference-Free Reward" (arXiv 2405.14734,
 equation 6).
 
+Parent: dpo.py. The reward needs no reference model, and the rewards of a pair are to differ by a margin.
+
 Learns from pairs of a preferred and a dispreferred answer. The reward of an answer is its average log-probability per
-token, which also ranks answers when they are sampled, so no reference model is needed. Minimises
+token, which also guides generation. Minimises
 
     L(theta) = - E_(x, y_w, y_l)  log sigmoid( beta [ l(x, y_w) - l(x, y_l) ] - gamma )
 
     x, y_w, y_l   a prompt, its preferred and its dispreferred completion, chosen before training
     l(x, y) = 1/|y| log pi_theta(y | x)   mean log-probability of the tokens of y up to and including the first EOS
     beta     --beta: scale of the reward beta l
-    gamma    --gamma: target margin, by which the reward of y_w is to exceed that of y_l
+    gamma    --gamma: target margin between the rewards of y_w and y_l
 
 Only a small learning rate keeps the policy near its start. If the labels never contradict each other there is no
 minimum: margins grow for ever, but more slowly above gamma.
@@ -29,11 +29,11 @@ Run
 
 Expect
     The default run takes about half a minute on one CPU core. Held-out countdown goes from greedy 0.01, pass@1 0.07,
-    pass@8 0.42 to greedy 0.41, pass@1 0.20, pass@8 0.70 (seed 1, 128 prompts), as with dpo.py; with --sft-coef 1
-    --learning-rate 3e-5 to 0.45, 0.27, 0.73.
+    pass@8 0.42 to greedy 0.41, pass@1 0.20, pass@8 0.70 (seed 1, 128 prompts). dpo.py gets to 0.41, 0.21, 0.73. With
+    --sft-coef 1 --learning-rate 3e-5 this script gets to 0.45, 0.27, 0.73.
     --task sort --max-steps 40: greedy 0.23 to 0.92, pass@1 0.41 to 0.72, pass@8 0.91 to 0.99, in about 15 seconds. With
     --learning-rate 3e-5 every held-out pair of sort is ranked right, but greedy ends at 0.10, because chosen answers
-    have become less likely, too. With --sft-coef 1 as well it ends at 0.88. Real models: not measured.
+    have become less likely, too. Adding --sft-coef 1 brings it to 0.88. Real models: not measured.
 
 Metrics
     accuracy       share of the step's pairs with a larger l for y_w; ties count half; rises
@@ -46,10 +46,10 @@ Metrics
 
 Differences
     - gamma is the paper's, and TRL's simpo_gamma (CPOTrainer, loss_type "simpo"). The authors' code now has
-      gamma_beta_ratio, which is gamma / beta; some call that ratio gamma.
-    - The defaults are beta 2 and gamma 1, where the authors advise to begin. Their own values (beta, gamma) are
+      gamma_beta_ratio = gamma / beta; some call that ratio gamma.
+    - The defaults are beta 2 and gamma 1: the authors advise to begin there. Their own values (beta, gamma) are
       Mistral-Base 2, 1.6; Mistral-Instruct 2.5, 0.25; Llama3-Base 2, 1; Llama3-Instruct 2.5, 1.375. Later they name
-      beta 10. TRL's defaults 0.1 and 0.5 are far from all of these: they ask for 5 nats per token.
+      beta 10. TRL's defaults 0.1 and 0.5 are far from all of these: gamma / beta is 5 nats there.
     - No label smoothing: the authors' code and TRL offer it, the paper does not use it.
     - AdamW and no dropout, as in the authors' code.
     - Completions beyond --max-length are cut at the end and lose their EOS; their number is printed. Prompts beyond it
@@ -87,7 +87,7 @@ from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
 
 NAME, TITLE = "simpo", "SimPO"
-PRESETS = {  # what depends on the model: taken for every argument that is left at None
+PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=64, max_length=64, precision="float32",
                  eval_max_new_tokens=20, sample_batch_size=512, micro_batch_tokens=0),
     "full": dict(learning_rate=1e-6, batch_size=128, micro_batch_size=32, max_length=1024, precision="bfloat16",
@@ -114,7 +114,7 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     beta: PositiveFloat = 2.0
     """scale of the rewards, which are log-probabilities per token"""
     gamma: NonNegativeFloat = 1.0
-    """by how much the reward of the chosen completion is to be larger; others give the ratio gamma / beta"""
+    """margin by which the reward of the chosen completion is to be larger; others set the ratio gamma / beta"""
     sft_coef: NonNegativeFloat = 0.0
     """weight of the negative log-likelihood per token of chosen completions (CPO-SimPO)"""
     learning_rate: PositiveFloat | None = None

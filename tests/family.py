@@ -225,10 +225,11 @@ def diff(children: tyro.conf.Positional[tuple[str, ...]] = (), root: Root = ROOT
 
 DRAFT = '''r"""{title}: TODO its name in full.
 
-Parent: {parent}.py
-TODO One sentence: what of the parent changes.
+TODO Authors year, "Paper" (arXiv 0000.00000, equation 0).
 
-TODO Authors year, "Paper" (arXiv 0000.00000, equation 0). TODO The idea in two sentences. Minimises
+Parent: {parent}.py. TODO One sentence: what of the parent changes.
+
+TODO The idea in two sentences. Minimises
 
     TODO L(theta) = ...
 

@@ -46,13 +46,13 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
 
 
 def by_step(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first: as plain text step-100000000 would come before step-99999999."""
+    """The checkpoints in `folder`, oldest first, sorted as numbers: as text, step-100000000 precedes step-99999999."""
     return sorted(folder.glob("step-*.pt"), key=lambda path: (len(path.name), path.name))
 
 
 def restore(state: dict, **parts) -> None:
-    """Brings modules, optimizers and generators back to what `state` holds under their names. For a tuple of parts, of
-    which some may be None, it holds a list. Weights that were not saved (frozen ones of --model) stay as they are."""
+    """Brings modules, optimizers and generators back to what `state` holds under their names. A tuple of parts, some of
+    them perhaps None, is held as a list. Weights that were not saved (frozen ones of --model) stay as they are."""
     for name, part in parts.items():
         if isinstance(part, torch.Generator):
             part.set_state(state[name].cpu())

@@ -178,7 +178,7 @@ def eject(path: Path) -> str:
         return files[module]
 
     def use(file: File, name: str) -> tuple:
-        """Brings in what `name` stands for in `file`, and returns that in a comparable form."""
+        """Brings in what `name` stands for in `file`. Returns its meaning: equal in two files, equal tuples."""
         if name in file.borrowed:
             home, there = load(file.borrowed[name][0]), file.borrowed[name][1]
             if there not in {*home.owners, *home.imports, *home.borrowed}:

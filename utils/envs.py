@@ -36,15 +36,15 @@ class EnvArgs(RunArgs):
     eval_episodes: PositiveInt = 10
     """evaluation episodes, once with the likeliest action and once with sampled ones"""
     evaluate: str = ""
-    """folder of a run whose agent is scored instead of training one, with the statistics that it was trained with"""
+    """folder of a run: score its agent, with the statistics of its training, instead of training one"""
     capture_video: bool = False
     """with --evaluate: write RUN/video/ of the first episode"""
 
 
 class Episode(gym.Wrapper):
     """Outermost wrapper of every environment. Episode k of environment i always starts from the seed that (seed, i, k)
-    gives, so the seed and the actions since are all that a resume needs to be inside the same episode again, in any
-    environment that keeps Gymnasium's promise that a seed determines what follows. Passes on info["life_lost"] and
+    gives. With this seed and the actions since, a resume returns to the same episode, if the environment keeps
+    Gymnasium's promise: a seed determines what follows. Passes on info["life_lost"] and
     drops every other info: vectors are slow to gather it."""
 
     def __init__(self, env: gym.Env, seed: int, index: int):
@@ -83,8 +83,8 @@ class Episode(gym.Wrapper):
 
 
 class Log:
-    """What each environment of a vector has done since its episode began. The training process keeps it: when a step
-    fails, some environments have taken it, and the process of the one that failed answers no more."""
+    """What each environment of a vector has done since its episode began. The training process keeps it: after a
+    failed step some environments have moved, and the process of the failed one no longer answers."""
 
     def __init__(self, num_envs: int):
         self.episode, self.length = np.zeros((2, num_envs), int)
@@ -232,7 +232,7 @@ def reset_vector(envs: Vector) -> np.ndarray:
 
 def restore_vector(envs: Vector, states: list[dict]) -> np.ndarray:
     """Brings every environment back into the episode of its state. One that cannot be brought back begins a new
-    episode, which is said. Returns the observations (N, D) to act on."""
+    episode, with a warning. Returns the observations (N, D) to act on."""
     envs.set_attr("saved", states)
     restored = envs.call("restore")
     for i, state in enumerate(states):

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, and what a person is shown: samples before training, advice during it."""
+"""Evaluation on held-out prompts, and what is printed: samples before training, advice during it."""
 
 import math
 from collections.abc import Callable

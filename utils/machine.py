@@ -11,12 +11,12 @@ import torch
 
 
 def cores() -> int:
-    """The cores that this process may use, which under taskset or a batch system are fewer than the machine has."""
+    """The cores that this process may use: under taskset or a batch system, fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment() -> dict:
-    """What a reader needs to know to believe a number: versions, commit, machine."""
+    """Where a number comes from: versions, commit, machine."""
     versions = {"python": platform.python_version()}
     for package in ("torch", "transformers", "datasets", "numpy", "peft", "gymnasium"):
         try:

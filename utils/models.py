@@ -96,13 +96,13 @@ def for_training(model, lora_rank: int, gradient_checkpointing: bool, task_type:
 
 def load_policy(args, device: torch.device):
     """The model to train and its tokenizer, by the flags of `args`. Weights are float32 unless --precision says
-    pure-bfloat16, so it may still be open here."""
+    pure-bfloat16, so --precision may still be None here."""
     return load_model(args.model, device, args.precision or "float32", args.lora_rank, args.gradient_checkpointing,
                       args.trust_remote_code)  # fmt: skip
 
 
 def load_reference(args, device: torch.device):
-    """The frozen starting policy; None with LoRA, where the policy without its adapters is that."""
+    """The frozen starting policy. None with LoRA: there it is the policy without its adapters."""
     if args.lora_rank:
         return None
     model, _ = load_model(args.model, device, args.precision, trust_remote_code=args.trust_remote_code)
@@ -129,7 +129,7 @@ def save_model(model, tokenizer, folder: Path) -> None:
 
 
 def without_dropout(model) -> None:
-    """Turns dropout off in training mode too, which gradient checkpointing needs. The saved configuration keeps it."""
+    """Turns dropout off even in training mode, which gradient checkpointing needs. The saved configuration keeps it."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -44,7 +44,7 @@ class Dataset:
     rewards: np.ndarray  # (n,) float32
     terminated: np.ndarray  # (n,) bool: the episode ended here by itself
     next_obs: np.ndarray  # (n, D) float32; meaningless where not `known`
-    known: np.ndarray  # (n,) bool: whether the next observation is (of D4RL's files not where time ran out)
+    known: np.ndarray  # (n,) bool: whether the next observation is known; not at D4RL's time-outs
     starts: np.ndarray  # (k,) first row of each trajectory; starts[0] = 0
     env_id: str | None = None
     env_kwargs: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Dataset:
         return np.repeat(np.arange(len(self.starts)), self.lengths())
 
     def trajectory_returns(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """(k,): undiscounted returns, of `rows` (n,) bool only where given."""
+        """(k,): undiscounted returns. With `rows` (n,) bool, only rewards of these rows count."""
         rewards = self.rewards.astype(np.float64)
         return np.add.reduceat(rewards if rows is None else rewards * rows, self.starts)
 
@@ -78,7 +78,7 @@ class Dataset:
 
 
 def compared(columns: dict[str, float], data: Dataset, run: Run, step: int) -> dict[str, float]:
-    """What an evaluation's columns lack: the dataset's score and, in the last row, the best of all evaluations."""
+    """Further columns of an evaluation: the dataset's score and, in the last row, the best of all evaluations."""
     last, more = columns["eval/return"], data.score(columns["eval/return"])
     if step == run.total:
         more["eval/best_return"] = best = max([last, *(row.get("eval/return", last) for row in run.history)])
@@ -88,8 +88,8 @@ def compared(columns: dict[str, float], data: Dataset, run: Run, step: int) -> d
 
 
 def load_dataset(args: OfflineArgs) -> Dataset:
-    """Reads --dataset and settles in which environment it is scored: --env-id where given, else the dataset's own with
-    its arguments, which are then written to `args`. Raises UserError where it is not a whole and finite dataset."""
+    """Reads --dataset and chooses the environment for evaluation: --env-id if given, else the dataset's own. That one's
+    name and arguments are written to `args`. Raises UserError where it is not a whole and finite dataset."""
     path = Path(args.dataset).expanduser() if args.dataset else SHIPPED
     if os.path.isfile(path):  # unlike Path.is_file, False for what no file system takes as a name
         data = read_hdf5(path)
@@ -167,7 +167,7 @@ def read_hdf5(path: Path) -> Dataset:
 
 def read_minari(name: str) -> Dataset:
     """A local folder (that of the dataset, or its data/), or the id of a dataset that is here or can be downloaded. The
-    environment is the dataset's for evaluation where it names one, with its time limit."""
+    environment is the one that the dataset names for evaluation, if any, with its time limit."""
     try:
         import minari
     except ImportError as error:

@@ -2,7 +2,7 @@
 
 A pair is a row as in utils/tasks.py with the columns prompt, chosen and rejected, TRL's names: all three are text, or
 all three are lists of chat messages. Where chosen and rejected are whole conversations or whole texts, and prompt is
-missing (or is text beside conversations), what both begin with is the prompt. An unpaired row has the columns prompt,
+missing (or is text beside conversations), their common beginning is the prompt. An unpaired row has the columns prompt,
 completion, and label, which is true where the completion is desirable.
 """
 
@@ -65,7 +65,7 @@ def load_unpaired(spec: str, num_pairs: int, seed: int) -> Preferences:
 
 
 def load_rows(spec: str, parse: Callable) -> Preferences:
-    """The rows of a dataset, of which `parse(rows, spec)` makes pairs or unpaired rows. Raises UserError."""
+    """The rows of a dataset, turned into pairs or unpaired rows by `parse(rows, spec)`. Raises UserError."""
     path = Path(spec).expanduser()
     if path.suffix not in (".jsonl", ".json", ".parquet") and "/" not in spec:
         raise UserError(
@@ -77,8 +77,8 @@ def load_rows(spec: str, parse: Callable) -> Preferences:
 
 
 def right_and_wrong(name: str, row: dict) -> dict:
-    """The row with a right answer as chosen and a wrong one as rejected. The wrong one is what three in four
-    demonstrations are (utils/tasks.py). For sort both are equal where the two smallest digits are."""
+    """The row with a right answer as chosen and a wrong one as rejected. The wrong one errs as three in four
+    demonstrations do (utils/tasks.py). For sort both are equal if the two smallest digits are."""
     if name == "sort":
         right = "".join(sorted(row["digits"]))
         wrong = right[1] + right[0] + right[2:]
@@ -162,8 +162,8 @@ def is_kind(value, kind: type) -> bool:
 
 
 def shared_prefix(chosen: str | list[dict], rejected: str | list[dict]) -> int:
-    """How much of both is the prompt. Something is left of each; texts are cut before the space in front of the first
-    word that differs, for a word cut in two is made of other tokens."""
+    """Length of the prompt that both begin with. Something is left of each. Texts are cut before the space in front of
+    the first word that differs: half a word has other tokens."""
     most = min(len(chosen), len(rejected)) - 1
     size = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     if isinstance(chosen, list):

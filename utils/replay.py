@@ -13,8 +13,8 @@ from utils.errors import UserError
 class ReplayBuffer:
     """A ring of the newest `capacity` rows, each a tuple of float32 vectors of `sizes` numbers, side by side in memory.
 
-    `save` appends the rows since the last save to a file and returns how many rows there have been in all: the number
-    that belongs in the checkpoint, and all that `load` needs. Rows behind it, of a run that was killed, are cut off.
+    `save` appends the rows since the last save to a file and returns how many rows there have been in all. The
+    checkpoint keeps this number, and `load` needs no more: it cuts off later rows, of a killed run.
     """
 
     def __init__(self, capacity: int, sizes: tuple[int, ...], device: torch.device):

@@ -19,7 +19,7 @@ SCORED_AT_ONCE = 64  # sequences in one forward pass of a model that is a reward
 def load_reward_model(path: str, device: torch.device | str = "cpu", flag: str = "--reward", dtype="auto",
                       new_head: bool = False, trust_remote_code: bool = False):  # fmt: skip
     """A sequence classifier with one label and its tokenizer, from a folder or the hub, with the weights as saved
-    ("auto") or of `dtype`, and whether its head is new: with `new_head` a causal language model is taken too.
+    ("auto") or of `dtype`, and whether its head is new. `new_head` also admits a causal language model.
 
     Raises UserError, which names `flag`, for what cannot be loaded and, without `new_head`, for a model whose head has
     no saved weights: transformers would score with random ones.
@@ -66,7 +66,7 @@ def set_padding(model, tokenizer, keep: bool) -> None:
     """Pads on the right with a token that the tokenizer and the saved configuration agree on.
 
     Decoders are pooled at the last token that is not padding, by id: the padding token must not be EOS, or the score is
-    read one token earlier, by us as by anyone. It need not be unused. `keep`: a trained model's own stays, if it has
+    read one token earlier. It need not be unused. `keep`: a trained model's own stays, if it has
     one. A tokenizer with no special token but EOS (GPT-2's) pads with it.
     """
     config = model.config.get_text_config()
@@ -99,8 +99,8 @@ def sequence_scores(model, sequences: list[list[int]]) -> Tensor:
 
 
 def aggregate(scores: Tensor, how: str) -> Tensor:
-    """Scores (K, B) of K members -> (B,): `mean`, `worst-case` (the smallest) or `uncertainty=L`, the mean minus L
-    times the variance over members, the mean of squares. Coste et al. 2023 (arXiv 2310.02743): mean, WCO and UWO."""
+    """Scores (K, B) of K members -> (B,): `mean`, `worst-case` (the smallest) or `uncertainty=L` (the mean minus L
+    times the population variance over members). Coste et al. 2023 (arXiv 2310.02743): mean, WCO and UWO."""
     if how == "worst-case":
         return scores.amin(0)
     weight = float(how.partition("=")[2] or 0)
@@ -108,7 +108,7 @@ def aggregate(scores: Tensor, how: str) -> Tensor:
 
 
 def check_aggregation(how: str, spec: str) -> None:
-    """Raises UserError unless it is one of those of `aggregate`."""
+    """Raises UserError for what `aggregate` does not know."""
     name, _, weight = how.partition("=")
     try:
         known = how in ("mean", "worst-case") or name == "uncertainty" and 0 <= float(weight) < math.inf
@@ -147,7 +147,7 @@ class RewardModel:
         ]
         self.members, self.tokenizer = [model for model, _, _ in loaded], loaded[0][1]
         for member in self.members:
-            member.config.get_text_config().use_cache = False  # of keys and values, which would outweigh the model
+            member.config.get_text_config().use_cache = False  # keys and values would outweigh the model
 
     @torch.no_grad()
     def __call__(self, rows: list[dict], texts: list[str]) -> list[float]:

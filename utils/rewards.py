@@ -118,7 +118,7 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
                 )
             for i, value in enumerate(values):
                 if value is not None:
-                    if not abs(value) <= torch.finfo(torch.float32).max:  # NaN is not, either
+                    if not abs(value) <= torch.finfo(torch.float32).max:  # also refuses NaN
                         raise UserError(
                             f"the reward function {name} returned {value} for {texts[i]!r}: return None to skip"
                         )

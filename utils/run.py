@@ -50,7 +50,7 @@ class RunArgs:
     keep: PositiveInt = 2
     """checkpoints kept"""
     resume: str = ""
-    """folder of a run to continue; all but logging flags, and the budget where no schedule depends on it, must stay"""
+    """folder of a run to continue; keep all flags but logging ones, and the budget if a schedule depends on it"""
     track: bool = False
     """also log to Weights & Biases (WANDB_MODE=offline works)"""
 
@@ -238,7 +238,7 @@ class Run:
         """Around code of the user's (an environment, a reward): where it raises, `state` is saved, so that --resume
         loses nothing. Around collecting, give the state and `rng` from before the step: a resumed run repeats it.
         Around an evaluation, give the state after the update and the step's `columns`, which are logged: a resumed run
-        goes on behind it. Never around an update: half-trained weights are not saved."""
+        goes on after it. Never around an update: half-trained weights are not saved."""
         try:
             yield
         except Exception:
@@ -248,11 +248,11 @@ class Run:
             raise
 
     def due(self, step: int, every: int) -> bool:
-        """Whether something that comes every `every` steps (0: never) and at the end is due after this iteration."""
+        """Whether something is due after this iteration: at the end, and every `every` steps (0: at the end only)."""
         return step >= self.total or (every > 0 and crosses(step, self.step, every))
 
     def end_step(self, step: int, state: Callable[[], dict]) -> None:
-        """Called where an iteration ends: saves when it is time, and leaves when a signal asked for it."""
+        """At the end of an iteration: saves if it is due, and exits if a signal asked for it."""
         if self.due(step, self.args.save_every) or self.signal is not None:
             self.save(step, state())
         self.step = step
@@ -262,7 +262,7 @@ class Run:
             sys.exit(128 + self.signal)
 
     def leave_if_asked(self) -> None:
-        """For long work before the first step, of which nothing is saved yet: leaves when a signal asked for it."""
+        """Exits if a signal asked for it. For long work before the first step, when nothing is saved yet."""
         if self.signal is not None:
             self.bar.close()
             sys.exit(128 + self.signal)
@@ -278,8 +278,8 @@ class Run:
         return True
 
     def finish(self, model: Callable[[Path], None] | dict[str, torch.Tensor], curves: dict, title: str) -> list[dict]:
-        """Writes RUN/model, which `model(folder)` fills or whose weights `model` is, and RUN/curve.png; returns the
-        history. curves: title of a panel -> its columns, `eval/*` for all that begin so, or {x: column} for the last
+        """Writes RUN/model and RUN/curve.png. Returns the history. model: a function that fills the folder, or the
+        weights. curves: title of a panel -> its columns, `eval/*` for all that begin so, or {x: column} for the last
         row's numbers over x."""
         self.bar.close()
         part, folder = self.dir / "model.tmp", self.dir / "model"

@@ -24,8 +24,8 @@ Row = TypeVar("Row")
 @dataclass(frozen=True)
 class Task:
     """`train(index, seed)` is the index-th row of an endless stream that depends on nothing else, so a run resumes from
-    one integer. `heldout` is disjoint from it. `score(row, text)` returns named numbers of which `reward` is trained on
-    and the rest is logged; it is None where only reward functions of the user's own can tell."""
+    one integer. `heldout` is disjoint from it. `score(row, text)` returns named numbers: `reward` is trained on, the
+    rest is logged. It is None if only the user's reward functions can tell."""
 
     name: str
     train: Callable[[int, int], dict]
@@ -161,7 +161,7 @@ def procedural(name: str) -> Task:
 
 def countdown_row(rng: random.Random) -> tuple[dict, str]:
     """Three numbers from 1 to 9 and a target from 1 to 99 that two steps reach, larger operand first. Three in four
-    demonstrations end one too high, so what the warm start thinks likeliest is wrong, and sharpening it stays wrong."""
+    demonstrations end one too high, so the warm start's likeliest answer is wrong, and sharpening keeps it wrong."""
     target = 100
     while target > 99:
         numbers = [rng.randint(1, 9) for _ in range(3)]
@@ -204,8 +204,8 @@ def countdown_score(row: dict, text: str) -> dict[str, float]:
 
 
 def sort_row(rng: random.Random) -> tuple[dict, str]:
-    """Three to eight digits. Three in four demonstrations swap the first two of the sorted digits, so what the warm
-    start thinks likeliest is wrong (unless those two are equal), and sharpening it stays wrong."""
+    """Three to eight digits. Three in four demonstrations swap the first two of the sorted digits, so the warm
+    start's likeliest answer is wrong (unless those two are equal), and sharpening keeps it wrong."""
     digits = [rng.randint(0, 9) for _ in range(rng.randint(3, 8))]
     answer = sorted(digits)
     if rng.random() < WRONG_SHARE:
@@ -222,7 +222,7 @@ def sort_score(row: dict, text: str) -> dict[str, float]:
 
 
 def answer_of(text: str) -> str:
-    """What stands between the last pair of answer tags, or the whole text where there is none."""
+    """The text between the last pair of answer tags, or all of it if there is none."""
     return re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)[-1].strip() if "</answer>" in text else text.strip()
 
 

@@ -1,4 +1,4 @@
-"""The tiny character model that the defaults train: new, and without what it has learnt."""
+"""The tiny character model that the defaults train, with random weights."""
 
 from utils.tasks import CHARACTERS
 

@@ -186,7 +186,7 @@ SPEC = Spec(
                        ent_coef=0.000401762, vf_coef=0.58096, max_grad_norm=0.8, log_std_init=-2.0,
                        hidden_size=256, anneal_lr=False, normalize=True),
             differs=dict(ent_coef=(0.0004, "RL Baselines3 Zoo's"),  # rounded; the others are not arguments
-                   vf_coef=(0.58, "half its weight of the value loss, because SB3 does not halve that loss"),
+                   vf_coef=(0.58, "half the value loss, which SB3 does not halve"),
                    hidden_size=(256, "tanh for its ReLU, orthogonal weights for its ortho_init=False")),
         ),
     ),
