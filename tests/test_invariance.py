@@ -425,3 +425,45 @@ def test_a_prompt_and_completion_beyond_the_context():
     assert sample(model, *prompts, 1, 4, [], 0.0).completion_ids.shape == (P, 4)
     with pytest.raises(UserError, match="a prompt has 6 tokens, its completion up to 5, --model takes 10 in all"):
         sample(model, *prompts, 1, 5, [], 0.0)
+
+
+HYBRIDS = {
+    "Jamba": dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, use_mamba_kernels=False),
+    "Lfm2": dict(layer_types=["conv", "full_attention"]),
+    "Qwen3Next": dict(layer_types=["linear_attention", "full_attention"], num_experts=2, num_experts_per_tok=2,
+                      head_dim=8, linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8,
+                      linear_value_head_dim=8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_hybrids_of_attention_and_recurrence(kind):
+    """What the sampler noted and what the scorer finds = row by row, without padding or cache, gradients included."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, initializer_range=0.3, pad_token_id=0, **HYBRIDS[kind],
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    samples = sample(model, *pad_left(PROMPTS, "cpu"), G, 12, EOS_IDS, 1.0, torch.Generator().manual_seed(0))
+    mask = samples.completion_mask
+    assert len(mask.sum(1).unique()) > 3  # some rows left the batch early
+    logps, gradient = completion_logps(model, *samples[:4])[0], {}
+    weights = torch.linspace(-1, 1, mask.numel()).view_as(mask)
+    for rows in (logps, plain_logps(model, samples)):
+        torch.testing.assert_close(rows[mask], samples.logps[mask], rtol=0, atol=1e-4)
+        model.zero_grad()
+        (rows * weights).sum().backward()
+        gradient[len(gradient)] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert relative(gradient[0], gradient[1]) < 1e-4
+
+
+def plain_logps(model, samples: Samples) -> torch.Tensor:
+    """(B, T): one row at a time through the model's own forward pass."""
+    logps = []
+    for i, mask in enumerate(samples.completion_mask):
+        prompt = samples.prompt_ids[i // G][samples.prompt_mask[i // G]]
+        ids = torch.cat([prompt, samples.completion_ids[i][mask]])
+        found = model(ids[None], use_cache=False).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        logps.append(torch.nn.functional.pad(found[len(prompt) - 1 :], (0, int((~mask).sum()))))
+    return torch.stack(logps)

@@ -41,6 +41,15 @@ def pad_left(prompts: list[list[int]], device: torch.device | str) -> tuple[Tens
     return ids, mask
 
 
+def shares_cache(model) -> bool:
+    """Whether a cached prompt can be scored on with several tokens at once: where every layer that looks back is
+    attention. Recurrent states, as in Jamba or Qwen3.5, go on one token at a time, as the sampler does."""
+    from transformers import DynamicCache
+
+    layers = DynamicCache(config=model.config).layers if hasattr(model.config, "num_hidden_layers") else []
+    return not any(hasattr(layer, "recurrent_states") for layer in layers)
+
+
 def prefill(model, prompt_ids: Tensor, prompt_mask: Tensor, repeats: int):
     """Runs each prompt once and repeats its cache for the completions of its group.
 
@@ -49,7 +58,8 @@ def prefill(model, prompt_ids: Tensor, prompt_mask: Tensor, repeats: int):
     """
     out = model(input_ids=prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions(prompt_mask),
                 use_cache=True, logits_to_keep=1)  # fmt: skip
-    out.past_key_values.batch_repeat_interleave(repeats)
+    rows = torch.arange(len(prompt_ids), device=prompt_ids.device).repeat_interleave(repeats)
+    out.past_key_values.reorder_cache(rows)  # recurrent layers have this, and no batch_repeat_interleave
     return out.past_key_values, out.logits.repeat_interleave(repeats, 0)
 
 
@@ -94,7 +104,7 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
         if len(going) == 0 or t + 1 == max_new_tokens:
             break
         if 2 * len(going) <= len(alive):
-            cache.batch_select_indices(going)
+            cache.reorder_cache(going)
             alive, token, mask, position = alive[going], token[going], mask[going], position[going]
         logits = model(input_ids=token, attention_mask=mask[:, : width + t + 1], position_ids=position + t,
                        past_key_values=cache, use_cache=True, logits_to_keep=1).logits  # fmt: skip
@@ -105,13 +115,13 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
 
 
 def check_cache(model) -> None:
-    """Raises UserError where a prompt's cache cannot be repeated for its group, as in Mamba and its hybrids."""
+    """Raises UserError where a prompt's cache cannot be repeated for its group, as in Mamba."""
     try:
         sample(model, *pad_left([[0], [0, 0]], model.device), 2, 2, [], 0.0)
     except Exception as error:  # each architecture fails in its own way
         raise UserError(
             f"--model is a {model.config.model_type}, whose cache cannot be shared by several completions ({error}): "
-            "give a model with attention in all layers, such as Llama, Qwen or Gemma"
+            "give a model with attention, such as Llama, Qwen or Gemma"
         ) from error
 
 
@@ -133,7 +143,8 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
     """Log-probabilities of completion tokens at `temperature`, (B, T) with gradient, and entropies, (B, T) without.
 
     P may be smaller than B: then row i completes prompt i // (B / P), each prompt is run once, and its cache, gradient
-    included, is shared by its group. With gradient checkpointing, which excludes a cache, prompts are repeated instead.
+    included, is shared by its group. Prompts are repeated instead where `shares_cache` says no and with gradient
+    checkpointing, which excludes a cache.
     Padded positions hold 0: what lies there could be large enough for a ratio to overflow, and infinity times 0 is NaN.
     """
     repeats, width = completion_ids.shape[0] // prompt_ids.shape[0], prompt_ids.shape[1]
@@ -141,7 +152,7 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
     checkpointed = model.training and any(
         getattr(module, "gradient_checkpointing", False) for module in model.modules()
     )
-    if repeats > 1 and not checkpointed:
+    if repeats > 1 and not checkpointed and shares_cache(model):
         cache, first = prefill(model, prompt_ids, prompt_mask, repeats)
         logits = first
         if completion_ids.shape[1] > 1:
