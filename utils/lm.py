@@ -114,17 +114,6 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     return Samples(prompt_ids, prompt_mask, ids[:, :length], completion_mask, logps[:, :length], ended)
 
 
-def check_cache(model) -> None:
-    """Raises UserError where a prompt's cache cannot be repeated for its group, as in Mamba."""
-    try:
-        sample(model, *pad_left([[0], [0, 0]], model.device), 2, 2, [], 0.0)
-    except Exception as error:  # each architecture fails in its own way
-        raise UserError(
-            f"--model is a {model.config.model_type}, whose cache cannot be shared by several completions ({error}): "
-            "give a model with attention, such as Llama, Qwen or Gemma"
-        ) from error
-
-
 def join(parts: list[Samples]) -> Samples:
     """The samples of several batches of prompts as one, prompts padded to the widest, completions to the longest."""
 
