@@ -1,12 +1,16 @@
 """utils/checks.py: which models a run refuses before its first step, and that to ask leaves no trace."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import utils.lm
-from benchmarks.architectures import make
+from benchmarks.architectures import make, plain_logps
 from utils.checks import check_model
 from utils.errors import UserError
+from utils.lm import pad_left, sample
+from utils.models import resolve_for
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3-MoE", "Jamba"])
@@ -39,3 +43,24 @@ def test_a_wrong_cache_is_refused(monkeypatch, precision):
     monkeypatch.setattr(utils.lm, "shares_cache", lambda model: True)
     with pytest.raises(UserError, match="a jamba, whose tokens are scored 0.0.* where float32 allows 0.001"):
         check_model(make("Jamba"), precision)
+
+
+LONGROPE = dict(original_max_position_embeddings=14, rope_parameters=dict(
+    rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
+    original_max_position_embeddings=14))  # fmt: skip
+DYNAMIC = dict(max_position_embeddings=14, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0))
+
+
+@pytest.mark.parametrize("name, rope", [("Phi 3", LONGROPE), ("Llama", DYNAMIC)], ids=["longrope", "dynamic"])
+def test_lengths_beyond_which_rotary_embeddings_change(name, rope):
+    """Up to there a row's scores do not depend on its neighbour; one token more is refused, sampled or scored."""
+    model = make(name, **rope)
+    prompts = pad_left([[5], list(range(2, 8))], "cpu")
+    samples = sample(model, *prompts, 2, 8, [], 1.0, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(samples.logps, plain_logps(model, samples), rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match="takes 14 in all: allow fewer"):
+        sample(model, *prompts, 2, 9, [], 1.0)
+    settings = {"max_length": 14, "lora_rank": 0, "precision": "float32"}
+    resolve_for(model, SimpleNamespace(**settings), {"tiny": {}})
+    with pytest.raises(UserError, match="--max-length is 15, .* lower --max-length to 14"):
+        resolve_for(model, SimpleNamespace(**settings | {"max_length": 15}), {"tiny": {}})

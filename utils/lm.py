@@ -41,6 +41,17 @@ def pad_left(prompts: list[list[int]], device: torch.device | str) -> tuple[Tens
     return ids, mask
 
 
+def rope_limit(config) -> float:
+    """The length beyond which rotary embeddings of all tokens change (rope types longrope and dynamic): cached keys no
+    longer fit, and neither do shorter rows of the same batch. Infinite for others."""
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}  # of the model, or of each kind of layers
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+    limits = [kind["original_max_position_embeddings"] for kind in kinds if kind["rope_type"] == "longrope"]
+    return min(limits + [config.max_position_embeddings for kind in kinds if kind["rope_type"] == "dynamic"],
+               default=math.inf)  # fmt: skip
+
+
 def shares_cache(model) -> bool:
     """Whether a cached prompt can be scored on with several tokens at once: where every layer that looks back is
     attention. Recurrent states, as in Jamba or Qwen3.5, go on one token at a time, as the sampler does."""
@@ -70,10 +81,12 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     greedy, and its log-probabilities are those at temperature 1.
 
     Each prompt is run once. Rows that have ended leave the batch when they are half of it, so that one long completion
-    does not keep the others busy. Raises UserError where prompt and completion can be longer than the model's context.
+    does not keep the others busy. Raises UserError where prompt and completion can be longer than the model's context
+    or `rope_limit`.
     """
     device, width, rows = prompt_ids.device, prompt_ids.shape[1], prompt_ids.shape[0] * num_samples
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    limit = min(context, rope_limit(model.config))
     if width + max_new_tokens > limit:
         raise UserError(f"a prompt has {width} tokens, its completion up to {max_new_tokens}, --model takes {limit} in "
                         "all: allow fewer new tokens, or drop long prompts")  # fmt: skip
