@@ -97,9 +97,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
+from utils.checks import check_model
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import advice, decode, evaluate, mean, show_samples
-from utils.lm import Means, Samples, check_cache, completion_logps, join, micro_batches, pad_left, sample, stream
+from utils.lm import Means, Samples, completion_logps, join, micro_batches, pad_left, sample, stream
 from utils.models import (
     ModelArgs,
     autocast,
@@ -373,7 +374,7 @@ def train(args: Args) -> list[dict]:
     settings = resolve_for(model, args, PRESETS)
     without_dropout(model)
     check_groups(args)
-    check_cache(model)
+    check_model(model, args.precision)
     encode_prompt(present(task.train(0, args.seed), tokenizer), tokenizer)  # prompts that cannot be rendered fail here
     ref_model = load_reference(args, device) if args.beta > 0 else None
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),

@@ -63,9 +63,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.checks import check_model
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from utils.evaluation import evaluate, show
-from utils.lm import check_cache, completion_logps, in_order, pad_left, split_rows
+from utils.lm import completion_logps, in_order, pad_left, split_rows
 from utils.models import (
     ModelArgs,
     autocast,
@@ -210,7 +211,7 @@ def train(args: Args) -> list[dict]:
     model, tokenizer = load_policy(args, device)
     settings = resolve_for(model, args, PRESETS)
     without_dropout(model)
-    check_cache(model)
+    check_model(model, args.precision)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
                                   fused=True)  # fmt: skip
     rows, batches = data.train + data.heldout[: args.eval_prompts], Batches(len(data.train), args.batch_size, args.seed)

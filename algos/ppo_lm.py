@@ -83,12 +83,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
+from utils.checks import check_model
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.evaluation import advice, decode, evaluate, show_samples
 from utils.lm import (
     Means,
     Samples,
-    check_cache,
     completion_logps,
     join,
     micro_batches,
@@ -402,7 +402,7 @@ def train(args: Args) -> list[dict]:
     settings = resolve_for(model, args, PRESETS)
     without_dropout(model)
     check_groups(args)
-    check_cache(model)
+    check_model(model, args.precision)
     encode_prompt(present(task.train(0, args.seed), tokenizer), tokenizer)  # prompts that cannot be rendered fail here
     ref_model = load_reference(args, device) if args.beta > 0 else None
     critic = Critic(model, args.critic == "shared").to(device)

@@ -49,9 +49,10 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.checks import check_model
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate
-from utils.lm import check_cache, completion_logps, pad_left, split_rows
+from utils.lm import completion_logps, pad_left, split_rows
 from utils.models import (
     ModelArgs,
     autocast,
@@ -160,7 +161,7 @@ def train(args: Args) -> list[dict]:
     names = list(dict.fromkeys(task.name for task in tasks))
     scored = {task.name: task for task in tasks if task.score is not None}
     if scored:
-        check_cache(model)
+        check_model(model, args.precision, noise_allowed=True)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
                                   fused=True)  # fmt: skip
 

@@ -70,11 +70,8 @@ class States:
     def __init__(self, state: torch.Tensor, count: torch.Tensor):
         self.state, self.count = state, count
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.state, self.count = self.state.repeat_interleave(repeats), self.count.repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.state, self.count = self.state[indices], self.count[indices]
+    def reorder_cache(self, rows: torch.Tensor) -> None:
+        self.state, self.count = self.state[rows], self.count[rows]
 
 
 @cache

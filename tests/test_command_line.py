@@ -147,20 +147,9 @@ def test_seen_before_the_run(case, files, capsys):
     assert not Path("made").exists()
 
 
-HYBRID = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-              layer_types=["conv", "full_attention"])  # fmt: skip
-
-
 @pytest.mark.parametrize("module", [grpo, sft])
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.MambaConfig(vocab_size=22, hidden_size=32, num_hidden_layers=2, state_size=4),
-        transformers.Lfm2Config(vocab_size=22, **HYBRID),
-    ],
-    ids=["mamba", "lfm2"],
-)
-def test_models_without_an_attention_cache(module, config, tmp_path, capsys):
+def test_models_without_an_attention_cache(module, tmp_path, capsys):
+    config = transformers.MambaConfig(vocab_size=22, hidden_size=32, num_hidden_layers=2, state_size=4)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "model")
     transformers.AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(tmp_path / "model")

@@ -341,7 +341,9 @@ def test_settings_that_depend_on_the_model(size, lora_rank, row, precision):
     """What was left at None comes from the model's row and is printed; what was given stays."""
     presets = {name: dict(learning_rate=float(i), batch_size=i) for i, name in enumerate(("tiny", "full", "lora"), 1)}
     args = SimpleNamespace(learning_rate=None, batch_size=0, lora_rank=lora_rank, precision=precision)
-    text = resolve_for(torch.nn.Linear(size, 1, bias=False, device="meta"), args, presets)
+    model = torch.nn.Linear(size, 1, bias=False, device="meta")
+    model.config = GPT2Config()
+    text = resolve_for(model, args, presets)
     assert args.learning_rate == presets[row]["learning_rate"] and args.batch_size == 0
     assert f"{size / 1e6:.2f}M parameters" in text and f"{row}: {{'learning_rate': {args.learning_rate}}}" in text
     assert ("warning" in text) == (precision == "pure-bfloat16" and not lora_rank)  # adapters are float32

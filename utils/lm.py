@@ -45,6 +45,26 @@ def pad_left(prompts: list[list[int]], device: torch.device | str) -> tuple[Tens
     return ids, mask
 
 
+def rope_limit(config) -> float:
+    """The length beyond which rotary embeddings of all tokens change (rope types longrope and dynamic): cached keys no
+    longer fit, and neither do shorter rows of the same batch. Infinite for others."""
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}  # of the model, or of each kind of layers
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+    limits = [kind["original_max_position_embeddings"] for kind in kinds if kind["rope_type"] == "longrope"]
+    return min(limits + [config.max_position_embeddings for kind in kinds if kind["rope_type"] == "dynamic"],
+               default=math.inf)  # fmt: skip
+
+
+def shares_cache(model) -> bool:
+    """Whether a cached prompt can be scored on with several tokens at once: where every layer that looks back is
+    attention. Recurrent states, as in Jamba or Qwen3.5, go on one token at a time, as the sampler does."""
+    from transformers import DynamicCache
+
+    layers = DynamicCache(config=model.config).layers if hasattr(model.config, "num_hidden_layers") else []
+    return not any(hasattr(layer, "recurrent_states") for layer in layers)
+
+
 def prefill(model, prompt_ids: Tensor, prompt_mask: Tensor, repeats: int):
     """Runs each prompt once and repeats its cache for the completions of its group.
 
@@ -53,7 +73,8 @@ def prefill(model, prompt_ids: Tensor, prompt_mask: Tensor, repeats: int):
     """
     out = model(input_ids=prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions(prompt_mask),
                 use_cache=True, logits_to_keep=1)  # fmt: skip
-    out.past_key_values.batch_repeat_interleave(repeats)
+    rows = torch.arange(len(prompt_ids), device=prompt_ids.device).repeat_interleave(repeats)
+    out.past_key_values.reorder_cache(rows)  # recurrent layers have this, and no batch_repeat_interleave
     return out.past_key_values, out.logits.repeat_interleave(repeats, 0)
 
 
@@ -64,10 +85,12 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     greedy, and its log-probabilities are those at temperature 1.
 
     Each prompt is run once. Rows that have ended leave the batch when they are half of it, so that one long completion
-    does not keep the others busy. Raises UserError where prompt and completion can be longer than the model's context.
+    does not keep the others busy. Raises UserError where prompt and completion can be longer than the model's context
+    or `rope_limit`.
     """
     device, width, rows = prompt_ids.device, prompt_ids.shape[1], prompt_ids.shape[0] * num_samples
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    limit = min(context, rope_limit(model.config))
     if width + max_new_tokens > limit:
         raise UserError(f"a prompt has {width} tokens, its completion up to {max_new_tokens}, --model takes {limit} in "
                         "all: allow fewer new tokens, or drop long prompts")  # fmt: skip
@@ -101,7 +124,7 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
             if len(going) == 0:
                 break
             if 2 * len(going) <= len(alive):
-                cache.batch_select_indices(going)
+                cache.reorder_cache(going)
                 alive, token, mask, position = alive[going], token[going], mask[going], position[going]
         logits = model(input_ids=token, attention_mask=mask[:, : width + t + 1], position_ids=position + t,
                        past_key_values=cache, use_cache=True, logits_to_keep=1).logits  # fmt: skip
@@ -125,17 +148,6 @@ def stream(device: torch.device, *key: int | str) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(digest))
 
 
-def check_cache(model) -> None:
-    """Raises UserError where a prompt's cache cannot be repeated for its group, as in Mamba and its hybrids."""
-    try:
-        sample(model, *pad_left([[0], [0, 0]], model.device), 2, 2, [], 0.0)
-    except Exception as error:  # each architecture fails in its own way
-        raise UserError(
-            f"--model is a {model.config.model_type}, whose cache cannot be shared by several completions ({error}): "
-            "give a model with attention in all layers, such as Llama, Qwen or Gemma"
-        ) from error
-
-
 def join(parts: list[Samples]) -> Samples:
     """The samples of several batches of prompts as one, prompts padded to the widest, completions to the longest."""
 
@@ -154,7 +166,8 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
     """Log-probabilities of completion tokens at `temperature`, (B, T) with gradient, and entropies, (B, T) without.
 
     P may be smaller than B: then row i completes prompt i // (B / P), each prompt is run once, and its cache, gradient
-    included, is shared by its group. With gradient checkpointing, which excludes a cache, prompts are repeated instead.
+    included, is shared by its group. Prompts are repeated instead where `shares_cache` says no and with gradient
+    checkpointing, which excludes a cache.
 
     Logits of CHUNK_ELEMENTS are held at a time: the output layer runs on a chunk of hidden states, and once more in the
     backward pass. Padded positions have no logits and hold 0.
@@ -164,7 +177,7 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
     checkpointed = model.training and any(
         getattr(module, "gradient_checkpointing", False) for module in model.modules()
     )
-    if repeats > 1 and not checkpointed:
+    if repeats > 1 and not checkpointed and shares_cache(model):
         hidden = after_shared_prompts(body, prompt_ids, prompt_mask, completion_ids, completion_mask)
     else:
         prompts = prompt_ids.repeat_interleave(repeats, 0), prompt_mask.repeat_interleave(repeats, 0)
@@ -196,7 +209,7 @@ def after_shared_prompts(body: Callable, prompt_ids: Tensor, prompt_mask: Tensor
     )
     hidden = hidden[:, -1:].repeat_interleave(repeats, 0)
     if completion_ids.shape[1] > 1:
-        cache.batch_repeat_interleave(repeats)
+        cache.reorder_cache(torch.arange(len(prompt_ids), device=prompt_ids.device).repeat_interleave(repeats))
         rest, _ = body(input_ids=completion_ids[:, :-1], attention_mask=mask[:, :-1].long(), past_key_values=cache,
                        position_ids=positions(mask)[:, width:-1], use_cache=True)  # fmt: skip
         hidden = torch.cat([hidden, rest], 1)

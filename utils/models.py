@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from utils.errors import NonNegativeInt, UserError
+from utils.lm import rope_limit
 from utils.run import RunArgs, resolve
 
 TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")
@@ -111,9 +112,14 @@ def load_reference(args, device: torch.device):
 
 def resolve_for(model, args, presets: dict[str, dict]) -> str:
     """Fills in every argument that was left at None from the row of `presets` for this model: lora, tiny (below 10
-    million parameters) or full. Returns what to print."""
+    million parameters) or full. Returns what to print. Raises UserError where --max-length is beyond `rope_limit`."""
     size = sum(p.numel() for p in model.parameters())
     settings = resolve(args, presets, "lora" if args.lora_rank else "tiny" if size < 10e6 else "full")
+    if getattr(args, "max_length", 0) > (limit := rope_limit(model.config)):
+        raise UserError(
+            f"--max-length is {args.max_length}, and the rotary embeddings of --model change with the length beyond "
+            f"{limit} tokens, for shorter rows of a batch too: lower --max-length to {limit}"
+        )
     if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         settings += "\nwarning: small updates round to nothing in bfloat16 weights: raise the learning rate or use "
         settings += "--precision bfloat16"

@@ -3,10 +3,11 @@
 from tests.specs import parse_bugs
 
 TESTS = {  # as Spec.tests
+    "utils/checks.py": "checks",
     "utils/checkpoint.py": "resume_control runs",
     "utils/envs.py": "exact_ppo exact_sac envs atari command_line_control resume_control",
     "utils/evaluation.py": "exact_grpo runs rewards",
-    "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs",
+    "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs architectures",
     "utils/models.py": "exact_grpo parity_trl invariance sft exact_dpo runs",
     "utils/normalize.py": "exact_ppo parity_sb3",
     "utils/offline.py": "offline_data exact_iql exact_dt command_line_control",
@@ -32,6 +33,14 @@ type that was silently ignored)
 groups-interleaved:lm: repeat and repeat_interleave give the same shape
 - out.logits.repeat_interleave(repeats, 0)
 + out.logits.repeat(repeats, 1, 1)
+
+prompt-shared-by-recurrences: a cache that can be repeated is taken for one that can be gone on from
+- if repeats > 1 and not checkpointed and shares_cache(model):
++ if repeats > 1 and not checkpointed:
+
+train-mode-not-tried: the one way is tried that works
+- model.train(mode), *inputs
++ model.eval(), *inputs
 
 temperature-multiplies: an inverse temperature is a habit of physics; at 1 nothing shows
 - logits.float()) / temperature
