@@ -279,6 +279,23 @@ def test_sampler_and_scorer_agree(case, temperature):
     assert samples.logps[mask].min() < -1.0 and not samples.logps[~mask].any()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_a_static_cache_gives_equal_samples(case, temperature, monkeypatch):
+    """The path that a GPU captures as a graph, here without capture; also when rows leave the batch."""
+    model, tolerance = case
+    prompts, steps = text_prompts(model), []
+    eos = EOS_IDS if model.config.vocab_size == 16 else [1]
+    inputs = (model, *prompts, 8, 20, eos, temperature)
+    plain = sample(*inputs, torch.Generator().manual_seed(0))
+    inner = utils.lm.StaticDecoder.__call__
+    monkeypatch.setattr(utils.lm.StaticDecoder, "__call__", lambda *x: steps.append(len(x[1])) or inner(*x))
+    monkeypatch.setattr(model, "cuda_graphs", True, raising=False)
+    static = sample(*inputs, torch.Generator().manual_seed(0))
+    assert len(steps) == plain.completion_ids.shape[1] - 1 and len(set(steps)) > 1
+    assert torch.equal(static.completion_ids, plain.completion_ids) and torch.equal(static.ended, plain.ended)
+    torch.testing.assert_close(static.logps, plain.logps, rtol=0, atol=10 * tolerance)
+
+
 @pytest.mark.parametrize("script", ONLINE)
 def test_completions_are_sampled_at_the_temperature_that_scores_them(script):
     module = importlib.import_module(f"algos.{script}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from utils.decode import StaticDecoder, can_be_static
 from utils.errors import UserError
 
 CHUNK_ELEMENTS = 2**25  # logits that are held at once: 128 MiB in float32
@@ -108,6 +109,8 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     alive = torch.arange(rows, device=device)  # the rows of the batch that is being run
     ends = torch.tensor(eos, device=device)
+    wanted = getattr(model, "cuda_graphs", False) and can_be_static(model, cache)
+    static = StaticDecoder(model, cache, mask, position) if wanted else None
     for t in range(max_new_tokens):
         logp = (logits[:, -1].to(logps.dtype) / (temperature or 1.0)).log_softmax(-1)
         token = logp.argmax(-1, True) if temperature == 0 else draw(logp, generator)
@@ -124,10 +127,13 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
             if len(going) == 0:
                 break
             if 2 * len(going) <= len(alive):
-                cache.reorder_cache(going)
+                (static.keep if static else cache.reorder_cache)(going)
                 alive, token, mask, position = alive[going], token[going], mask[going], position[going]
-        logits = model(input_ids=token, attention_mask=mask[:, : width + t + 1], position_ids=position + t,
-                       past_key_values=cache, use_cache=True, logits_to_keep=1).logits  # fmt: skip
+        if static:
+            logits = static(token)
+        else:
+            logits = model(input_ids=token, attention_mask=mask[:, : width + t + 1], position_ids=position + t,
+                           past_key_values=cache, use_cache=True, logits_to_keep=1).logits  # fmt: skip
     model.train(training)
     length = int(lengths.max())
     completion_mask = torch.arange(length, device=device) < lengths[:, None]

@@ -28,6 +28,8 @@ class ModelArgs(RunArgs):
     micro_batch_tokens: NonNegativeInt | None = None
     """most tokens, with padding, in one forward and backward pass: rows are sorted by length; 0: micro_batch_size rows
     in their order. Changes memory and speed, not the result"""
+    cuda_graphs: bool = False
+    """sample with a static cache and, on a GPU, one CUDA graph for each batch size (never run by us on a GPU)"""
     trust_remote_code: bool = False
     """run code that comes with the model, and with models of --reward"""
 
@@ -98,8 +100,10 @@ def for_training(model, lora_rank: int, gradient_checkpointing: bool, task_type:
 def load_policy(args, device: torch.device):
     """The model to train and its tokenizer, by the flags of `args`. Weights are float32 unless --precision says
     pure-bfloat16, so --precision may still be None here."""
-    return load_model(args.model, device, args.precision or "float32", args.lora_rank, args.gradient_checkpointing,
-                      args.trust_remote_code)  # fmt: skip
+    model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
+                                  args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
+    model.cuda_graphs = args.cuda_graphs  # for `sample`
+    return model, tokenizer
 
 
 def load_reference(args, device: torch.device):

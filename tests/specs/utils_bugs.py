@@ -5,6 +5,7 @@ from tests.specs import parse_bugs
 TESTS = {  # as Spec.tests
     "utils/checks.py": "checks",
     "utils/checkpoint.py": "resume_control runs",
+    "utils/decode.py": "invariance",
     "utils/envs.py": "exact_ppo exact_sac envs atari command_line_control resume_control",
     "utils/evaluation.py": "exact_grpo runs rewards",
     "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs architectures",
@@ -86,6 +87,10 @@ decoding-position-off-by-one: the number of tokens so far is taken for the index
 hidden-states-off-by-one: the hidden state of a token is taken for the one that predicts it
 - hidden[rows, starts[rows, 0] - 1 + tokens]
 + hidden[rows, starts[rows, 0] + tokens]
+
+static-rows-keep-their-mask: rows leave the batch, and the mask stays as it was
+- self.start(self.open[rows], self.position[rows], self.column)
++ self.start(self.open[: len(rows)], self.position[rows], self.column)
 
 rows-stay-sorted: what was sorted by length is taken for the rows in their order
 -     return torch.cat(parts)[torch.tensor([row for rows in batches for row in rows]).argsort()]
