@@ -1,5 +1,7 @@
 """Decoding with buffers that stay in place: a static cache, and on a GPU one step as a CUDA graph."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,8 @@ class StaticDecoder:
     def start(self, mask: Tensor, position: Tensor, column: Tensor) -> None:
         self.open = mask & (torch.arange(mask.shape[-1], device=mask.device) < column)  # (B, 1, 1, L + T)
         self.token, self.position, self.column = torch.zeros_like(position), position.clone(), column
-        self.steps, self.graph = 0, None
+        self.steps = 0
+        self.graph: Any = None
 
     def run(self) -> Tensor:
         self.open.index_fill_(3, self.column, True)
