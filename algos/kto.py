@@ -94,7 +94,7 @@ from utils.models import (
 from utils.preferences import Batches, encode_rows, load_unpaired
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
-from utils.tasks import encode_row
+from utils.text import encode_row
 
 NAME, TITLE = "kto", "KTO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None

@@ -110,7 +110,8 @@ from utils.models import (
 from utils.rewards import Scored, make_scorer
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
-from utils.tasks import Task, encode_prompt, load_task, present
+from utils.tasks import Task, load_task
+from utils.text import encode_prompt, present
 
 NAME, TITLE = "online_dpo", "Online DPO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
@@ -272,7 +273,7 @@ def collect(model, ref_model, tokenizer, task: Task, score: Callable, step: int,
     first, at_once = (step - 1) * args.num_prompts, max(1, args.sample_batch_size // args.num_generations)
     rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
     prompts = [present(row, tokenizer) for row in rows]
-    tokens = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+    tokens = [encode_prompt(row, tokenizer) for row in rows]
     with autocast(model.device, args.precision):
         samples = join([
             draw(model, ref_model, tokens[i : i + at_once], eos_ids(model, tokenizer), generator, args)
@@ -321,7 +322,7 @@ def train(args: Args) -> list[dict]:
     without_dropout(model)
     check_groups(args)
     check_cache(model)
-    encode_prompt(present(task.train(0, args.seed), tokenizer), tokenizer)  # prompts that cannot be rendered fail here
+    encode_prompt(task.train(0, args.seed), tokenizer)  # prompts that cannot be rendered fail here
     ref_model = load_reference(args, device)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip

@@ -77,9 +77,10 @@ from utils.models import (
     trained_state,
     without_dropout,
 )
-from utils.preferences import Batches, encode_pair, encode_rows, load_preferences
+from utils.preferences import Batches, encode_rows, load_preferences
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
+from utils.text import encode_pair
 
 NAME, TITLE = "orpo", "ORPO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None

@@ -100,7 +100,8 @@ from utils.models import (
 from utils.rewards import Scored, make_scorer
 from utils.run import Run, main, prepare
 from utils.schedule import learning_rate
-from utils.tasks import Task, encode_prompt, load_task, present
+from utils.tasks import Task, load_task
+from utils.text import encode_prompt, present
 
 NAME, TITLE = "ppo_lm", "PPO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
@@ -348,7 +349,7 @@ def collect(model, tokenizer, task: Task, score: Callable, step: int, generator:
     first, at_once = (step - 1) * args.num_prompts, max(1, args.sample_batch_size // args.num_generations)
     rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
     prompts = [present(row, tokenizer) for row in rows]
-    tokens = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+    tokens = [encode_prompt(row, tokenizer) for row in rows]
     with autocast(model.device, args.precision):
         samples = join([
             sample(model, *pad_left(tokens[i : i + at_once], model.device), args.num_generations,
@@ -401,7 +402,7 @@ def train(args: Args) -> list[dict]:
     without_dropout(model)
     check_groups(args)
     check_cache(model)
-    encode_prompt(present(task.train(0, args.seed), tokenizer), tokenizer)  # prompts that cannot be rendered fail here
+    encode_prompt(task.train(0, args.seed), tokenizer)  # prompts that cannot be rendered fail here
     ref_model = load_reference(args, device) if args.beta > 0 else None
     critic = Critic(model, args.critic == "shared").to(device)
     parts = [{"params": trained_parameters(part)} for part in (model, critic)]

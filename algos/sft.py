@@ -64,7 +64,8 @@ from utils.models import (
 )
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
-from utils.tasks import encode_row, load_task
+from utils.tasks import load_task
+from utils.text import encode_row
 from utils.tiny import new_tiny_model
 
 NAME, TITLE = "sft", "SFT"

@@ -26,8 +26,8 @@ from benchmarks.make_trl_preferences_fixtures import (
     inputs,
 )
 from utils.models import TINY_MODEL, load_model
-from utils.preferences import encode_pair, load_preferences, load_unpaired
-from utils.tasks import encode_completion
+from utils.preferences import load_preferences, load_unpaired
+from utils.text import encode_completion, encode_pair
 
 live = pytest.mark.usefixtures("needs_trl")
 cases = pytest.mark.parametrize("case", CASES)

@@ -5,8 +5,9 @@ from helpers import write_rows
 
 from utils.errors import UserError
 from utils.models import TINY_MODEL, load_model
-from utils.preferences import as_example, encode_pair, load_preferences, load_unpaired
-from utils.tasks import encode_completion, load_task
+from utils.preferences import as_example, load_preferences, load_unpaired
+from utils.tasks import load_task
+from utils.text import encode_completion, encode_pair
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))

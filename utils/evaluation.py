@@ -8,7 +8,8 @@ import torch
 from utils.checkpoint import rng_state, set_rng_state
 from utils.lm import Samples, pad_left, sample
 from utils.models import autocast, eos_ids
-from utils.tasks import Task, encode_prompt, present
+from utils.tasks import Task
+from utils.text import encode_prompt, present
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -33,7 +34,7 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: 
     at_once = max(1, rows_at_once // (num_samples + 1))
     for some in [rows[i : i + at_once] for i in range(0, len(rows), at_once)]:
         prompts = [present(row, tokenizer) for row in some]
-        ids, mask = pad_left([encode_prompt(prompt, tokenizer) for prompt in prompts], model.device)
+        ids, mask = pad_left([encode_prompt(row, tokenizer) for row in some], model.device)
         for count, at, into in ((1, 0.0, greedy), (num_samples, temperature, sampled)):
             with autocast(model.device, precision):
                 samples = sample(model, ids, mask, count, max_new_tokens, eos_ids(model, tokenizer), at, generator)

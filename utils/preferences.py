@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from utils.errors import UserError
-from utils.tasks import Task, encode_completion, epochs, procedural, read_splits, train_and_heldout
+from utils.tasks import Task, epochs, procedural, read_splits, train_and_heldout
 
 Tokens = TypeVar("Tokens", bound=tuple)  # token ids of a prompt and of its completions
 
@@ -171,13 +171,6 @@ def shared_prefix(chosen: str | list[dict], rejected: str | list[dict]) -> int:
     return next((i for i in range(size, 0, -1) if chosen[i].isspace() and chosen[i] == rejected[i]), 0)
 
 
-def encode_pair(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Token ids of prompt, chosen and rejected; each completion ends with its first EOS. Raises UserError where the
-    chat template does not continue its own prompt."""
-    (prompt, chosen), (_, rejected) = (encode_completion(row, row[c], tokenizer, eos) for c in ("chosen", "rejected"))
-    return prompt, chosen, rejected
-
-
 class Batches:
     """Which rows each optimizer step takes. Every epoch goes through all rows in a new order, a function of `seed`."""
 
@@ -199,8 +192,8 @@ class Batches:
 def encode_rows(rows: list[dict], wanted: list[list[int]], encode: Callable[..., Tokens], tokenizer,
                 eos: list[int], max_length: int) -> tuple[dict[int, Tokens], int]:  # fmt: skip
     """Row number -> token ids of its prompt and its completions, for the rows in `wanted`; and in how many of them a
-    completion was cut. A completion and its prompt may have `max_length` tokens together. encode: `encode_pair`, or
-    `encode_row` of utils/tasks.py.
+    completion was cut. A completion and its prompt may have `max_length` tokens together. encode: `encode_pair` or
+    `encode_row` of utils/text.py.
 
     Raises UserError where a prompt leaves no room for a completion."""
     tokens: dict[int, Any] = {}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from utils.errors import UserError
 from utils.models import locate
-from utils.tasks import encode_completion, present
+from utils.text import encode_completion, present
 
 SCORED_AT_ONCE = 64  # sequences in one forward pass of a model that is a reward
 

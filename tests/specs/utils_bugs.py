@@ -19,6 +19,7 @@ TESTS = {  # as Spec.tests
     "utils/schedule.py": "exact_grpo runs",
     "utils/spaces.py": "exact_sac offline_data exact_iql exact_dt",
     "utils/tasks.py": "tasks sft preferences runs",
+    "utils/text.py": "text tasks sft preferences unpaired reward_models runs",
 }
 BUGS = parse_bugs("""
 skipped-reward-is-zero:utils: a sum that skips NaN is 0 where all are NaN
