@@ -180,7 +180,7 @@ def test_tokens():
     assert decoded(dict(prompt="21", chosen="12", rejected="21")) == expected
     assert decoded(dict(prompt=[USER], chosen=[GOOD], rejected=[BAD])) == expected
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(UserError, match="template"):
+    with pytest.raises(UserError, match="told apart"):
         encode_pair(dict(prompt="21", chosen="12", rejected="21"), tokenizer, [eos])
 
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from utils.errors import UserError
 from utils.models import TINY_MODEL
 from utils.tasks import load_task
-from utils.text import encode_completion, encode_prompt, present
+from utils.text import encode_prompt, encode_row, present
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 KEYS = {
@@ -323,7 +323,7 @@ def test_one_bos(tmp_path):
         ids = encode_prompt({"prompt": prompt}, tok)
         assert ids[0] == tok.bos_token_id and Counter(ids)[tok.bos_token_id] == 1
     tok.chat_template = None
-    prompt, completion = encode_completion({"prompt": "S21:"}, "12", tok, [tok.eos_token_id])
+    prompt, completion = encode_row({"prompt": "S21:", "completion": "12"}, tok, [tok.eos_token_id])
     assert prompt[0] == tok.bos_token_id and tok.bos_token_id not in completion
 
 

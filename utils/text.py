@@ -4,6 +4,10 @@ from utils.errors import UserError
 from utils.tasks import CHARACTERS
 
 
+class RowFault(UserError):
+    """Why a row of a dataset cannot be used."""
+
+
 def present(row: dict, tokenizer) -> str | list[dict]:
     """The prompt as this model gets it: messages for a model with a chat template, else text; compact notation for the
     tiny character model alone. Raises UserError for messages without a template."""
@@ -23,41 +27,69 @@ def encode_prompt(row: dict, tokenizer) -> list[int]:
     prompt = present(row, tokenizer)
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
-        "input_ids"
-    ]
+    return render(prompt, tokenizer, add_generation_prompt=True)
 
 
-def encode_completion(row: dict, completion: str | list[dict], tokenizer,
-                      eos: list[int]) -> tuple[list[int], list[int]]:  # fmt: skip
-    """Token ids of the row's prompt, and of its completion up to and including the first EOS, which is added where
-    there is none. Raises UserError where the chat template does not continue its own prompt."""
+def render(messages: list[dict], tokenizer, **settings) -> list[int]:
+    """Token ids of what the chat template makes of the messages. Raises RowFault where it refuses them."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **settings)["input_ids"]
+    except Exception as error:  # a template raises what it likes
+        raise RowFault(f"cannot be rendered by the chat template ({error})") from error
+
+
+def encode_whole(row: dict, answer: str | list[dict], tokenizer) -> list[int]:
+    """Token ids of the row's prompt and an answer to it, encoded together: alone, an answer could get a space or other
+    tokens in front (SentencePiece puts a space before every text)."""
     prompt = present(row, tokenizer)
-    prompt_tokens = encode_prompt(row, tokenizer)
     if isinstance(prompt, str):
-        tokens = tokenizer(completion, add_special_tokens=False)["input_ids"]
-    else:
-        answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        whole = tokenizer.apply_chat_template(prompt + answer, tokenize=True, return_dict=True)["input_ids"]
-        if whole[: len(prompt_tokens)] != prompt_tokens:
-            raise UserError(
-                "the chat template renders the conversation differently from its prompt: the two cannot be told apart"
-            )
-        tokens = whole[len(prompt_tokens) :]
-    end = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
-    return prompt_tokens, tokens[:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
+        if not isinstance(answer, str):
+            raise RowFault("has a text as prompt and chat messages as its answer")
+        return tokenizer(prompt + answer)["input_ids"]
+    return render(
+        prompt + ([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer), tokenizer
+    )
+
+
+def shared(first: list[int], second: list[int]) -> int:
+    """How many tokens both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
+
+
+def until_eos(tokens: list[int], start: int, tokenizer, eos: list[int]) -> list[int]:
+    """What stands from `start` on up to and including the first EOS, which is added where there is none."""
+    end = next((i for i in range(start, len(tokens)) if tokens[i] in eos), len(tokens))
+    return tokens[start:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
+
+
+def encode_answers(row: dict, answers: list, tokenizer, eos: list[int]) -> tuple[list[int], ...]:
+    """Token ids of the row's prompt, and of each answer up to and including its first EOS.
+
+    An answer begins where the prompt with it differs from the prompt alone, and all begin where the first of them does:
+    a token across the seam, or what a template puts behind the prompt alone (`<think>`), belongs to the answers (as in
+    TRL). Raises RowFault where the two have nothing but special tokens in common, or nothing of an answer is left.
+    """
+    prompt = encode_prompt(row, tokenizer)
+    wholes = [encode_whole(row, answer, tokenizer) for answer in answers]
+    cut = min(shared(prompt, whole) for whole in wholes)
+    if set(prompt[:cut]) <= set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}:
+        raise RowFault("is rendered differently with its completion than without: the two cannot be told apart")
+    if any(len(whole) == cut for whole in wholes):
+        raise RowFault("has a completion of which no token is left")
+    return prompt[:cut], *(until_eos(whole, cut, tokenizer, eos) for whole in wholes)
 
 
 def encode_row(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int]]:
-    """`encode_completion` of the row's own completion. Raises UserError where it has none."""
+    """Token ids of prompt and completion. Raises RowFault where there is no completion or it cannot be told apart."""
     if not row.get("completion"):
-        columns = ", ".join(sorted(row))
-        raise UserError(f"a row has no completion (its columns are {columns}): give each one in a column completion")
-    return encode_completion(row, row["completion"], tokenizer, eos)
+        raise RowFault(
+            f"has no completion (its columns are {', '.join(sorted(row))}): give each one in a column completion"
+        )
+    prompt, completion = encode_answers(row, [row["completion"]], tokenizer, eos)
+    return prompt, completion
 
 
 def encode_pair(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Token ids of prompt, chosen and rejected; each completion ends with its first EOS. Raises UserError where the
-    chat template does not continue its own prompt."""
-    (prompt, chosen), (_, rejected) = (encode_completion(row, row[c], tokenizer, eos) for c in ("chosen", "rejected"))
+    """Token ids of prompt, chosen and rejected. Raises RowFault where they cannot be told apart."""
+    prompt, chosen, rejected = encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos)
     return prompt, chosen, rejected

@@ -194,16 +194,24 @@ one-member-for-all: the first of a list stands for all: the ensemble then is one
 
 eos-not-scored: the text of an answer has no EOS, and scores were learnt there (TRL's online trainers score text
 without EOS)
-- encode_completion(row, answer, tokenizer, [tokenizer.eos_token_id]) for i in part]
-+ encode_completion(row, answer, tokenizer, [tokenizer.eos_token_id]) for i in part][:-1]
+- return tokens[:start] + until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])
++ return tokens[:start] + until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])[:-1]
 
 answer-scored-alone: the answer is what is judged; which prompt it answers is not asked
-- return [i for part in encode_completion(row, answer, tokenizer, [tokenizer.eos_token_id]) for i in part]
-+ return encode_completion(row, answer, tokenizer, [tokenizer.eos_token_id])[1]
+- return tokens[:start] + until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])
++ return until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])
 
 answer-scored-alone:chat: the answer is what is judged; which prompt it answers is not asked
-- tokenizer.apply_chat_template(prompt + messages, tokenize=True
-+ tokenizer.apply_chat_template(messages, tokenize=True
+- return render(prompt + messages, tokenizer)
++ return render(messages, tokenizer)
+
+completion-encoded-alone: a text is encoded where it is at hand; SentencePiece puts a space before every text
+- return tokenizer(prompt + answer)["input_ids"]
++ return tokenizer(prompt)["input_ids"] + tokenizer(answer, add_special_tokens=False)["input_ids"]
+
+seam-of-each-answer-alone: pairs are two rows of one kind; the prompt of one then is not that of the other
+- cut = min(shared(prompt, whole) for whole in wholes)
++ cut = max(shared(prompt, whole) for whole in wholes)
 
 prompt-of-another-row: groups of one prompt are scored together, until there are several
 - for row, text in zip(rows, texts)]
