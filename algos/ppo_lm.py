@@ -101,7 +101,7 @@ from utils.rewards import Scored, make_scorer
 from utils.run import Run, main, prepare
 from utils.schedule import learning_rate
 from utils.tasks import Task, load_task
-from utils.text import encode_prompt, present
+from utils.text import encode_prompt, present, usable_prompts
 
 NAME, TITLE = "ppo_lm", "PPO"
 PRESETS = {  # what depends on the model: taken for every argument that is left at None
@@ -135,6 +135,9 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
     max_completion_length: PositiveInt | None = None
     """new tokens at most"""
+    max_prompt_length: PositiveInt | None = None
+    """longer prompts are dropped; None: those that leave --max-completion-length no room in the model's context, and
+    more than 5 % stop the run"""
     temperature: PositiveFloat = 1.0
     """of sampling and of the policy that is trained"""
     micro_batch_size: PositiveInt | None = None
@@ -402,7 +405,7 @@ def train(args: Args) -> list[dict]:
     without_dropout(model)
     check_groups(args)
     check_cache(model)
-    encode_prompt(task.train(0, args.seed), tokenizer)  # prompts that cannot be rendered fail here
+    task = usable_prompts(task, model, tokenizer, args)
     ref_model = load_reference(args, device) if args.beta > 0 else None
     critic = Critic(model, args.critic == "shared").to(device)
     parts = [{"params": trained_parameters(part)} for part in (model, critic)]

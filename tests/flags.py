@@ -58,6 +58,7 @@ SPECIAL = {
     "warmup_steps": ({}, 2),
     "lora_rank": ({}, 2),
     "max_length": ({}, 14),
+    "max_prompt_length": ({"task": "@lengths.jsonl"}, 4),
     "env_id": ({}, "environments:Walk-v0"),
     "env_kwargs": ({}, ("max_episode_steps=10",)),
     "dataset": ({}, "@other.hdf5"),

@@ -190,9 +190,3 @@ def test_rows_are_cut_at_their_end():
     encode = lambda row, tokenizer, eos: row  # noqa: E731
     tokens, cut = encode_rows(rows, [[3], [1, 0], [3]], encode, None, [], 4)
     assert tokens == {3: ([1, 2, 3], [4], [5]), 1: ([6, 7], [2, 3], [5, 6]), 0: rows[0]} and cut == 2
-
-
-def test_prompts_that_leave_no_room_are_counted():
-    rows = [([1] * length, [2], [3]) for length in (3, 4, 5, 9)]
-    with pytest.raises(UserError, match="2 prompts have 4 tokens or more, up to 5: raise --max-length"):
-        encode_rows(rows, [[0, 1], [2]], lambda row, tokenizer, eos: row, None, [], 4)

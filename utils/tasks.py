@@ -18,19 +18,32 @@ from utils.errors import UserError
 HELDOUT_ROWS = 256  # held-out rows of procedural tasks, and the most that is kept of a dataset's (gsm8k: all)
 WRONG_SHARE = 0.75  # of the demonstrations of countdown and sort
 CHARACTERS = "0123456789+-*/=,:CS"  # the alphabet of the compact notation, hence of the tiny model's tokenizer
-Row = TypeVar("Row")
+Item = TypeVar("Item")
+
+
+class Row(dict):
+    """A row of a dataset that knows, for messages, where it stands there: `row 6 of FILE`."""
+
+    def __init__(self, columns: dict, where: str):
+        super().__init__(columns)
+        self.where = where
+
+    def __or__(self, more: dict) -> "Row":
+        return Row({**self, **more}, self.where)
 
 
 @dataclass(frozen=True)
 class Task:
     """`train(index, seed)` is the index-th row of an endless stream that depends on nothing else, so a run resumes from
     one integer. `heldout` is disjoint from it. `score(row, text)` returns named numbers of which `reward` is trained on
-    and the rest is logged; it is None where only reward functions of the user's own can tell."""
+    and the rest is logged; it is None where only reward functions of the user's own can tell. `rows` are those of a
+    dataset that `train` goes through; None where it draws without end."""
 
     name: str
     train: Callable[[int, int], dict]
     heldout: list[dict]
     score: Callable[[dict, str], dict[str, float]] | None = None
+    rows: list[dict] | None = None
 
 
 def load_task(spec: str, prompt_column: str = "prompt") -> Task:
@@ -55,13 +68,13 @@ def load_task(spec: str, prompt_column: str = "prompt") -> Task:
         columns = sorted(rows.column_names)
         if prompt_column not in columns:
             raise UserError(f"{spec} has no column {prompt_column!r}: it has {', '.join(columns)}; see --prompt-column")
-    splits = {split: list(rows) for split, rows in splits.items()}
+    splits = {split: numbered(rows, spec, split) for split, rows in splits.items()}
     for row in [row for rows in splits.values() for row in rows]:
         row["prompt"] = row.pop(prompt_column)
         if not isinstance(row["prompt"], (str, list)) or not row["prompt"]:
             raise UserError(f"{spec} has the prompt {row['prompt']!r}: each must be text or a list of chat messages")
     train, heldout = train_and_heldout(splits, spec)
-    return Task(path.stem, epochs(train), heldout)
+    return Task(path.stem, epochs(train), heldout, rows=train)
 
 
 def read_splits(spec: str) -> dict:
@@ -88,6 +101,12 @@ def read_splits(spec: str) -> dict:
     if not splits:
         raise UserError(f"the dataset {spec} is empty: it needs at least two rows")
     return splits
+
+
+def numbered(rows, spec: str, split: str = "train") -> list:
+    """The rows of a datasets.Dataset, each a Row, counted from 0."""
+    of = spec if split == "train" else f"{spec}, split {split}"
+    return [Row(row, f"row {i} of {of}") for i, row in enumerate(rows)]
 
 
 def train_and_heldout(splits: dict[str, list[dict]], spec: str) -> tuple[list[dict], list[dict]]:
@@ -128,11 +147,11 @@ def hold_out(rows: list[dict], spec: str) -> tuple[list[dict], list[dict]]:
     return [r for r, k in zip(rows, keys) if k not in held], [r for r, k in zip(rows, keys) if k in held]
 
 
-def epochs(rows: Sequence[Row]) -> Callable[[int, int], Row]:
+def epochs(rows: Sequence[Item]) -> Callable[[int, int], Item]:
     """The stream that goes through all rows in a new order every epoch."""
     orders = {}
 
-    def train(index: int, seed: int) -> Row:
+    def train(index: int, seed: int) -> Item:
         epoch, position = divmod(index, len(rows))
         if (epoch, seed) not in orders:
             orders.clear()  # one epoch's order at a time; each is a function of seed and epoch alone
@@ -237,16 +256,18 @@ def gsm8k(folder: str = "") -> Task:
     `####` equals the solution's. Lenient: the last number in the text does. The reward is strict accuracy.
     """
     if folder:
-        train, test = (list(read_splits(str(Path(folder) / f"{part}.jsonl"))["train"]) for part in ("train", "test"))
+        files = [str(Path(folder) / f"{part}.jsonl") for part in ("train", "test")]
+        train, test = (numbered(read_splits(file)["train"], file) for file in files)
     else:
         splits = read_splits("openai/gsm8k:main")
-        train, test = list(splits["train"]), list(splits["test"])
+        train, test = (numbered(splits[part], "gsm8k", part) for part in ("train", "test"))
     for row in train + test:
         if not {"question", "answer"} <= row.keys():
             raise UserError(f"gsm8k needs the columns question and answer: there are {', '.join(sorted(row))}")
         row["prompt"] = f"{row.pop('question')}\n\n{GSM8K_INSTRUCTION}"
         row["completion"] = row["answer"]
-    return Task("gsm8k", epochs(without(test, train, "gsm8k")), test, gsm8k_score)
+    train = without(test, train, "gsm8k")
+    return Task("gsm8k", epochs(train), test, gsm8k_score, train)
 
 
 def gsm8k_score(row: dict, text: str) -> dict[str, float]:

@@ -202,12 +202,20 @@ answer-scored-alone: the answer is what is judged; which prompt it answers is no
 + return until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])
 
 answer-scored-alone:chat: the answer is what is judged; which prompt it answers is not asked
-- return render(prompt + messages, tokenizer)
-+ return render(messages, tokenizer)
+- return render(prompt + messages, row, tokenizer)
++ return render(messages, row, tokenizer)
 
 completion-encoded-alone: a text is encoded where it is at hand; SentencePiece puts a space before every text
 - return tokenizer(prompt + answer)["input_ids"]
 + return tokenizer(prompt)["input_ids"] + tokenizer(answer, add_special_tokens=False)["input_ids"]
+
+long-prompts-stay: they are counted and told of, which looks like all that is to do
+- return len(prompt) <= limit
++ return True
+
+long-prompts-stay:heldout: evaluation samples, too
+- return replace(task, train=epochs(train), heldout=heldout, rows=train)
++ return replace(task, train=epochs(train), rows=train)
 
 seam-of-each-answer-alone: pairs are two rows of one kind; the prompt of one then is not that of the other
 - cut = min(shared(prompt, whole) for whole in wholes)
