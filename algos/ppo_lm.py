@@ -86,7 +86,7 @@ from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positi
 from utils.evaluation import advice, decode, evaluate, show_samples
 from utils.lm import Inputs, Means, Samples, check_cache, completion_logps, join, pad_left, positions, sample
 from utils.models import (
-    ModelArgs,
+    PolicyArgs,
     autocast,
     eos_ids,
     load_policy,
@@ -115,7 +115,7 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
 
 
 @dataclass
-class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
     task: str = "countdown"
     """countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset"""
     prompt_column: str = "prompt"

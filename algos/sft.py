@@ -35,6 +35,7 @@ Differences
       micro-batches weight tokens by the split.
     - Masking the prompt is today's convention; the paper does not mention it. TRL's SFTTrainer can train on prompts.
     - Dropout is what the model's own configuration says: none in most models of today, 0.1 in GPT-2.
+    - Of a conversation (column messages) the last assistant's message is trained on, not the earlier ones.
     - Chat completions are cut after their first EOS, so that a template's trailing newline is not trained.
 """
 
@@ -52,7 +53,7 @@ from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positi
 from utils.evaluation import evaluate
 from utils.lm import check_cache, completion_logps, pad_left
 from utils.models import (
-    ModelArgs,
+    PolicyArgs,
     autocast,
     eos_ids,
     for_training,
@@ -61,6 +62,7 @@ from utils.models import (
     save_model,
     trained_parameters,
     trained_state,
+    with_chat_settings,
 )
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
@@ -80,7 +82,7 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
 
 
 @dataclass
-class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
     model: str = "new"
     """folder or hub name of a causal language model; new: a tiny character model with random weights"""
     task: tuple[str, ...] = ("countdown", "countdown", "sort")
@@ -154,6 +156,7 @@ def train(args: Args) -> list[dict]:
     if args.model == "new":
         model, tokenizer = new_tiny_model(args.seed)
         model = for_training(model, args.lora_rank, args.gradient_checkpointing, "CAUSAL_LM").to(device)
+        tokenizer = with_chat_settings(model, tokenizer, args)
     else:
         model, tokenizer = load_policy(args, device)
     settings = resolve_for(model, args, PRESETS)

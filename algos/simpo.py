@@ -72,7 +72,7 @@ from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positi
 from utils.evaluation import evaluate, show
 from utils.lm import check_cache, completion_logps, pad_left
 from utils.models import (
-    ModelArgs,
+    PolicyArgs,
     autocast,
     eos_ids,
     load_policy,
@@ -99,7 +99,7 @@ PRESETS = {  # what depends on the model: taken for every argument that is left 
 
 
 @dataclass
-class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt (or none), chosen, rejected"""
     num_pairs: PositiveInt = 2048

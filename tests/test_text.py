@@ -1,15 +1,18 @@
 """How a row becomes tokens: the seam between prompt and completion, under the rules of real tokenizers."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from helpers import checkpoints, command_line, metrics, new_run, runs_in, user_error, write_rows
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from algos import dpo, grpo, kto, sft
-from utils.models import TINY_MODEL
+from utils.errors import UserError
+from utils.models import TINY_MODEL, PolicyArgs, eos_ids, save_model, with_chat_settings
 from utils.reward_models import encode_answer
+from utils.tasks import load_task
 from utils.text import RowFault, encode_pair, encode_prompt, encode_row
 
 CHATML = (
@@ -109,6 +112,105 @@ def test_what_a_token_or_the_template_carries_across_the_seam_belongs_to_the_com
 def test_rows_that_cannot_be_used_say_why(template, answer, words):
     with pytest.raises(RowFault, match=words):
         encode_row({"prompt": USER, "completion": answer}, qwen(template), [0])
+
+
+# the policy's flags
+
+
+def shown(tokenizer, model=None, **flags):
+    """The tokenizer with the flags of a policy."""
+    model = model or SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=0))
+    return with_chat_settings(model, tokenizer, PolicyArgs(**flags))
+
+
+def decoded(tokenizer, row) -> list[str]:
+    return [tokenizer.decode(ids) for ids in encode_row({"completion": "4"} | row, tokenizer, [tokenizer.eos_token_id])]
+
+
+def test_a_system_prompt_comes_where_there_is_none():
+    tokenizer = shown(qwen(CHATML), system_prompt="Be brief.")
+    ours = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert decoded(tokenizer, {"prompt": "2+2?"})[0] == decoded(tokenizer, {"prompt": USER})[0]
+    assert decoded(tokenizer, {"prompt": USER})[0].startswith(ours + "<|im_start|>user\n2+2?")
+    assert ours not in decoded(tokenizer, {"prompt": [{"role": "system", "content": "Be long."}, *USER]})[0]
+    assert encode_answer({"prompt": USER}, "4", qwen(CHATML)) != encode_answer({"prompt": USER}, "4", tokenizer)
+    with pytest.raises(UserError, match="--system-prompt needs a chat template"):
+        shown(qwen(), system_prompt="Be brief.")
+
+
+def test_settings_of_the_template_and_a_row_before_those_of_all():
+    """Of columns, too, in which Arrow writes None where other rows have a name that this one lacks."""
+    tokenizer = shown(
+        qwen("{{ enable_thinking }} {{ n }} " + CHATML), chat_template_kwargs=("enable_thinking=false", "n=3")
+    )
+    assert decoded(tokenizer, {"prompt": "2+2?"})[0].startswith("False 3 ")
+    row = {"prompt": "2+2?", "chat_template_kwargs": {"n": 4, "enable_thinking": None}}
+    assert decoded(tokenizer, row)[0].startswith("False 4 ")
+    for wrong, words in (("enable", "is not NAME=VALUE"), ("thinking_budget=3", "thinking_budget.*does not know")):
+        with pytest.raises(UserError, match=words):
+            shown(qwen(CHATML), chat_template_kwargs=(wrong,))
+
+
+def test_text_stays_text_and_messages_stay_messages():
+    tokenizer = shown(qwen(CHATML), raw_prompt=True)
+    assert decoded(tokenizer, {"prompt": "2+2?", "completion": " 4"}) == ["2+2?", " 4<|endoftext|>"]
+    assert decoded(tokenizer, {"prompt": USER})[0].startswith("<|im_start|>user")
+
+
+def test_another_eos_ends_what_is_trained_and_is_saved(tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                         num_attention_heads=1, eos_token_id=7))  # fmt: skip
+    tokenizer = shown(qwen(CHATML), model, eos_token="<|im_end|>")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    eos = eos_ids(model, tokenizer)
+    assert eos == sorted([7, end])
+    assert tokenizer.decode(encode_row({"prompt": "2+2?", "completion": "4"}, tokenizer, eos)[1]) == "4<|im_end|>"
+    tokenizer.chat_template = None
+    assert tokenizer.decode(encode_row({"prompt": "2+2?", "completion": "4"}, tokenizer, eos)[1]) == "4<|im_end|>"
+    save_model(model, tokenizer, tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "<|im_end|>"
+    assert sorted(GenerationConfig.from_pretrained(tmp_path).eos_token_id) == eos
+    with pytest.raises(UserError, match="--eos-token <end> is no token"):
+        shown(qwen(CHATML), eos_token="<end>")
+
+
+@pytest.mark.parametrize("completion", [" is 4", [{"role": "assistant", "content": " is 4"}]], ids=["text", "chat"])
+def test_a_last_message_of_the_assistant_is_continued(completion):
+    """One header, and nothing between what is there and what comes."""
+    tokenizer = qwen(CHATML)
+    tokenizer.eos_token = "<|im_end|>"
+    row = {"prompt": [*USER, {"role": "assistant", "content": "That"}], "completion": completion}
+    assert tokenizer.decode(encode_prompt(row, tokenizer)).endswith("<|im_start|>assistant\nThat")
+    prompt, tokens = decoded(tokenizer, row)
+    assert prompt.endswith("<|im_start|>assistant\nThat") and tokens == " is 4<|im_end|>"
+    assert tokenizer.decode(encode_answer(row, completion, tokenizer)) == f"{prompt}{tokens}\n"
+
+
+def test_conversations(tmp_path, own_cache, capsys):
+    """The last assistant's message is the completion; rows without one are counted and named."""
+    talk = lambda *roles: {"messages": [{"role": role, "content": f"{role} {i}"} for i, role in enumerate(roles)]}  # noqa: E731
+    rows = [talk("system", "user", "assistant", "user", "assistant", "user") for _ in range(1)]
+    rows += [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]}
+        for i in range(9)
+    ]
+    task = load_task(write_rows(tmp_path / "rows.jsonl", [*rows, talk("user"), talk("assistant", "user")]))
+    made = {row["completion"][0]["content"]: row for row in [*task.rows, *task.heldout]}
+    assert len(made) == 10 and all(row.keys() == {"prompt", "completion"} for row in made.values())
+    assert [m["content"] for m in made["assistant 4"]["prompt"]] == ["system 0", "user 1", "assistant 2", "user 3"]
+    assert made["3!"]["prompt"] == [{"role": "user", "content": "3?"}]
+    out = capsys.readouterr().out
+    assert "2 of 12 rows of" in out and f"row 10 of {tmp_path / 'rows.jsonl'}" in out
+    with pytest.raises(UserError, match="2 of 2 rows .* no assistant's message"):
+        load_task(write_rows(tmp_path / "none.jsonl", [talk("user")] * 2))
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], 3, ["text"], [{"content": "no role"}]], ids=str)
+def test_a_prompt_that_is_none_is_named(prompt, monkeypatch, own_cache):
+    rows = type("Rows", (list,), {"column_names": ["prompt"]})({"prompt": p} for p in ("a", "b", prompt))
+    monkeypatch.setattr("utils.tasks.read_splits", lambda spec: {"train": rows})
+    with pytest.raises(UserError, match="row 2 of rows.jsonl has the prompt"):
+        load_task("rows.jsonl")
 
 
 # which rows a run can use

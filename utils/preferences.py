@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from utils.errors import UserError
-from utils.tasks import Task, epochs, numbered, procedural, read_splits, train_and_heldout
+from utils.tasks import Task, epochs, is_kind, numbered, procedural, read_splits, train_and_heldout
 from utils.text import usable_rows
 
 Tokens = TypeVar("Tokens", bound=tuple)  # token ids of a prompt and of its completions
@@ -153,13 +153,6 @@ def check_prompt(prompt, kind: type, where: str) -> None:
     if not prompt or not is_kind(prompt, kind):
         wanted = "text" if kind is str else "a list of chat messages"
         raise UserError(f"{where} has the prompt {prompt!r}: beside its completions it must be {wanted}, not empty")
-
-
-def is_kind(value, kind: type) -> bool:
-    """Whether it is text (str), or a list of chat messages (list)."""
-    if kind is list and isinstance(value, list):
-        return all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
-    return kind is str and isinstance(value, str)
 
 
 def shared_prefix(chosen: str | list[dict], rejected: str | list[dict]) -> int:

@@ -50,8 +50,9 @@ def load_task(spec: str, prompt_column: str = "prompt") -> Task:
     """`countdown`, `sort`, `gsm8k`, `gsm8k:FOLDER`, a .jsonl/.json/.parquet file, or a dataset of the hub.
 
     Of a dataset's own test or validation split the first HELDOUT_ROWS rows are held out, and training rows with a
-    prompt of that split are dropped; without one, a twentieth of the prompts is held out. Raises UserError for an
-    unknown name, a file that is missing, empty or unreadable, or a missing prompt column.
+    prompt of that split are dropped; without one, a twentieth of the prompts is held out. Where there is no prompt but
+    a column messages, an assistant's last message is the completion, and what is before it the prompt. Raises UserError
+    for an unknown name, a file that is missing, empty or unreadable, a missing prompt column, or a prompt that is none.
     """
     name, _, rest = spec.partition(":")
     if name in ("countdown", "sort"):
@@ -66,13 +67,15 @@ def load_task(spec: str, prompt_column: str = "prompt") -> Task:
     splits = read_splits(spec)
     for rows in splits.values():
         columns = sorted(rows.column_names)
-        if prompt_column not in columns:
+        if prompt_column not in columns and (prompt_column != "prompt" or "messages" not in columns):
             raise UserError(f"{spec} has no column {prompt_column!r}: it has {', '.join(columns)}; see --prompt-column")
     splits = {split: numbered(rows, spec, split) for split, rows in splits.items()}
+    if not any(prompt_column in row for rows in splits.values() for row in rows[:1]):
+        splits = {split: from_messages(rows, spec) for split, rows in splits.items()}
     for row in [row for rows in splits.values() for row in rows]:
         row["prompt"] = row.pop(prompt_column)
-        if not isinstance(row["prompt"], (str, list)) or not row["prompt"]:
-            raise UserError(f"{spec} has the prompt {row['prompt']!r}: each must be text or a list of chat messages")
+        if not row["prompt"] or not is_kind(row["prompt"], str) and not is_kind(row["prompt"], list):
+            raise UserError(f"{row.where} has the prompt {row['prompt']!r}: it must be text or a list of chat messages")
     train, heldout = train_and_heldout(splits, spec)
     return Task(path.stem, epochs(train), heldout, rows=train)
 
@@ -107,6 +110,32 @@ def numbered(rows, spec: str, split: str = "train") -> list:
     """The rows of a datasets.Dataset, each a Row, counted from 0."""
     of = spec if split == "train" else f"{spec}, split {split}"
     return [Row(row, f"row {i} of {of}") for i, row in enumerate(rows)]
+
+
+def from_messages(rows: list, spec: str) -> list:
+    """Rows with prompt and completion made of the column messages; those where that cannot be are counted. Raises
+    UserError where none is left."""
+    made = []
+    for row in rows:
+        messages = row.pop("messages")
+        roles = [message["role"] for message in messages] if is_kind(messages, list) else []
+        if "assistant" in roles[1:]:
+            last = len(roles) - 1 - roles[::-1].index("assistant")
+            made.append(row | {"prompt": messages[:last], "completion": messages[last : last + 1]})
+    lost = f"{len(rows) - len(made)} of {len(rows)} rows of {spec} have no assistant's message behind another one"
+    if not made:
+        raise UserError(f"{lost}: the column messages must hold conversations, or give a column prompt")
+    if len(made) < len(rows):
+        kept = {row.where for row in made}
+        print(f"{lost} and are dropped, the first of them {next(row.where for row in rows if row.where not in kept)}")
+    return made
+
+
+def is_kind(value, kind: type) -> bool:
+    """Whether it is text (str), or a list of chat messages (list)."""
+    if kind is list and isinstance(value, list):
+        return all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
+    return kind is str and isinstance(value, str)
 
 
 def train_and_heldout(splits: dict[str, list[dict]], spec: str) -> tuple[list[dict], list[dict]]:

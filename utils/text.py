@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from utils.errors import UserError
 from utils.tasks import CHARACTERS, Task, epochs
@@ -18,32 +18,54 @@ class RowFault(UserError):
         super().__init__(f"{getattr(row, 'where', 'a row')} {why}")
 
 
+@dataclass(frozen=True)
+class ChatSettings:
+    """How the policy's flags want rows to be shown. The policy's tokenizer has them as `chat_settings`; a reward model
+    that scores knows none of them, only the row's own chat_template_kwargs: a score must not depend on who asks."""
+
+    system_prompt: str = ""
+    template_kwargs: dict = field(default_factory=dict)
+    raw_prompt: bool = False
+
+
+def settings_of(tokenizer) -> ChatSettings:
+    return getattr(tokenizer, "chat_settings", ChatSettings())
+
+
 def present(row: dict, tokenizer) -> str | list[dict]:
     """The prompt as this model gets it: messages for a model with a chat template, else text; compact notation for the
     tiny character model alone. Raises UserError for messages without a template."""
-    prompt = row["prompt"]
-    if not isinstance(prompt, str):
-        if tokenizer.chat_template is None:
-            raise UserError("the prompts are chat messages but the model has no chat template: give an instruct model")
-        return prompt
-    compact = len(tokenizer) < 100 and set(tokenizer.get_vocab()) >= set(CHARACTERS)  # get_vocab is slow
-    text = prompt if compact else row.get("plain_prompt", prompt)
-    return text if tokenizer.chat_template is None else [{"role": "user", "content": text}]
+    prompt, settings = row["prompt"], settings_of(tokenizer)
+    if isinstance(prompt, str):
+        compact = len(tokenizer) < 100 and set(tokenizer.get_vocab()) >= set(CHARACTERS)  # get_vocab is slow
+        text = prompt if compact else row.get("plain_prompt", prompt)
+        if tokenizer.chat_template is None or settings.raw_prompt:
+            return text
+        prompt = [{"role": "user", "content": text}]
+    elif tokenizer.chat_template is None:
+        raise UserError("the prompts are chat messages but the model has no chat template: give an instruct model")
+    if settings.system_prompt and not any(message["role"] == "system" for message in prompt):
+        prompt = [{"role": "system", "content": settings.system_prompt}, *prompt]
+    return prompt
 
 
 def encode_prompt(row: dict, tokenizer) -> list[int]:
-    """Token ids of the row's prompt, up to where the completion begins. A template brings its own special tokens; plain
-    text gets the tokenizer's."""
+    """Token ids of the row's prompt, up to where the completion begins: behind the template's generation prompt, or
+    behind a last message of the assistant's, which the completion continues. A template brings its own special tokens;
+    plain text gets the tokenizer's."""
     prompt = present(row, tokenizer)
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    return render(prompt, row, tokenizer, add_generation_prompt=True)
+    continued = prompt[-1]["role"] == "assistant"
+    return render(prompt, row, tokenizer, add_generation_prompt=not continued, continue_final_message=continued)
 
 
-def render(messages: list[dict], row: dict, tokenizer, **settings) -> list[int]:
+def render(messages: list[dict], row: dict, tokenizer, **more) -> list[int]:
     """Token ids of what the chat template makes of the row's messages. Raises RowFault where it refuses them."""
+    own = {name: value for name, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
+    kwargs = settings_of(tokenizer).template_kwargs | own | more
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **settings)["input_ids"]
+        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kwargs)["input_ids"]
     except Exception as error:  # a template raises what it likes
         raise RowFault(row, f"cannot be rendered by the chat template ({error})") from error
 
@@ -57,6 +79,10 @@ def encode_whole(row: dict, answer: str | list[dict], tokenizer) -> list[int]:
             raise RowFault(row, "has a text as prompt and chat messages as its answer")
         return tokenizer(prompt + answer)["input_ids"]
     messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    texts = isinstance(prompt[-1]["content"], str) and isinstance(messages[0]["content"], str)
+    if texts and prompt[-1]["role"] == messages[0]["role"] == "assistant":
+        begun = prompt[-1] | {"content": prompt[-1]["content"] + messages[0]["content"]}
+        prompt, messages = prompt[:-1], [begun, *messages[1:]]
     return render(prompt + messages, row, tokenizer)
 
 

@@ -97,17 +97,17 @@ bfloat16-weights: models are published in bfloat16, in which AdamW's small steps
 + torch.bfloat16 if "bfloat16" in precision else
 
 eos-not-trained:tasks: a tokenizer without special tokens brings no EOS
-- return prompt_tokens, tokens[:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
-+ return prompt_tokens, tokens[:end] or [tokenizer.eos_token_id]
+- return tokens[start:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
++ return tokens[start:end] or [tokenizer.eos_token_id]
 
 prompt-trained: labels are a copy of the inputs
-- return prompt_tokens, tokens[:end] + (
-+ return prompt_tokens[:1], prompt_tokens[1:] + tokens[:end] + (
+- return prompt[:cut], *(until_eos(whole, cut, tokenizer, eos) for whole in wholes)
++ return prompt[:1], *(until_eos(whole, 1, tokenizer, eos) for whole in wholes)
 
 second-bos: tokenizers add special tokens unless they are told not to (huggingface/trl#1073, #1591, #1885, #4908;
 OpenRLHF#393; axolotl#1616)
-- tokenizer(completion, add_special_tokens=False)
-+ tokenizer(completion)
+- return tokenizer(prompt + answer)["input_ids"]
++ return tokenizer(prompt)["input_ids"] + tokenizer(answer)["input_ids"]
 
 no-generation-prompt: templates end without the assistant's header unless they are told to write it
 - add_generation_prompt=True
@@ -204,6 +204,10 @@ answer-scored-alone: the answer is what is judged; which prompt it answers is no
 answer-scored-alone:chat: the answer is what is judged; which prompt it answers is not asked
 - return render(prompt + messages, row, tokenizer)
 + return render(messages, row, tokenizer)
+
+settings-of-the-row-last: the command line goes before the file everywhere else
+- kwargs = settings_of(tokenizer).template_kwargs | own | more
++ kwargs = own | settings_of(tokenizer).template_kwargs | more
 
 completion-encoded-alone: a text is encoded where it is at hand; SentencePiece puts a space before every text
 - return tokenizer(prompt + answer)["input_ids"]
