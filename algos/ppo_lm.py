@@ -97,7 +97,7 @@ from utils.models import (
     trained_state,
     without_dropout,
 )
-from utils.rewards import Scored, make_scorer
+from utils.rewards import Scored, lowered, make_scorer
 from utils.run import Run, main, prepare
 from utils.schedule import learning_rate
 from utils.tasks import Task, load_task
@@ -125,6 +125,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     hub name (an ensemble's with :mean, :worst-case or :uncertainty=L behind it); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
+    missing_eos_penalty: NonNegativeFloat = 0.0
+    """subtracted from the reward of a completion that was cut off, in training"""
     max_steps: PositiveInt = 100
     """steps, each of which samples and updates"""
     num_prompts: PositiveInt | None = None
@@ -361,7 +363,7 @@ def collect(model, tokenizer, task: Task, score: Callable, step: int, generator:
         ])  # fmt: skip
     texts, token_lists = decode(samples, tokenizer)
     repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
-    return samples, score(repeated, shown, texts, token_lists, step)
+    return samples, lowered(score(repeated, shown, texts, token_lists, step), samples.ended, args.missing_eos_penalty)
 
 
 @torch.no_grad()

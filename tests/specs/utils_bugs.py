@@ -25,6 +25,18 @@ BUGS = parse_bugs("""
 skipped-reward-is-zero:utils: a sum that skips NaN is 0 where all are NaN
 -         total[table.isnan().all(1)] = torch.nan
 
+cut-off-is-rewarded: a penalty is subtracted here and added there
+- rewards=scored.rewards - penalty * ~ended.cpu()
++ rewards=scored.rewards + penalty * ~ended.cpu()
+
+ended-is-punished: the mask says who ended, the name says who did not
+- rewards=scored.rewards - penalty * ~ended.cpu()
++ rewards=scored.rewards - penalty * ended.cpu()
+
+async-one-by-one: await stands in a loop more often than not
+- return await asyncio.gather(*map(result, values))
++ return [await result(value) for value in values]
+
 reward-weights-ignored: a setting that is checked, printed, and not used (modelscope/ms-swift#9925 and #10167: a loss
 type that was silently ignored)
 - total = (table * weight).nansum(1)
