@@ -82,7 +82,7 @@ from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positi
 from utils.evaluation import evaluate, show
 from utils.lm import completion_logps, in_order, pad_left, split_rows
 from utils.models import (
-    ModelArgs,
+    PolicyArgs,
     autocast,
     eos_ids,
     load_policy,
@@ -92,10 +92,10 @@ from utils.models import (
     trained_state,
     without_dropout,
 )
-from utils.preferences import Batches, encode_rows, load_unpaired
+from utils.preferences import Batches, encode_rows, load_unpaired, usable
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
-from utils.tasks import encode_row
+from utils.text import encode_row
 
 NAME, TITLE = "kto", "KTO"
 PRESETS = {  # defaults that depend on the model, for arguments left at None
@@ -109,7 +109,7 @@ PRESETS = {  # defaults that depend on the model, for arguments left at None
 
 
 @dataclass
-class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt, completion, label; or pairs"""
     num_pairs: PositiveInt = 2048
@@ -121,7 +121,9 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     micro_batch_size: PositiveInt | None = None
     """rows in one forward and backward pass; changes memory, not the result"""
     max_length: PositiveInt | None = None
-    """prompt and completion tokens at most; completions are cut there, and longer prompts refused"""
+    """prompt and completion tokens at most; completions are cut there"""
+    max_prompt_length: PositiveInt | None = None
+    """longer prompts are dropped; None: those that leave no room in --max-length, and more than 5 % stop the run"""
     beta: PositiveFloat = 0.1
     """how strongly the policy is held to the reference"""
     desirable_weight: PositiveFloat = 1.0
@@ -247,10 +249,11 @@ def train(args: Args) -> list[dict]:
     check_model(model, args.precision)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
                                   fused=True)  # fmt: skip
+    eos = eos_ids(model, tokenizer)
+    data = usable(data, encode_row, tokenizer, eos, args)
     rows, batches = data.train + data.heldout[: args.eval_prompts], Batches(len(data.train), args.batch_size, args.seed)
     heldout, first_epoch = list(range(len(data.train), len(rows))), batches.first_epoch(args.max_steps)
-    tokens, cut = encode_rows(rows, [heldout, *first_epoch], encode_row, tokenizer, eos_ids(model, tokenizer),
-                              args.max_length)  # fmt: skip
+    tokens, cut = encode_rows(rows, [heldout, *first_epoch], encode_row, tokenizer, eos, args.max_length)
     examples = {row: Example(*ids, rows[row]["label"]) for row, ids in tokens.items()}
     run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "z", "eval/margin", "eval/greedy"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip

@@ -68,7 +68,7 @@ from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positi
 from utils.evaluation import evaluate, show
 from utils.lm import completion_logps, in_order, pad_left, split_rows
 from utils.models import (
-    ModelArgs,
+    PolicyArgs,
     autocast,
     eos_ids,
     load_policy,
@@ -78,9 +78,10 @@ from utils.models import (
     trained_state,
     without_dropout,
 )
-from utils.preferences import Batches, encode_pair, encode_rows, load_preferences
+from utils.preferences import Batches, encode_rows, load_preferences, usable
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
+from utils.text import encode_pair
 
 NAME, TITLE = "orpo", "ORPO"
 PRESETS = {  # defaults that depend on the model, for arguments left at None
@@ -94,7 +95,7 @@ PRESETS = {  # defaults that depend on the model, for arguments left at None
 
 
 @dataclass
-class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt (or none), chosen, rejected"""
     num_pairs: PositiveInt = 2048
@@ -106,7 +107,9 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     micro_batch_size: PositiveInt | None = None
     """pairs in one forward and backward pass; changes memory, not the result"""
     max_length: PositiveInt | None = None
-    """prompt and completion tokens at most; completions are cut there, and longer prompts refused"""
+    """prompt and completion tokens at most; completions are cut there"""
+    max_prompt_length: PositiveInt | None = None
+    """longer prompts are dropped; None: those that leave no room in --max-length, and more than 5 % stop the run"""
     beta: NonNegativeFloat = 0.1
     """weight of the odds ratio beside the likelihood of chosen completions: the paper's lambda"""
     learning_rate: PositiveFloat | None = None
@@ -214,10 +217,11 @@ def train(args: Args) -> list[dict]:
     check_model(model, args.precision)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
                                   fused=True)  # fmt: skip
+    eos = eos_ids(model, tokenizer)
+    data = usable(data, encode_pair, tokenizer, eos, args)
     rows, batches = data.train + data.heldout[: args.eval_prompts], Batches(len(data.train), args.batch_size, args.seed)
     heldout, first_epoch = list(range(len(data.train), len(rows))), batches.first_epoch(args.max_steps)
-    tokens, cut = encode_rows(rows, [heldout, *first_epoch], encode_pair, tokenizer, eos_ids(model, tokenizer),
-                              args.max_length)  # fmt: skip
+    tokens, cut = encode_rows(rows, [heldout, *first_epoch], encode_pair, tokenizer, eos, args.max_length)
     pairs = {row: Pair(*ids) for row, ids in tokens.items()}
     run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "eval/pair_accuracy", "eval/greedy"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip

@@ -82,7 +82,7 @@ from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positi
 from utils.evaluation import advice, decode, evaluate, show_samples
 from utils.lm import Means, Samples, completion_logps, join, micro_batches, pad_left, sample, stream
 from utils.models import (
-    ModelArgs,
+    PolicyArgs,
     autocast,
     eos_ids,
     load_policy,
@@ -93,10 +93,11 @@ from utils.models import (
     trained_state,
     without_dropout,
 )
-from utils.rewards import Scored, make_scorer
+from utils.rewards import Scored, lowered, make_scorer
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
-from utils.tasks import Task, encode_prompt, load_task, present
+from utils.tasks import Task, load_task
+from utils.text import encode_prompt, present, usable_prompts
 
 NAME, TITLE = "rloo", "RLOO"
 PRESETS = {  # defaults that depend on the model, for arguments left at None
@@ -112,7 +113,7 @@ PRESETS = {  # defaults that depend on the model, for arguments left at None
 
 
 @dataclass
-class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
     task: str = "countdown"
     """countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset"""
     prompt_column: str = "prompt"
@@ -122,6 +123,8 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     ensembles: append :mean, :worst-case or :uncertainty=L); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
+    missing_eos_penalty: NonNegativeFloat = 0.0
+    """subtracted from the reward of a completion that was cut off, in training"""
     max_steps: PositiveInt = 100
     """steps: each samples, then updates"""
     num_prompts: PositiveInt | None = None
@@ -132,6 +135,9 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
     max_completion_length: PositiveInt | None = None
     """most new tokens per completion"""
+    max_prompt_length: PositiveInt | None = None
+    """longer prompts are dropped; None: those that leave --max-completion-length no room in the model's context, and
+    more than 5 % stop the run"""
     temperature: PositiveFloat = 1.0
     """divides the logits, in sampling and in training"""
     micro_batch_size: PositiveInt | None = None
@@ -243,7 +249,7 @@ def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args
     first, at_once = (step - 1) * args.num_prompts, max(1, args.sample_batch_size // args.num_generations)
     rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
     prompts = [present(row, tokenizer) for row in rows]
-    tokens = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+    tokens = [encode_prompt(row, tokenizer) for row in rows]
     with autocast(model.device, args.precision):
         samples = join([
             sample(model, *pad_left(tokens[i : i + at_once], model.device), args.num_generations,
@@ -253,7 +259,7 @@ def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args
         ])  # fmt: skip
     texts, token_lists = decode(samples, tokenizer)
     repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
-    return samples, score(repeated, shown, texts, token_lists, step)
+    return samples, lowered(score(repeated, shown, texts, token_lists, step), samples.ended, args.missing_eos_penalty)
 
 
 def zero_std(groups: Tensor) -> Tensor:
@@ -291,7 +297,7 @@ def train(args: Args) -> list[dict]:
     without_dropout(model)
     check_groups(args)
     check_model(model, args.precision)
-    encode_prompt(present(task.train(0, args.seed), tokenizer), tokenizer)  # prompts that cannot be rendered fail here
+    task = usable_prompts(task, model, tokenizer, args)
     ref_model = load_reference(args, device) if args.beta > 0 else None
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip

@@ -36,12 +36,13 @@ Differences
       micro-batches weight tokens by the split.
     - Masking the prompt is today's convention; the paper does not mention it. TRL's SFTTrainer can train on prompts.
     - Dropout is what the model's own configuration says: none in most models of today, 0.1 in GPT-2.
+    - Of a conversation (column messages) the last assistant's message is trained on, not the earlier ones.
     - Chat completions are cut after their first EOS, so that a template's trailing newline is not trained.
 """
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -50,11 +51,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checks import check_model
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from utils.evaluation import evaluate
 from utils.lm import completion_logps, pad_left, split_rows
 from utils.models import (
-    ModelArgs,
+    PolicyArgs,
     autocast,
     eos_ids,
     for_training,
@@ -63,10 +64,12 @@ from utils.models import (
     save_model,
     trained_parameters,
     trained_state,
+    with_chat_settings,
 )
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
-from utils.tasks import encode_row, load_task
+from utils.tasks import load_task
+from utils.text import encode_row, usable_task
 from utils.tiny import new_tiny_model
 
 NAME, TITLE = "sft", "SFT"
@@ -81,7 +84,7 @@ PRESETS = {  # defaults that depend on the model, for arguments left at None
 
 
 @dataclass
-class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
     model: str = "new"
     """folder or hub name of a causal language model; new: a tiny character model with random weights"""
     task: tuple[str, ...] = ("countdown", "countdown", "sort")
@@ -96,7 +99,9 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     micro_batch_size: PositiveInt | None = None
     """pairs in one forward and backward pass; changes memory, not the result"""
     max_length: PositiveInt | None = None
-    """prompt and completion tokens at most; completions are cut there, and longer prompts refused"""
+    """prompt and completion tokens at most; completions are cut there"""
+    max_prompt_length: PositiveInt | None = None
+    """longer prompts are dropped; None: those that leave no room in --max-length, and more than 5 % stop the run"""
     learning_rate: PositiveFloat | None = None
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -154,10 +159,16 @@ def train(args: Args) -> list[dict]:
     if args.model == "new":
         model, tokenizer = new_tiny_model(args.seed)
         model = for_training(model, args.lora_rank, args.gradient_checkpointing, "CAUSAL_LM").to(device)
+        tokenizer = with_chat_settings(model, tokenizer, args)
     else:
         model, tokenizer = load_policy(args, device)
     settings = resolve_for(model, args, PRESETS)
     eos = eos_ids(model, tokenizer)
+    tasks = [
+        usable_task(task if task.score else replace(task, heldout=[]), lambda row: encode_row(row, tokenizer, eos),
+                    args.max_length - 1, args.max_prompt_length, "raise --max-length")
+        for task in tasks
+    ]  # fmt: skip
     names = list(dict.fromkeys(task.name for task in tasks))
     scored = {task.name: task for task in tasks if task.score is not None}
     if scored:
@@ -169,11 +180,8 @@ def train(args: Args) -> list[dict]:
         first = (step - 1) * args.batch_size
         rows = [(tasks[i % len(tasks)], i // len(tasks)) for i in range(first, first + args.batch_size)]
         tokens = [encode_row(task.train(index, args.seed), tokenizer, eos) for task, index in rows]
-        if (longest := max(len(prompt) for prompt, _ in tokens)) >= args.max_length:
-            raise UserError(f"a prompt has {longest} tokens: raise --max-length above it, or drop it from the dataset")
         return [(prompt, completion[: args.max_length - len(prompt)]) for prompt, completion in tokens]
 
-    pairs(1)  # a dataset that cannot be used says so before there is a folder
     run = Run(args, NAME, "+".join(names), args.max_steps, ("loss", "eval/pass@1", "eval/sort/pass@1"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(settings)
@@ -198,7 +206,9 @@ def train(args: Args) -> list[dict]:
         rate = set_learning_rate(optimizer, step, args)
 
         # update
-        columns = update(model, optimizer, pairs(step), args)
+        with run.saving(run.step, state):
+            batch = pairs(step)
+        columns = update(model, optimizer, batch, args)
         columns |= {"learning_rate": rate, "time/step": time.perf_counter() - start}
 
         # evaluate

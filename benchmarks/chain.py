@@ -28,7 +28,8 @@ from utils.evaluation import decode, evaluate  # noqa: E402
 from utils.lm import Samples, completion_logps, pad_left, sample  # noqa: E402
 from utils.machine import environment  # noqa: E402
 from utils.models import eos_ids, load_model  # noqa: E402
-from utils.tasks import encode_prompt, load_task, present  # noqa: E402
+from utils.tasks import load_task  # noqa: E402
+from utils.text import encode_prompt  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/chain.json"
 STEPS = {  # task -> optimizer steps of sft, of scripts on pairs, of scripts that sample
@@ -87,7 +88,7 @@ def make_pairs(start: Path, folder: Path, args: Args) -> Path:
 
 
 def answers(model, tokenizer, rows: list[dict], count: int, generator: torch.Generator) -> Samples:
-    prompts = pad_left([encode_prompt(present(row, tokenizer), tokenizer) for row in rows], "cpu")
+    prompts = pad_left([encode_prompt(row, tokenizer) for row in rows], "cpu")
     return sample(model, *prompts, count, 20, eos_ids(model, tokenizer), generator=generator)
 
 

@@ -138,9 +138,27 @@ def proofs() -> str:
     return "\n".join(rows)
 
 
+def real_models() -> str:
+    """For README.md: whether we have run a command with a real model."""
+    run = read("real_model")
+    if not run or run["smoke"]:
+        return (
+            "**Real models: never run by us.** The tests run the commands with a real model below on small models "
+            "of the same kind. With a GPU, `python benchmarks/real_model.py` runs one and records it here."
+        )
+    first, last = run["curve"][0], run["curve"][-1]
+    names = {"strict": "eval/greedy", "lenient": "eval/greedy_lenient"}
+    scores = [f"{name} {first[key]:.2f} to {last[key]:.2f}" for name, key in names.items()]
+    return (
+        f"**Real models: run by us** on one {run['gpu']} in {run['hours']:.1f} hours at commit {run['commit']}: "
+        f"`python benchmarks/real_model.py`, {run['model']} on GSM8K, {last['step']} steps of GRPO with LoRA. Greedy "
+        f"accuracy: {', '.join(scores)}. Other commands with a real model below were never run by us."
+    )
+
+
 def page(text: str) -> str:
     """A page's text with its tables renewed."""
-    for table in (algorithms, catalogue, proofs):
+    for table in (algorithms, catalogue, proofs, real_models):
         begin = f"<!-- {table.__name__}: python benchmarks/page.py write -->\n"
         if begin in text:
             head, rest = text.split(begin)

@@ -115,7 +115,7 @@ def time_our_dpo(warmup: int, steps: int) -> dict:
 
     from algos import dpo
     from utils.models import TINY_MODEL, eos_ids, load_model
-    from utils.preferences import encode_pair
+    from utils.text import encode_pair
 
     args = dpo.Args(batch_size=PAIRS, micro_batch_size=PAIRS, max_length=2 * PAIR_TOKENS, beta=DPO_BETA,
                     precision="float32")  # fmt: skip
@@ -210,8 +210,9 @@ def train_dpo(seed: int, steps: int, args) -> dict:
     """One run of DPOTrainer: margins by step, and the last evaluation."""
     from utils.evaluation import evaluate
     from utils.models import TINY_MODEL, eos_ids, load_model
-    from utils.preferences import encode_pair, load_preferences
+    from utils.preferences import load_preferences
     from utils.tasks import epochs
+    from utils.text import encode_pair
 
     data = load_preferences(args.task, args.num_pairs, seed)
     order = epochs(data.train)

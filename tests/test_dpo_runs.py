@@ -88,6 +88,6 @@ def test_a_file_with_a_long_row(name, said, tmp_path, capsys):
         assert f"desirable rows weigh {2 * good / (total - good):.2f} times as much" in out
     evaluated = [row for row in metrics(folder) if any(column.startswith("eval/") for column in row)]
     assert [row["step"] for row in evaluated] == [0, 2, 4] and not any("eval/greedy" in row for row in evaluated)
-    with user_error(capsys, "30 prompts have 4 tokens or more, up to 4" if name == "dpo" else "prompt", "--max-length"):
+    with user_error(capsys, "30 of 30 prompts have more than 3 tokens" if name == "dpo" else "prompt", "--max-length"):
         command_line(MODULES[name], *flags, 4, "--output-dir", tmp_path / "none")
     assert runs_in(tmp_path / "none") == []

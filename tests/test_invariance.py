@@ -255,10 +255,11 @@ def text_prompts(model) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts of the shipped model's own task, with different lengths; random ones for the random model."""
     if model.config.vocab_size == 16:
         return pad_left(PROMPTS, "cpu")
-    from utils.tasks import encode_prompt, load_task, present
+    from utils.tasks import load_task
+    from utils.text import encode_prompt
 
     tokenizer, task = load_model(TINY_MODEL)[1], load_task("countdown")
-    prompts = [encode_prompt(present(task.train(i, 1), tokenizer), tokenizer) for i in range(12)]
+    prompts = [encode_prompt(task.train(i, 1), tokenizer) for i in range(12)]
     assert len(set(map(len, prompts))) > 1
     return pad_left(prompts, "cpu")
 

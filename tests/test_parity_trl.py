@@ -18,7 +18,8 @@ from benchmarks.make_trl_fixtures import CASES, LOSS_TYPES, MAX_LENGTH, PATH, TR
 from utils.evaluation import decode
 from utils.lm import completion_logps, pad_left, sample
 from utils.models import TINY_MODEL, eos_ids, load_model
-from utils.tasks import encode_prompt, load_task
+from utils.tasks import load_task
+from utils.text import encode_prompt
 
 TOLERANCE = 1e-10  # float64
 
@@ -78,7 +79,7 @@ def tiny_samples(temperature: float):
     """Model, tokenizer and samples of the embedded model for prompts of different lengths."""
     model, tokenizer = load_model(TINY_MODEL)
     rows = [load_task("sort").train(i, 0) for i in range(P)]
-    prompts = pad_left([encode_prompt(row["prompt"], tokenizer) for row in rows], "cpu")
+    prompts = pad_left([encode_prompt(row, tokenizer) for row in rows], "cpu")
     generator = torch.Generator().manual_seed(0)
     samples = sample(model, *prompts, G, MAX_LENGTH, eos_ids(model, tokenizer), temperature, generator)
     return model, tokenizer, rows, samples

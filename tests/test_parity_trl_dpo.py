@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from algos import dpo
 from benchmarks.make_trl_dpo_fixtures import BETA, NAMES, PATH, SMOOTHING, B, by_trl, inputs
 from utils.models import TINY_MODEL, load_model
-from utils.preferences import encode_pair, load_preferences
+from utils.preferences import load_preferences
+from utils.text import encode_pair
 
 live = pytest.mark.usefixtures("needs_trl")
 

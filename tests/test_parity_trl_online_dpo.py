@@ -29,7 +29,8 @@ from benchmarks.make_trl_online_dpo_fixtures import (
 )
 from utils.lm import Samples, pad_left, sample
 from utils.models import TINY_MODEL, eos_ids, load_model
-from utils.tasks import encode_prompt, load_task
+from utils.tasks import load_task
+from utils.text import encode_prompt
 
 live = pytest.mark.usefixtures("needs_trl")
 
@@ -106,7 +107,7 @@ def test_a_whole_step(temperature):
     its simplest point."""
     task = load_task("countdown")
     model, tokenizer = load_model(TINY_MODEL)
-    some = sorted((encode_prompt(task.train(i, 0)["prompt"], tokenizer) for i in range(8 * P)), key=len)
+    some = sorted((encode_prompt(task.train(i, 0), tokenizer) for i in range(8 * P)), key=len)
     prompts = pad_left(some[::8], "cpu")
     samples = sample(model, *prompts, 2, 20, eos_ids(model, tokenizer), temperature, torch.Generator().manual_seed(0))
     assert not prompts[1].all() and not samples.completion_mask.all()

@@ -26,8 +26,8 @@ from benchmarks.make_trl_preferences_fixtures import (
     inputs,
 )
 from utils.models import TINY_MODEL, load_model
-from utils.preferences import encode_pair, load_preferences, load_unpaired
-from utils.tasks import encode_completion
+from utils.preferences import load_preferences, load_unpaired
+from utils.text import encode_pair, encode_row
 
 live = pytest.mark.usefixtures("needs_trl")
 cases = pytest.mark.parametrize("case", CASES)
@@ -194,7 +194,7 @@ def test_a_whole_step_of_kto(size, tmp_path):
     ours.load_state_dict(two_models()[1].state_dict())
     args = kto.Args(beta=0.5, undesirable_weight=0.8, micro_batch_size=4, max_length=64, precision="float32",
                     max_grad_norm=1e9)  # fmt: skip
-    encoded = [(encode_completion(row, row["completion"], tokenizer, [tokenizer.eos_token_id]), row) for row in rows]
+    encoded = [(encode_row(row, tokenizer, [tokenizer.eos_token_id]), row) for row in rows]
     examples = [kto.Example(*tokens, row["label"]) for tokens, row in encoded]
     logps = kto.score_examples(ref, examples, args)[0].tolist()
     kl_logps = kto.score_examples(ref, kto.mismatched(examples, args), args)[0].tolist()

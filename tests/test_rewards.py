@@ -202,6 +202,35 @@ def test_package_of_the_users_called_utils(marker, when, tmp_path):
     assert [row["reward"] for row in metrics(new_run(grpo, tmp_path / "runs", *flags))[1:]] == [1, 1]
 
 
+def test_async_functions_run_at_the_same_time(tmp_path):
+    """Each waits for the other to begin; rewards stay in their columns, beside those of ordinary functions."""
+    path = write(
+        tmp_path,
+        "import asyncio\nbegun = set()\n"
+        "async def meet(name, other, reward):\n"
+        "    begun.add(name)\n"
+        "    while other not in begun:\n"
+        "        await asyncio.sleep(0.001)\n"
+        "    return [reward] * 4\n"
+        "async def a(completions, **_): return await asyncio.wait_for(meet('a', 'b', 1.0), 1)\n"
+        "def plain(completions, **_): return [10.0] * 4\n"
+        "async def b(completions, **_): return await asyncio.wait_for(meet('b', 'a', 100.0), 1)\n",
+    )
+    result = scored([f"{path}:a", f"{path}:plain", f"{path}:b"], weights=(1, 2, 3))
+    assert result.columns == {"reward/a": 1.0, "reward/plain": 10.0, "reward/b": 100.0}
+    assert result.rewards.tolist() == [321.0] * 4
+
+
+def test_a_completion_that_was_cut_off_costs_the_penalty(tmp_path):
+    """In what is trained on: where every answer has a reward of 1, the mean says how many were cut off."""
+    path = write(tmp_path, "def one(completions, **_): return [1.0] * len(completions)")
+    flags = [*SMALL["grpo"], "--max-steps", "2", "--reward", f"{path}:one", "--max-completion-length", "4"]
+    rows = metrics(new_run(grpo, tmp_path / "runs", *flags, "--missing-eos-penalty", "0.5"))
+    assert any(0 < row["truncated"] for row in rows[1:])
+    for row in rows[1:]:
+        assert row["reward"] == pytest.approx(1 - 0.5 * row["truncated"], abs=1e-6) and row["reward/one"] == 1
+
+
 def test_reward_columns_are_logged_by_a_run(own_cache, tmp_path):
     """A dataset's column reaches the function in a whole run, and its metric reaches metrics.jsonl; without a score of
     the task's own, evaluation gives the functions' mean rewards."""

@@ -6,7 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from algos import sft
 from utils.models import TINY_MODEL, load_model
-from utils.tasks import encode_row, load_task
+from utils.tasks import load_task
+from utils.text import encode_row
 
 CHAT = (
     "{% for m in messages %}{{ 'C' if m.role == 'user' else 'S' }}{{ m.content }}<eos>+{% endfor %}"

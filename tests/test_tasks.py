@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 from utils.errors import UserError
 from utils.models import TINY_MODEL
-from utils.tasks import encode_completion, encode_prompt, load_task, present
+from utils.tasks import load_task
+from utils.text import encode_prompt, encode_row, present
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 KEYS = {
@@ -319,16 +320,17 @@ def test_one_bos(tmp_path):
     """Plain text gets the tokenizer's BOS, a template brings its own: once in either case, and first."""
     tok = tokenizer(TEMPLATE, bos=True)
     for prompt in ("S21:", [{"role": "user", "content": "S21:"}]):
-        ids = encode_prompt(prompt, tok)
+        ids = encode_prompt({"prompt": prompt}, tok)
         assert ids[0] == tok.bos_token_id and Counter(ids)[tok.bos_token_id] == 1
     tok.chat_template = None
-    prompt, completion = encode_completion({"prompt": "S21:"}, "12", tok, [tok.eos_token_id])
+    prompt, completion = encode_row({"prompt": "S21:", "completion": "12"}, tok, [tok.eos_token_id])
     assert prompt[0] == tok.bos_token_id and tok.bos_token_id not in completion
 
 
 def test_encoded_prompt_ends_where_the_answer_begins():
     """Messages are rendered by the model's template with its generation prompt; text is as it is, without an EOS."""
     tok = tokenizer(TEMPLATE)
-    messages = encode_prompt([{"role": "C", "content": "21:"}], tok)
+    messages = encode_prompt({"prompt": [{"role": "C", "content": "21:"}]}, tok)
     assert tok.decode(messages) == "C21:S"
-    assert tok.decode(encode_prompt("S21:", tok)) == "S21:"
+    tok.chat_template = None
+    assert tok.decode(encode_prompt({"prompt": "S21:"}, tok)) == "S21:"

@@ -5,8 +5,9 @@ from helpers import write_rows
 
 from utils.errors import UserError
 from utils.models import TINY_MODEL, load_model
-from utils.preferences import as_example, encode_pair, load_preferences, load_unpaired
-from utils.tasks import encode_completion, load_task
+from utils.preferences import as_example, load_preferences, load_unpaired
+from utils.tasks import load_task
+from utils.text import encode_pair, encode_row
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))
@@ -86,6 +87,6 @@ def test_tokens():
     eos = [tokenizer.eos_token_id]
     row = dict(prompt="S21:", chosen="12", rejected="2<eos>1")
     prompt, chosen, rejected = encode_pair(row, tokenizer, eos)
-    assert encode_completion(row, row["chosen"], tokenizer, eos) == (prompt, chosen)
-    assert encode_completion(row, row["rejected"], tokenizer, eos) == (prompt, rejected)
+    assert encode_row(row | {"completion": row["chosen"]}, tokenizer, eos) == (prompt, chosen)
+    assert encode_row(row | {"completion": row["rejected"]}, tokenizer, eos) == (prompt, rejected)
     assert tokenizer.decode(rejected) == "2<eos>" and chosen[-1] == eos[0]

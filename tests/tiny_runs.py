@@ -30,15 +30,20 @@ from utils import tasks
 REWARDS = """
 import random, numpy, torch
 def graded(completions, **_):
-    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+    return [sum(map(ord, str(text))) % 7 / 7 for text in completions]
 def sparse(completions, **_):
-    return [float(sum(map(ord, text)) % 5 == 0) for text in completions]
+    return [float(sum(map(ord, str(text))) % 5 == 0) for text in completions]
 def noisy(completions, **_):
     return [random.random() + numpy.random.rand() + torch.rand(()).item() for _ in completions]
 """
+TEMPLATE = (
+    "{{ mark }}{% for m in messages %}{{ '=' if m.role == 'system' else 'C' if m.role == 'user' else 'S' }}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}S{% endif %}"
+)
 MODELS = {  # name -> architecture, seed of the weights, settings
     "model": ("Llama", 0, {}),
     "other": ("Llama", 1, {}),
+    "chat": ("Llama", 0, {}),  # with a chat template
     "dropout": ("Llama", 0, {"attention_dropout": 0.5}),  # the weights of "model"
     # draws while it trains, so little that utils/checks.py lets it
     "jitter": ("Mixtral", 0, {"router_jitter_noise": 1e-4, "num_local_experts": 2}),
@@ -77,6 +82,7 @@ def world() -> Path:
         )  # fmt: skip
         torch.manual_seed(seed)
         getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder / name)
+        tokenizer.chat_template = TEMPLATE if name == "chat" else None
         tokenizer.save_pretrained(folder / name)
     (folder / "tiny").symlink_to(REPO / "utils" / "tiny_model")
     (folder / "rewards.py").write_text(REWARDS)
@@ -84,6 +90,9 @@ def world() -> Path:
     (folder / "rows.jsonl").write_text(jsonl(rows))
     rows = [{"prompt": f"S{i}:", "chosen": f"{i}", "rejected": f"{i + 1}", "margin": i} for i in range(10, 30)]
     (folder / "margins.jsonl").write_text(jsonl(rows))
+    rows = [{"prompt": f"S{i if i % 3 else 101 * i}:", "chosen": "12", "rejected": "21"} for i in range(10, 30)]
+    rows = [row | {"completion": row["chosen"]} for row in rows]  # the held-out one is short
+    (folder / "lengths.jsonl").write_text(jsonl(rows))
     for name, start, end in ("long", "1234", "5678"), ("other-end", "1234", "9999"), ("other-start", "4321", "5678"):
         rows = [{"prompt": f"S{i}:", "completion": (one := f"{start}{i % 2}{end}"), "chosen": one,
                  "rejected": f"0{one}"} for i in range(10, 30)]  # fmt: skip

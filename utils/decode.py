@@ -23,10 +23,15 @@ class StaticDecoder:
     """
 
     def __init__(self, model, cache, mask: Tensor, position: Tensor):
-        from transformers import StaticCache
+        from transformers.cache_utils import Cache, StaticLayer
+
+        class Layer(StaticLayer):
+            def update(self, key_states, value_states, *args, **kwargs):
+                """Under autocast the values are bfloat16 and the cache is float32."""
+                return super().update(key_states.to(self.dtype), value_states.to(self.dtype))
 
         width, length = cache.get_seq_length(), mask.shape[1]
-        self.model, self.cache = model, StaticCache(model.config, max_cache_len=length)
+        self.model, self.cache = model, Cache(layers=[Layer(length) for _ in cache.layers])
         for layer, filled in zip(self.cache.layers, cache.layers):
             layer.lazy_initialization(filled.keys, filled.values)
             layer.keys[:, :, :width] = filled.keys[:, :, :width]

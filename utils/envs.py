@@ -5,7 +5,6 @@ Shapes: N environments, D observation numbers, A action numbers.
 
 import contextlib
 import importlib
-import json
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from utils.errors import NonNegativeInt, PositiveInt, UserError
+from utils.errors import NonNegativeInt, PositiveInt, UserError, parse_pairs
 from utils.imports import users_imports
 from utils.run import RunArgs
 
@@ -128,7 +127,7 @@ def make_env(
     Raises UserError for an unknown name, arguments that it does not take, and spaces that have no vector form.
     """
     module, _, name = env_id.rpartition(":")
-    kwargs = parse_kwargs(env_kwargs) | ({"render_mode": render_mode} if render_mode else {})
+    kwargs = parse_pairs(env_kwargs, "--env-kwargs") | ({"render_mode": render_mode} if render_mode else {})
     try:
         with users_imports(Path.cwd()) if module else contextlib.nullcontext():  # as with python -m
             if module:
@@ -157,18 +156,6 @@ def open_env(args, make: Callable = make_env) -> tuple[Callable, int, Any]:
     env = make()
     env.close()
     return make, env.observation_space.shape[0], env.action_space
-
-
-def parse_kwargs(pairs: tuple[str, ...]) -> dict:
-    kwargs = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name.isidentifier():
-            raise UserError(f"--env-kwargs {pair} is not NAME=VALUE")
-        kwargs[name] = value
-        with contextlib.suppress(ValueError):
-            kwargs[name] = json.loads(value)
-    return kwargs
 
 
 def make_vector(make: Callable[[], gym.Env], num_envs: int, seed: int, kind: str = "sync") -> Vector:

@@ -1,8 +1,10 @@
-"""Wrong input of the user's: the exception that says so in one sentence, and the bounds of numbers.
+"""Wrong input of the user's: the exception that says so in one sentence, the bounds of numbers, NAME=VALUE pairs.
 
 A bound stands in the type of its field: `max_steps: PositiveInt = 100`, `tau: Annotated[float, "above 0"] = 0.005`.
 """
 
+import contextlib
+import json
 import math
 from typing import Annotated, get_args, get_type_hints
 
@@ -38,3 +40,16 @@ def check_numbers(args) -> None:
             ):
                 right = " and ".join(bounds if math.isfinite(number) else ["finite", *bounds])
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it must be {right}")
+
+
+def parse_pairs(pairs: tuple[str, ...], flag: str) -> dict:
+    """NAME=VALUE pairs; a VALUE is read as JSON where it is JSON, else as text. Raises UserError that names `flag`."""
+    values = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise UserError(f"{flag} {pair} is not NAME=VALUE")
+        values[name] = value
+        with contextlib.suppress(ValueError):
+            values[name] = json.loads(value)
+    return values

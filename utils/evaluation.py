@@ -6,7 +6,8 @@ from collections.abc import Callable
 from utils.checkpoint import rng_state, set_rng_state
 from utils.lm import Samples, pad_left, sample, stream
 from utils.models import autocast, eos_ids
-from utils.tasks import Task, encode_prompt, present
+from utils.tasks import Task
+from utils.text import encode_prompt, present
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -26,7 +27,7 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: 
     """
     rows, eos = task.heldout[:num_prompts], eos_ids(model, tokenizer)
     prompts = [present(row, tokenizer) for row in rows]
-    tokens = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+    tokens = [encode_prompt(row, tokenizer) for row in rows]
     before = rng_state()  # user code may draw from the global generators
 
     def scores(count: int, at: float) -> list[dict[str, float]]:

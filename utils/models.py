@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from utils.errors import NonNegativeInt, UserError
+from utils.errors import NonNegativeInt, UserError, parse_pairs
 from utils.lm import rope_limit
 from utils.run import RunArgs, resolve
+from utils.text import ChatSettings
 
 TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")
 
@@ -28,10 +29,24 @@ class ModelArgs(RunArgs):
     micro_batch_tokens: NonNegativeInt | None = None
     """most tokens, with padding, in one forward and backward pass: rows are sorted by length; 0: micro_batch_size rows
     in their order. Changes memory and speed, not the result"""
-    cuda_graphs: bool = False
-    """sample with a static cache and, on a GPU, one CUDA graph for each batch size (never run by us on a GPU)"""
     trust_remote_code: bool = False
     """run code that comes with the model, and with models of --reward"""
+
+
+@dataclass
+class PolicyArgs(ModelArgs):
+    system_prompt: str = ""
+    """system message of prompts that have none (needs a chat template)"""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """NAME=VALUE pairs for the chat template, such as enable_thinking=false; a VALUE is read as JSON where it is JSON,
+    else as text. A dataset's column chat_template_kwargs goes before them, row by row"""
+    raw_prompt: bool = False
+    """prompts that are text stay text, though there is a chat template: for base models"""
+    eos_token: str = ""
+    """what ends completions instead of the tokenizer's EOS, saved with the model: <|im_end|> for a base model that
+    learns ChatML"""
+    cuda_graphs: bool = False
+    """sample with a static cache and, on a GPU, one CUDA graph for each batch size (never run by us on a GPU)"""
 
 
 def load_model(path: str, device: torch.device | str = "cpu", precision: str = "float32", lora_rank: int = 0,
@@ -103,7 +118,24 @@ def load_policy(args, device: torch.device):
     model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
                                   args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
     model.cuda_graphs = args.cuda_graphs  # for `sample`
-    return model, tokenizer
+    return model, with_chat_settings(model, tokenizer, args)
+
+
+def with_chat_settings(model, tokenizer, args):
+    """The tokenizer with the flags of PolicyArgs, which utils/text.py reads there. Raises UserError for what the chat
+    template or the vocabulary does not know."""
+    kwargs, template = parse_pairs(args.chat_template_kwargs, "--chat-template-kwargs"), tokenizer.chat_template
+    if args.system_prompt and template is None:
+        raise UserError("--system-prompt needs a chat template, and --model has none: write it into the prompts")
+    if unknown := [name for name in kwargs if name not in str(template)]:
+        raise UserError(f"--chat-template-kwargs {unknown[0]}: the chat template of --model does not know that name")
+    if args.eos_token:
+        if args.eos_token not in tokenizer.get_vocab():
+            raise UserError(f"--eos-token {args.eos_token} is no token of --model: its EOS is {tokenizer.eos_token}")
+        tokenizer.eos_token = args.eos_token
+        model.generation_config.eos_token_id = eos_ids(model, tokenizer)
+    tokenizer.chat_settings = ChatSettings(args.system_prompt, kwargs, args.raw_prompt)
+    return tokenizer
 
 
 def load_reference(args, device: torch.device):

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from utils.errors import UserError
-from utils.tasks import Task, encode_completion, epochs, procedural, read_splits, train_and_heldout
+from utils.tasks import Task, epochs, is_kind, numbered, procedural, read_splits, train_and_heldout
+from utils.text import usable_rows
 
 Tokens = TypeVar("Tokens", bound=tuple)  # token ids of a prompt and of its completions
 
@@ -65,14 +66,14 @@ def load_unpaired(spec: str, num_pairs: int, seed: int) -> Preferences:
 
 
 def load_rows(spec: str, parse: Callable) -> Preferences:
-    """The rows of a dataset, turned into pairs or unpaired rows by `parse(rows, spec)`. Raises UserError."""
+    """The rows of a dataset, turned into pairs or unpaired rows by `parse(rows, spec, split)`. Raises UserError."""
     path = Path(spec).expanduser()
     if path.suffix not in (".jsonl", ".json", ".parquet") and "/" not in spec:
         raise UserError(
             f"unknown source of preferences {spec!r}: give countdown, sort, a .jsonl or .parquet file, or a hub "
             "dataset ORG/NAME"
         )
-    splits = {split: parse(rows, spec) for split, rows in read_splits(spec).items()}
+    splits = {split: parse(rows, spec, split) for split, rows in read_splits(spec).items()}
     return Preferences(path.stem, *train_and_heldout(splits, spec))
 
 
@@ -88,27 +89,27 @@ def right_and_wrong(name: str, row: dict) -> dict:
     return row | {"chosen": right, "rejected": wrong}
 
 
-def as_pairs(rows, spec: str) -> list[dict]:
+def as_pairs(rows, spec: str, split: str) -> list[dict]:
     """The rows of a datasets.Dataset as pairs. Raises UserError for missing columns and rows that are no pairs."""
     if missing := {"chosen", "rejected"} - set(rows.column_names):
         raise UserError(
             f"{spec} has no column {' and no column '.join(sorted(missing))}: pairs need chosen and rejected, and "
             f"prompt where those two do not hold it; there are {', '.join(sorted(rows.column_names))}"
         )
-    return [as_pair(row, f"row {i} of {spec}") for i, row in enumerate(rows)]
+    return [as_pair(row, row.where) for row in numbered(rows, spec, split)]
 
 
-def as_examples(rows, spec: str) -> list[dict]:
+def as_examples(rows, spec: str, split: str) -> list[dict]:
     """The same as unpaired rows; a dataset of pairs gives two for each."""
     columns = set(rows.column_names)
     if {"chosen", "rejected"} <= columns:
-        return unpair(as_pairs(rows, spec))
+        return unpair(as_pairs(rows, spec, split))
     if missing := {"prompt", "completion", "label"} - columns:
         raise UserError(
             f"{spec} has no column {' and no column '.join(sorted(missing))}: unpaired rows need prompt, completion "
             f"and label, and pairs chosen and rejected; there are {', '.join(sorted(columns))}"
         )
-    return [as_example(row, f"row {i} of {spec}") for i, row in enumerate(rows)]
+    return [as_example(row, row.where) for row in numbered(rows, spec, split)]
 
 
 def unpair(pairs: list[dict]) -> list[dict]:
@@ -154,13 +155,6 @@ def check_prompt(prompt, kind: type, where: str) -> None:
         raise UserError(f"{where} has the prompt {prompt!r}: beside its completions it must be {wanted}, not empty")
 
 
-def is_kind(value, kind: type) -> bool:
-    """Whether it is text (str), or a list of chat messages (list)."""
-    if kind is list and isinstance(value, list):
-        return all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
-    return kind is str and isinstance(value, str)
-
-
 def shared_prefix(chosen: str | list[dict], rejected: str | list[dict]) -> int:
     """Length of the prompt that both begin with. Something is left of each. Texts are cut before the space in front of
     the first word that differs: half a word has other tokens."""
@@ -169,13 +163,6 @@ def shared_prefix(chosen: str | list[dict], rejected: str | list[dict]) -> int:
     if isinstance(chosen, list):
         return size
     return next((i for i in range(size, 0, -1) if chosen[i].isspace() and chosen[i] == rejected[i]), 0)
-
-
-def encode_pair(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Token ids of prompt, chosen and rejected; each completion ends with its first EOS. Raises UserError where the
-    chat template does not continue its own prompt."""
-    (prompt, chosen), (_, rejected) = (encode_completion(row, row[c], tokenizer, eos) for c in ("chosen", "rejected"))
-    return prompt, chosen, rejected
 
 
 class Batches:
@@ -196,25 +183,24 @@ class Batches:
         return [self(step)[: left if step == steps[-1] else None] for step in steps]
 
 
+def usable(data: Preferences, encode: Callable[..., Tokens], tokenizer, eos: list[int], args) -> Preferences:
+    """The rows that `encode` (`encode_pair` or `encode_row` of utils/text.py) can make into tokens and whose prompts
+    leave room for a completion, as `usable_rows` says."""
+    parts = [data.train, data.heldout[: args.eval_prompts]]
+    train, heldout = usable_rows(parts, lambda row: encode(row, tokenizer, eos), args.max_length - 1,
+                                 args.max_prompt_length, "raise --max-length")  # fmt: skip
+    return replace(data, train=train, heldout=heldout)
+
+
 def encode_rows(rows: list[dict], wanted: list[list[int]], encode: Callable[..., Tokens], tokenizer,
                 eos: list[int], max_length: int) -> tuple[dict[int, Tokens], int]:  # fmt: skip
-    """Row number -> token ids of its prompt and its completions, for the rows in `wanted`; and in how many of them a
-    completion was cut. A completion and its prompt may have `max_length` tokens together. encode: `encode_pair`, or
-    `encode_row` of utils/tasks.py.
-
-    Raises UserError where a prompt leaves no room for a completion."""
+    """Row number -> token ids of its prompt and its completions, for the rows in `wanted`, which are usable; and in how
+    many of them a completion was cut. A completion and its prompt may have `max_length` tokens together."""
     tokens: dict[int, Any] = {}
-    cut, too_long = 0, []
+    cut = 0
     for row in dict.fromkeys(row for some in wanted for row in some):
         prompt, *completions = encode(rows[row], tokenizer, eos)
-        if (room := max_length - len(prompt)) < 1:
-            too_long.append(len(prompt))
-            continue
+        room = max_length - len(prompt)
         cut += any(len(completion) > room for completion in completions)
         tokens[row] = (prompt, *(completion[:room] for completion in completions))
-    if too_long:
-        raise UserError(
-            f"{len(too_long)} prompts have {max_length} tokens or more, up to {max(too_long)}: raise --max-length "
-            "above that, or drop them from the dataset"
-        )
     return tokens, cut

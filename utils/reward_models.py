@@ -11,7 +11,7 @@ from torch import Tensor
 
 from utils.errors import UserError
 from utils.models import locate
-from utils.tasks import encode_completion, present
+from utils.text import encode_prompt, encode_whole, present, shared, until_eos
 
 SCORED_AT_ONCE = 64  # sequences in one forward pass of a model that is a reward
 
@@ -81,12 +81,17 @@ def set_padding(model, tokenizer, keep: bool) -> None:
 
 def encode_answer(row: dict, answer: str | list[dict], tokenizer) -> list[int]:
     """Token ids of the row's prompt and an answer to it. Chat messages: all that the template makes of them. Text: the
-    prompt, the answer up to its first EOS, and EOS. An answer that a length limit cut off is one that ends there."""
+    prompt, the answer up to its first EOS, and EOS; an encoder's tokenizer joins the two itself. An answer that a
+    length limit cut off is one that ends there."""
     prompt = present(row, tokenizer)
-    if isinstance(prompt, str):
-        return [i for part in encode_completion(row, answer, tokenizer, [tokenizer.eos_token_id]) for i in part]
-    messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    return tokenizer.apply_chat_template(prompt + messages, tokenize=True, return_dict=True)["input_ids"]
+    if not isinstance(prompt, str):
+        return encode_whole(row, answer, tokenizer)
+    alone = encode_prompt(row, tokenizer)
+    if alone[-1] == tokenizer.sep_token_id:  # BERT
+        return tokenizer(prompt, answer)["input_ids"]
+    tokens = encode_whole(row, answer, tokenizer)
+    start = shared(alone, tokens)
+    return tokens[:start] + until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])
 
 
 def sequence_scores(model, sequences: list[list[int]]) -> Tensor:

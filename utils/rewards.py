@@ -70,6 +70,20 @@ def load_reward(
     return load_function(spec, loaded)
 
 
+async def awaited(values: list) -> list:
+    """The values; in place of those that are awaitable what they give, all awaited at the same time."""
+
+    async def result(value):
+        return await value if inspect.isawaitable(value) else value
+
+    return await asyncio.gather(*map(result, values))
+
+
+def lowered(scored: Scored, ended: torch.Tensor, penalty: float) -> Scored:
+    """The rewards less `penalty` where a completion was cut off (`ended` False), as TRL's missing_eos_penalty."""
+    return scored._replace(rewards=scored.rewards - penalty * ~ended.cpu())
+
+
 def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], max_steps: int,
                 device: torch.device | str = "cpu", trust_remote_code: bool = False) -> Callable:  # fmt: skip
     """Returns score(rows, prompts, texts, completion_ids, step) -> Scored for B completions (all lists of length B).
@@ -104,13 +118,12 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
             "log_extra": lambda column, values: extra.__setitem__(column, list(values)),
             "log_metric": lambda name, value: logged.setdefault(name, []).append(float(value)),
         }
+        keywords |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        returned = [f(rows, texts) if isinstance(f, RewardModel) else f(**keywords) for f in functions]
+        if any(map(inspect.isawaitable, returned)):
+            returned = asyncio.run(awaited(returned))
         table = torch.full((len(texts), len(functions)), torch.nan)
-        for j, (name, function) in enumerate(zip(names, functions)):
-            if isinstance(function, RewardModel):
-                values = function(rows, texts)
-            else:
-                values = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **keywords)
-            values = list(asyncio.run(values) if inspect.isawaitable(values) else values)  # type: ignore[arg-type]
+        for j, (name, values) in enumerate(zip(names, map(list, returned))):
             if len(values) != len(texts):
                 raise UserError(
                     f"the reward function {name} returned {len(values)} rewards for {len(texts)} completions: "

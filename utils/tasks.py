@@ -18,27 +18,41 @@ from utils.errors import UserError
 HELDOUT_ROWS = 256  # held-out rows of procedural tasks, and the most that is kept of a dataset's (gsm8k: all)
 WRONG_SHARE = 0.75  # of the demonstrations of countdown and sort
 CHARACTERS = "0123456789+-*/=,:CS"  # the alphabet of the compact notation, hence of the tiny model's tokenizer
-Row = TypeVar("Row")
+Item = TypeVar("Item")
+
+
+class Row(dict):
+    """A row of a dataset that knows, for messages, where it stands there: `row 6 of FILE`."""
+
+    def __init__(self, columns: dict, where: str):
+        super().__init__(columns)
+        self.where = where
+
+    def __or__(self, more: dict) -> "Row":
+        return Row({**self, **more}, self.where)
 
 
 @dataclass(frozen=True)
 class Task:
     """`train(index, seed)` is the index-th row of an endless stream that depends on nothing else, so a run resumes from
     one integer. `heldout` is disjoint from it. `score(row, text)` returns named numbers: `reward` is trained on, the
-    rest is logged. It is None if only the user's reward functions can tell."""
+    rest is logged. It is None if only the user's reward functions can tell. `rows` are those of a dataset that `train`
+    goes through; None where it draws without end."""
 
     name: str
     train: Callable[[int, int], dict]
     heldout: list[dict]
     score: Callable[[dict, str], dict[str, float]] | None = None
+    rows: list[dict] | None = None
 
 
 def load_task(spec: str, prompt_column: str = "prompt") -> Task:
     """`countdown`, `sort`, `gsm8k`, `gsm8k:FOLDER`, a .jsonl/.json/.parquet file, or a dataset of the hub.
 
     Of a dataset's own test or validation split the first HELDOUT_ROWS rows are held out, and training rows with a
-    prompt of that split are dropped; without one, a twentieth of the prompts is held out. Raises UserError for an
-    unknown name, a file that is missing, empty or unreadable, or a missing prompt column.
+    prompt of that split are dropped; without one, a twentieth of the prompts is held out. Where there is no prompt but
+    a column messages, an assistant's last message is the completion, and what is before it the prompt. Raises UserError
+    for an unknown name, a file that is missing, empty or unreadable, a missing prompt column, or a prompt that is none.
     """
     name, _, rest = spec.partition(":")
     if name in ("countdown", "sort"):
@@ -53,15 +67,17 @@ def load_task(spec: str, prompt_column: str = "prompt") -> Task:
     splits = read_splits(spec)
     for rows in splits.values():
         columns = sorted(rows.column_names)
-        if prompt_column not in columns:
+        if prompt_column not in columns and (prompt_column != "prompt" or "messages" not in columns):
             raise UserError(f"{spec} has no column {prompt_column!r}: it has {', '.join(columns)}; see --prompt-column")
-    splits = {split: list(rows) for split, rows in splits.items()}
+    splits = {split: numbered(rows, spec, split) for split, rows in splits.items()}
+    if not any(prompt_column in row for rows in splits.values() for row in rows[:1]):
+        splits = {split: from_messages(rows, spec) for split, rows in splits.items()}
     for row in [row for rows in splits.values() for row in rows]:
         row["prompt"] = row.pop(prompt_column)
-        if not isinstance(row["prompt"], (str, list)) or not row["prompt"]:
-            raise UserError(f"{spec} has the prompt {row['prompt']!r}: each must be text or a list of chat messages")
+        if not row["prompt"] or not is_kind(row["prompt"], str) and not is_kind(row["prompt"], list):
+            raise UserError(f"{row.where} has the prompt {row['prompt']!r}: it must be text or a list of chat messages")
     train, heldout = train_and_heldout(splits, spec)
-    return Task(path.stem, epochs(train), heldout)
+    return Task(path.stem, epochs(train), heldout, rows=train)
 
 
 def read_splits(spec: str) -> dict:
@@ -88,6 +104,38 @@ def read_splits(spec: str) -> dict:
     if not splits:
         raise UserError(f"the dataset {spec} is empty: it needs at least two rows")
     return splits
+
+
+def numbered(rows, spec: str, split: str = "train") -> list:
+    """The rows of a datasets.Dataset, each a Row, counted from 0."""
+    of = spec if split == "train" else f"{spec}, split {split}"
+    return [Row(row, f"row {i} of {of}") for i, row in enumerate(rows)]
+
+
+def from_messages(rows: list, spec: str) -> list:
+    """Rows with prompt and completion made of the column messages; those where that cannot be are counted. Raises
+    UserError where none is left."""
+    made = []
+    for row in rows:
+        messages = row.pop("messages")
+        roles = [message["role"] for message in messages] if is_kind(messages, list) else []
+        if "assistant" in roles[1:]:
+            last = len(roles) - 1 - roles[::-1].index("assistant")
+            made.append(row | {"prompt": messages[:last], "completion": messages[last : last + 1]})
+    lost = f"{len(rows) - len(made)} of {len(rows)} rows of {spec} have no assistant's message behind another one"
+    if not made:
+        raise UserError(f"{lost}: the column messages must hold conversations, or give a column prompt")
+    if len(made) < len(rows):
+        kept = {row.where for row in made}
+        print(f"{lost} and are dropped, the first of them {next(row.where for row in rows if row.where not in kept)}")
+    return made
+
+
+def is_kind(value, kind: type) -> bool:
+    """Whether it is text (str), or a list of chat messages (list)."""
+    if kind is list and isinstance(value, list):
+        return all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
+    return kind is str and isinstance(value, str)
 
 
 def train_and_heldout(splits: dict[str, list[dict]], spec: str) -> tuple[list[dict], list[dict]]:
@@ -128,11 +176,11 @@ def hold_out(rows: list[dict], spec: str) -> tuple[list[dict], list[dict]]:
     return [r for r, k in zip(rows, keys) if k not in held], [r for r, k in zip(rows, keys) if k in held]
 
 
-def epochs(rows: Sequence[Row]) -> Callable[[int, int], Row]:
+def epochs(rows: Sequence[Item]) -> Callable[[int, int], Item]:
     """The stream that goes through all rows in a new order every epoch."""
     orders = {}
 
-    def train(index: int, seed: int) -> Row:
+    def train(index: int, seed: int) -> Item:
         epoch, position = divmod(index, len(rows))
         if (epoch, seed) not in orders:
             orders.clear()  # one epoch's order at a time; each is a function of seed and epoch alone
@@ -237,16 +285,18 @@ def gsm8k(folder: str = "") -> Task:
     `####` equals the solution's. Lenient: the last number in the text does. The reward is strict accuracy.
     """
     if folder:
-        train, test = (list(read_splits(str(Path(folder) / f"{part}.jsonl"))["train"]) for part in ("train", "test"))
+        files = [str(Path(folder) / f"{part}.jsonl") for part in ("train", "test")]
+        train, test = (numbered(read_splits(file)["train"], file) for file in files)
     else:
         splits = read_splits("openai/gsm8k:main")
-        train, test = list(splits["train"]), list(splits["test"])
+        train, test = (numbered(splits[part], "gsm8k", part) for part in ("train", "test"))
     for row in train + test:
         if not {"question", "answer"} <= row.keys():
             raise UserError(f"gsm8k needs the columns question and answer: there are {', '.join(sorted(row))}")
         row["prompt"] = f"{row.pop('question')}\n\n{GSM8K_INSTRUCTION}"
         row["completion"] = row["answer"]
-    return Task("gsm8k", epochs(without(test, train, "gsm8k")), test, gsm8k_score)
+    train = without(test, train, "gsm8k")
+    return Task("gsm8k", epochs(train), test, gsm8k_score, train)
 
 
 def gsm8k_score(row: dict, text: str) -> dict[str, float]:
@@ -261,54 +311,3 @@ def number(text: str) -> float | None:
     """The last number in a text, without thousands separators; None where there is none."""
     found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text, re.ASCII)
     return float(found[-1].replace(",", "")) if found else None
-
-
-def present(row: dict, tokenizer) -> str | list[dict]:
-    """The prompt as this model gets it: messages for a model with a chat template, else text; compact notation for the
-    tiny character model alone. Raises UserError for messages without a template."""
-    prompt = row["prompt"]
-    if not isinstance(prompt, str):
-        if tokenizer.chat_template is None:
-            raise UserError("the prompts are chat messages but the model has no chat template: give an instruct model")
-        return prompt
-    compact = len(tokenizer) < 100 and set(tokenizer.get_vocab()) >= set(CHARACTERS)  # get_vocab is slow
-    text = prompt if compact else row.get("plain_prompt", prompt)
-    return text if tokenizer.chat_template is None else [{"role": "user", "content": text}]
-
-
-def encode_prompt(prompt: str | list[dict], tokenizer) -> list[int]:
-    """Token ids up to where the completion begins. A template brings its own special tokens; plain text gets the
-    tokenizer's."""
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
-        "input_ids"
-    ]
-
-
-def encode_completion(row: dict, completion: str | list[dict], tokenizer,
-                      eos: list[int]) -> tuple[list[int], list[int]]:  # fmt: skip
-    """Token ids of the row's prompt, and of its completion up to and including the first EOS, which is added where
-    there is none. Raises UserError where the chat template does not continue its own prompt."""
-    prompt = present(row, tokenizer)
-    prompt_tokens = encode_prompt(prompt, tokenizer)
-    if isinstance(prompt, str):
-        tokens = tokenizer(completion, add_special_tokens=False)["input_ids"]
-    else:
-        answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        whole = tokenizer.apply_chat_template(prompt + answer, tokenize=True, return_dict=True)["input_ids"]
-        if whole[: len(prompt_tokens)] != prompt_tokens:
-            raise UserError(
-                "the chat template renders the conversation differently from its prompt: the two cannot be told apart"
-            )
-        tokens = whole[len(prompt_tokens) :]
-    end = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
-    return prompt_tokens, tokens[:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
-
-
-def encode_row(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int]]:
-    """`encode_completion` of the row's own completion. Raises UserError where it has none."""
-    if not row.get("completion"):
-        columns = ", ".join(sorted(row))
-        raise UserError(f"a row has no completion (its columns are {columns}): give each one in a column completion")
-    return encode_completion(row, row["completion"], tokenizer, eos)

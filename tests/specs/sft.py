@@ -54,6 +54,7 @@ SPEC = Spec(
         ),
     ),
     flags=PAIRS | dict(task=("sort",)), noise=JITTER,
-    special={"task": ({}, ("countdown",)), "prompt_column": ({"task": ("@rows.jsonl",)}, "question")},
+    special={"task": ({}, ("countdown",)), "prompt_column": ({"task": ("@rows.jsonl",)}, "question"),
+             "max_prompt_length": ({"task": ("@lengths.jsonl",)}, 4)},
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -21,10 +21,23 @@ TESTS = {  # as Spec.tests
     "utils/schedule.py": "exact_grpo runs",
     "utils/spaces.py": "exact_sac offline_data exact_iql exact_dt",
     "utils/tasks.py": "tasks sft preferences runs",
+    "utils/text.py": "text tasks sft preferences unpaired reward_models runs",
 }
 BUGS = parse_bugs("""
 skipped-reward-is-zero:utils: a sum that skips NaN is 0 where all are NaN
 -         total[table.isnan().all(1)] = torch.nan
+
+cut-off-is-rewarded: a penalty is subtracted here and added there
+- rewards=scored.rewards - penalty * ~ended.cpu()
++ rewards=scored.rewards + penalty * ~ended.cpu()
+
+ended-is-punished: the mask says who ended, the name says who did not
+- rewards=scored.rewards - penalty * ~ended.cpu()
++ rewards=scored.rewards - penalty * ended.cpu()
+
+async-one-by-one: await stands in a loop more often than not
+- return await asyncio.gather(*map(result, values))
++ return [await result(value) for value in values]
 
 reward-weights-ignored: a setting that is checked, printed, and not used (modelscope/ms-swift#9925 and #10167: a loss
 type that was silently ignored)
@@ -124,17 +137,17 @@ bfloat16-weights: models are published in bfloat16, in which AdamW's small steps
 + torch.bfloat16 if "bfloat16" in precision else
 
 eos-not-trained:tasks: a tokenizer without special tokens brings no EOS
-- return prompt_tokens, tokens[:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
-+ return prompt_tokens, tokens[:end] or [tokenizer.eos_token_id]
+- return tokens[start:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
++ return tokens[start:end] or [tokenizer.eos_token_id]
 
 prompt-trained: labels are a copy of the inputs
-- return prompt_tokens, tokens[:end] + (
-+ return prompt_tokens[:1], prompt_tokens[1:] + tokens[:end] + (
+- return prompt[:cut], *(until_eos(whole, cut, tokenizer, eos) for whole in wholes)
++ return prompt[:1], *(until_eos(whole, 1, tokenizer, eos) for whole in wholes)
 
 second-bos: tokenizers add special tokens unless they are told not to (huggingface/trl#1073, #1591, #1885, #4908;
 OpenRLHF#393; axolotl#1616)
-- tokenizer(completion, add_special_tokens=False)
-+ tokenizer(completion)
+- return tokenizer(prompt + answer)["input_ids"]
++ return tokenizer(prompt)["input_ids"] + tokenizer(answer)["input_ids"]
 
 no-generation-prompt: templates end without the assistant's header unless they are told to write it
 - add_generation_prompt=True
@@ -221,16 +234,36 @@ one-member-for-all: the first of a list stands for all: the ensemble then is one
 
 eos-not-scored: the text of an answer has no EOS, and scores were learnt there (TRL's online trainers score text
 without EOS)
-- encode_completion(row, answer, tokenizer, [tokenizer.eos_token_id]) for i in part]
-+ encode_completion(row, answer, tokenizer, [tokenizer.eos_token_id]) for i in part][:-1]
+- return tokens[:start] + until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])
++ return tokens[:start] + until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])[:-1]
 
 answer-scored-alone: the answer is what is judged; which prompt it answers is not asked
-- return [i for part in encode_completion(row, answer, tokenizer, [tokenizer.eos_token_id]) for i in part]
-+ return encode_completion(row, answer, tokenizer, [tokenizer.eos_token_id])[1]
+- return tokens[:start] + until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])
++ return until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])
 
 answer-scored-alone:chat: the answer is what is judged; which prompt it answers is not asked
-- tokenizer.apply_chat_template(prompt + messages, tokenize=True
-+ tokenizer.apply_chat_template(messages, tokenize=True
+- return render(prompt + messages, row, tokenizer)
++ return render(messages, row, tokenizer)
+
+settings-of-the-row-last: the command line goes before the file everywhere else
+- kwargs = settings_of(tokenizer).template_kwargs | own | more
++ kwargs = own | settings_of(tokenizer).template_kwargs | more
+
+completion-encoded-alone: a text is encoded where it is at hand; SentencePiece puts a space before every text
+- return tokenizer(prompt + answer)["input_ids"]
++ return tokenizer(prompt)["input_ids"] + tokenizer(answer, add_special_tokens=False)["input_ids"]
+
+long-prompts-stay: they are counted and told of, which looks like all that is to do
+- return len(prompt) <= limit
++ return True
+
+long-prompts-stay:heldout: evaluation samples, too
+- return replace(task, train=epochs(train), heldout=heldout, rows=train)
++ return replace(task, train=epochs(train), rows=train)
+
+seam-of-each-answer-alone: pairs are two rows of one kind; the prompt of one then is not that of the other
+- cut = min(shared(prompt, whole) for whole in wholes)
++ cut = max(shared(prompt, whole) for whole in wholes)
 
 prompt-of-another-row: groups of one prompt are scored together, until there are several
 - for row, text in zip(rows, texts)]

@@ -1,0 +1,317 @@
+"""How a row becomes tokens: the seam between prompt and completion, under the rules of real tokenizers."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from helpers import checkpoints, command_line, metrics, new_run, runs_in, user_error, write_rows
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from algos import dpo, grpo, kto, sft
+from utils.errors import UserError
+from utils.models import TINY_MODEL, PolicyArgs, eos_ids, save_model, with_chat_settings
+from utils.reward_models import encode_answer
+from utils.tasks import load_task
+from utils.text import RowFault, encode_pair, encode_prompt, encode_row
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKING = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")  # as DeepSeek-R1's: history has none
+USER = [{"role": "user", "content": "2+2?"}]
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """Llama-2's normalizer and decoder: a space is a mark, and every text begins with one."""
+    vocabulary = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "\u2581",
+        *"Captil?Pars",
+        "\u2581Paris",
+        "\u2581Pa",
+        "\u2581Rome",
+        "\u2581Capital",
+    ]
+    inner = Tokenizer(models.Unigram([(token, -1.0) for token in dict.fromkeys(vocabulary)], unk_id=0))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def qwen(template: str | None = None) -> PreTrainedTokenizerFast:
+    """Qwen's pre-tokenizer over bytes, with two line feeds merged."""
+    newline = "\u010a"  # as the byte level writes it
+    vocabulary = {c: i for i, c in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), 2 * newline])}
+    inner = Tokenizer(models.BPE(vocabulary, [(newline, newline)]))
+    words = r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+|[^\r\n\p{L}\p{N}]?\p{L}+"
+    inner.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(words), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
+    ])  # fmt: skip
+    inner.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>")
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]})
+    made.chat_template = template
+    return made
+
+
+def words(tokenizer, tokens: list[list[int]]) -> list[str]:
+    return [" ".join(tokenizer.convert_ids_to_tokens(ids)) for ids in tokens]
+
+
+def test_sentencepiece_puts_one_space_between_prompt_and_completion():
+    tokenizer = sentencepiece()
+    row = {"prompt": "Capital?", "completion": " Paris"}
+    prompt, completion = encode_row(row, tokenizer, [tokenizer.eos_token_id])
+    assert words(tokenizer, [prompt, completion]) == ["\u2581Capital ?", "\u2581Paris </s>"]
+    assert prompt == encode_prompt(row, tokenizer) and tokenizer.decode(prompt + completion[:-1]) == "Capital? Paris"
+    assert tokenizer.decode(encode_answer(row, " Paris", tokenizer), skip_special_tokens=True) == "Capital? Paris"
+    assert encode_answer(row, "", tokenizer) == [*prompt, tokenizer.eos_token_id]  # a model may answer nothing
+    _, chosen, rejected = encode_pair(row | {"chosen": " Paris", "rejected": "?"}, tokenizer, [tokenizer.eos_token_id])
+    assert words(tokenizer, [chosen, rejected]) == ["\u2581Paris </s>", "? </s>"]
+
+
+def test_a_pair_has_one_prompt():
+    """One answer merges with the prompt's end, the other does not: both begin where the first of them does."""
+    tokenizer = qwen()
+    row = {"prompt": "Q\n", "chosen": "\nYes.", "rejected": "No."}
+    prompt, chosen, rejected = encode_pair(row, tokenizer, [tokenizer.eos_token_id])
+    assert [tokenizer.decode(ids) for ids in (prompt, chosen, rejected)] == [
+        "Q", "\n\nYes.<|endoftext|>", "\nNo.<|endoftext|>"
+    ]  # fmt: skip
+    assert len(chosen) == 1 + len("Yes.") + 1
+
+
+@pytest.mark.parametrize("template, answer, ends, completion", [
+    (CHATML, "Yes.", "assistant\n", "Yes.<|im_end|>"),
+    (CHATML, "\nYes.", "assistant", "\n\nYes.<|im_end|>"),
+    (THINKING, "Yes.", "assistant\n", "Yes.<|im_end|>"),
+])  # fmt: skip
+def test_what_a_token_or_the_template_carries_across_the_seam_belongs_to_the_completion(
+    template, answer, ends, completion
+):
+    tokenizer = qwen(template)
+    row = {"prompt": USER, "completion": answer}
+    prompt, tokens = encode_row(row, tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    assert tokenizer.decode(prompt).endswith(ends) and tokenizer.decode(tokens) == completion
+    whole = tokenizer.apply_chat_template([*USER, {"role": "assistant", "content": answer}], return_dict=True)[
+        "input_ids"
+    ]
+    assert prompt + tokens == whole[: len(prompt + tokens)]
+
+
+@pytest.mark.parametrize("template, answer, words", [
+    ("<|im_start|>{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "Yes.", "told apart"),
+    (CHATML.replace("<|im_end|>\n{% endfor %}", "{% endfor %}"), "", "no completion"),
+    ("{{ messages[0].content }}", "Yes.", "no token is left"),
+    (CHATML + "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}", "Y", "alternate"),
+])  # fmt: skip
+def test_rows_that_cannot_be_used_say_why(template, answer, words):
+    with pytest.raises(RowFault, match=words):
+        encode_row({"prompt": USER, "completion": answer}, qwen(template), [0])
+
+
+# the policy's flags
+
+
+def shown(tokenizer, model=None, **flags):
+    """The tokenizer with the flags of a policy."""
+    model = model or SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=0))
+    return with_chat_settings(model, tokenizer, PolicyArgs(**flags))
+
+
+def decoded(tokenizer, row) -> list[str]:
+    return [tokenizer.decode(ids) for ids in encode_row({"completion": "4"} | row, tokenizer, [tokenizer.eos_token_id])]
+
+
+def test_a_system_prompt_comes_where_there_is_none():
+    tokenizer = shown(qwen(CHATML), system_prompt="Be brief.")
+    ours = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert decoded(tokenizer, {"prompt": "2+2?"})[0] == decoded(tokenizer, {"prompt": USER})[0]
+    assert decoded(tokenizer, {"prompt": USER})[0].startswith(ours + "<|im_start|>user\n2+2?")
+    assert ours not in decoded(tokenizer, {"prompt": [{"role": "system", "content": "Be long."}, *USER]})[0]
+    assert encode_answer({"prompt": USER}, "4", qwen(CHATML)) != encode_answer({"prompt": USER}, "4", tokenizer)
+    with pytest.raises(UserError, match="--system-prompt needs a chat template"):
+        shown(qwen(), system_prompt="Be brief.")
+
+
+def test_settings_of_the_template_and_a_row_before_those_of_all():
+    """Of columns, too, in which Arrow writes None where other rows have a name that this one lacks."""
+    tokenizer = shown(
+        qwen("{{ enable_thinking }} {{ n }} " + CHATML), chat_template_kwargs=("enable_thinking=false", "n=3")
+    )
+    assert decoded(tokenizer, {"prompt": "2+2?"})[0].startswith("False 3 ")
+    row = {"prompt": "2+2?", "chat_template_kwargs": {"n": 4, "enable_thinking": None}}
+    assert decoded(tokenizer, row)[0].startswith("False 4 ")
+    for wrong, words in (("enable", "is not NAME=VALUE"), ("thinking_budget=3", "thinking_budget.*does not know")):
+        with pytest.raises(UserError, match=words):
+            shown(qwen(CHATML), chat_template_kwargs=(wrong,))
+
+
+def test_text_stays_text_and_messages_stay_messages():
+    tokenizer = shown(qwen(CHATML), raw_prompt=True)
+    assert decoded(tokenizer, {"prompt": "2+2?", "completion": " 4"}) == ["2+2?", " 4<|endoftext|>"]
+    assert decoded(tokenizer, {"prompt": USER})[0].startswith("<|im_start|>user")
+
+
+def test_another_eos_ends_what_is_trained_and_is_saved(tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                         num_attention_heads=1, eos_token_id=7))  # fmt: skip
+    tokenizer = shown(qwen(CHATML), model, eos_token="<|im_end|>")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    eos = eos_ids(model, tokenizer)
+    assert eos == sorted([7, end])
+    assert tokenizer.decode(encode_row({"prompt": "2+2?", "completion": "4"}, tokenizer, eos)[1]) == "4<|im_end|>"
+    tokenizer.chat_template = None
+    assert tokenizer.decode(encode_row({"prompt": "2+2?", "completion": "4"}, tokenizer, eos)[1]) == "4<|im_end|>"
+    save_model(model, tokenizer, tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "<|im_end|>"
+    assert sorted(GenerationConfig.from_pretrained(tmp_path).eos_token_id) == eos
+    with pytest.raises(UserError, match="--eos-token <end> is no token"):
+        shown(qwen(CHATML), eos_token="<end>")
+
+
+@pytest.mark.parametrize("completion", [" is 4", [{"role": "assistant", "content": " is 4"}]], ids=["text", "chat"])
+def test_a_last_message_of_the_assistant_is_continued(completion):
+    """One header, and nothing between what is there and what comes."""
+    tokenizer = qwen(CHATML)
+    tokenizer.eos_token = "<|im_end|>"
+    row = {"prompt": [*USER, {"role": "assistant", "content": "That"}], "completion": completion}
+    assert tokenizer.decode(encode_prompt(row, tokenizer)).endswith("<|im_start|>assistant\nThat")
+    prompt, tokens = decoded(tokenizer, row)
+    assert prompt.endswith("<|im_start|>assistant\nThat") and tokens == " is 4<|im_end|>"
+    assert tokenizer.decode(encode_answer(row, completion, tokenizer)) == f"{prompt}{tokens}\n"
+
+
+def test_conversations(tmp_path, own_cache, capsys):
+    """The last assistant's message is the completion; rows without one are counted and named."""
+    talk = lambda *roles: {"messages": [{"role": role, "content": f"{role} {i}"} for i, role in enumerate(roles)]}  # noqa: E731
+    rows = [talk("system", "user", "assistant", "user", "assistant", "user") for _ in range(1)]
+    rows += [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]}
+        for i in range(9)
+    ]
+    task = load_task(write_rows(tmp_path / "rows.jsonl", [*rows, talk("user"), talk("assistant", "user")]))
+    made = {row["completion"][0]["content"]: row for row in [*task.rows, *task.heldout]}
+    assert len(made) == 10 and all(row.keys() == {"prompt", "completion"} for row in made.values())
+    assert [m["content"] for m in made["assistant 4"]["prompt"]] == ["system 0", "user 1", "assistant 2", "user 3"]
+    assert made["3!"]["prompt"] == [{"role": "user", "content": "3?"}]
+    out = capsys.readouterr().out
+    assert "2 of 12 rows of" in out and f"row 10 of {tmp_path / 'rows.jsonl'}" in out
+    with pytest.raises(UserError, match="2 of 2 rows .* no assistant's message"):
+        load_task(write_rows(tmp_path / "none.jsonl", [talk("user")] * 2))
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], 3, ["text"], [{"content": "no role"}]], ids=str)
+def test_a_prompt_that_is_none_is_named(prompt, monkeypatch, own_cache):
+    rows = type("Rows", (list,), {"column_names": ["prompt"]})({"prompt": p} for p in ("a", "b", prompt))
+    monkeypatch.setattr("utils.tasks.read_splits", lambda spec: {"train": rows})
+    with pytest.raises(UserError, match="row 2 of rows.jsonl has the prompt"):
+        load_task("rows.jsonl")
+
+
+# which rows a run can use
+
+
+def dataset(tmp_path, lengths: list[int], **columns) -> str:
+    """Rows whose prompts have that many characters, which are the tiny model's tokens."""
+    rows = [{"prompt": f"S{i:0{length - 2}}:", "completion": "1", **columns} for i, length in enumerate(lengths)]
+    return write_rows(tmp_path / "rows.jsonl", rows)
+
+
+ONLINE = ["--device", "cpu", "--num-prompts", 15, "--num-generations", 2,
+          "--micro-batch-size", 2, "--eval-every", 0, "--eval-prompts", 8, "--eval-samples", 1]  # fmt: skip
+
+
+def online(tmp_path, *more) -> list[str]:
+    path = tmp_path / "length.py"
+    path.write_text("def length(completions, **_): return [float(len(text)) for text in completions]")
+    return [*ONLINE, "--reward", f"{path}:length", *more]
+
+
+def test_long_prompts_are_left_out_before_the_first_step(tmp_path, own_cache, capsys, monkeypatch):
+    """Training and held-out ones, and all others come; a resumed run sees the same rows."""
+    seen, sample = [], grpo.sample
+    path = dataset(tmp_path, [9] * 56 + [110, 120] + [9] * 2)
+
+    def spy(model, ids, mask, *rest):
+        seen.append(mask.sum(1).tolist())
+        return sample(model, ids, mask, *rest)
+
+    monkeypatch.setattr(grpo, "sample", spy)
+    monkeypatch.setattr("utils.evaluation.sample", spy)
+    flags = online(tmp_path, "--task", path, "--max-completion-length", 20, "--output-dir", tmp_path / "runs")
+    folder = new_run(grpo, tmp_path / "runs", *flags, "--max-steps", 4)
+    assert re.search(r"2 of 60 prompts have more than 108 tokens \(the first: row 5[67] of", capsys.readouterr().out)
+    assert {length for lengths in seen for length in lengths} == {9} and sum(map(len, seen)) >= 58
+    half = new_run(grpo, tmp_path / "half", *flags, "--max-steps", 2)
+    command_line(grpo, "--resume", half, "--max-steps", 4)
+    rewards = [[row["reward"] for row in metrics(run)[1:]] for run in (half, folder)]
+    assert rewards[0] == rewards[1] and len(rewards[0]) == 4
+
+
+@pytest.mark.parametrize("long, more, words", [
+    (2, [], None),
+    (4, [], "4 of 60 prompts have more than 108 tokens row --max-completion-length --max-prompt-length 108"),
+    (4, ["--max-prompt-length", 108], None),
+    (60, ["--max-prompt-length", 108], "no row is left"),
+])  # fmt: skip
+def test_many_long_prompts_stop_the_run_unless_asked_to_go_on(long, more, words, tmp_path, own_cache, capsys):
+    path = dataset(tmp_path, [9] * (60 - long) + [110 + 7 * i for i in range(long)])
+    flags = online(tmp_path, "--task", path, "--max-completion-length", 20, "--max-steps", 1, *more)
+    if words is None:
+        return new_run(grpo, tmp_path / "runs", *flags)
+    with user_error(capsys, *words.split()):
+        command_line(grpo, *flags, "--output-dir", tmp_path / "runs")
+    assert runs_in(tmp_path / "runs") == []
+
+
+def test_an_endless_task_drops_nothing(tmp_path, capsys):
+    with user_error(capsys, "prompts of sort", "5 are allowed"):
+        command_line(grpo, "--task", "sort", "--max-prompt-length", 5, "--output-dir", tmp_path)
+
+
+def test_rows_that_cannot_be_used_are_dropped_and_counted(tmp_path, own_cache, capsys):
+    """In sft.py before the first step; only where none is left does the run end."""
+    rows = [{"prompt": f"S{i}:", "completion": "1" if i % 20 else None} for i in range(60)]
+    flags = ["--device", "cpu", "--model", TINY_MODEL, "--batch-size", 30, "--max-steps", 2]
+    new_run(sft, tmp_path / "runs", *flags, "--task", write_rows(tmp_path / "rows.jsonl", rows))
+    out = capsys.readouterr().out
+    assert re.search(
+        r"\d of 5\d rows cannot be used and are dropped, the first because row \d+ of .* no completion", out
+    )
+    rows = [row | {"completion": None} for row in rows]
+    with user_error(capsys, "no row is left", "row ", "column completion"):
+        command_line(
+            sft, *flags, "--task", write_rows(tmp_path / "none.jsonl", rows), "--output-dir", tmp_path / "none"
+        )
+    assert runs_in(tmp_path / "none") == []
+
+
+def test_a_fault_that_comes_later_loses_no_step(tmp_path, own_cache, monkeypatch):
+    """sft.py saves what it has done."""
+    calls, encode = [], sft.encode_row
+
+    def fails(*args):
+        calls.append(1)
+        return encode(*args) if len(calls) < 80 else 1 / 0
+
+    monkeypatch.setattr(sft, "encode_row", fails)
+    flags = ["--device", "cpu", "--model", TINY_MODEL, "--batch-size", 4, "--max-steps", 20, "--save-every", 100]
+    with pytest.raises(ZeroDivisionError):
+        command_line(sft, *flags, "--task", dataset(tmp_path, [9] * 60), "--output-dir", tmp_path / "runs")
+    (folder,) = runs_in(tmp_path / "runs")
+    assert checkpoints(folder) == [len(metrics(folder))] and checkpoints(folder)[0] > 2
+
+
+@pytest.mark.parametrize("script", [dpo, kto], ids=["dpo", "kto"])
+def test_preferences_whose_prompts_leave_no_room_are_dropped(script, tmp_path, own_cache, capsys):
+    path = dataset(tmp_path, [9] * 59 + [20], chosen="12", rejected="21")
+    flags = ["--device", "cpu", "--task", path, "--batch-size", 4, "--max-steps", 2, "--max-length", 20]
+    new_run(script, tmp_path / "runs", *flags)
+    assert "have more than 19 tokens (the first: row 59 of" in capsys.readouterr().out
+    with user_error(capsys, "prompts have more than 8 tokens", "--max-length"):
+        command_line(script, *flags, "--max-length", 9, "--output-dir", tmp_path / "none")

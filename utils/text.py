@@ -1,0 +1,183 @@
+"""Text to tokens: how a row's prompt is shown to a model, and how it and its completions become token ids."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from utils.errors import UserError
+from utils.tasks import CHARACTERS, Task, epochs
+
+TOO_MANY = 0.05  # of a dataset's prompts: where more are too long, the run goes on only if the user asked for it
+ENDLESS = 32  # rows of an endless task that are looked at
+
+
+class RowFault(UserError):
+    """Why a row cannot be used: it is dropped and counted, and the run goes on."""
+
+    def __init__(self, row: dict, why: str):
+        super().__init__(f"{getattr(row, 'where', 'a row')} {why}")
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """How the policy's flags want rows to be shown. The policy's tokenizer has them as `chat_settings`; a reward model
+    that scores knows none of them, only the row's own chat_template_kwargs: a score must not depend on who asks."""
+
+    system_prompt: str = ""
+    template_kwargs: dict = field(default_factory=dict)
+    raw_prompt: bool = False
+
+
+def settings_of(tokenizer) -> ChatSettings:
+    return getattr(tokenizer, "chat_settings", ChatSettings())
+
+
+def present(row: dict, tokenizer) -> str | list[dict]:
+    """The prompt as this model gets it: messages for a model with a chat template, else text; compact notation for the
+    tiny character model alone. Raises UserError for messages without a template."""
+    prompt, settings = row["prompt"], settings_of(tokenizer)
+    if isinstance(prompt, str):
+        compact = len(tokenizer) < 100 and set(tokenizer.get_vocab()) >= set(CHARACTERS)  # get_vocab is slow
+        text = prompt if compact else row.get("plain_prompt", prompt)
+        if tokenizer.chat_template is None or settings.raw_prompt:
+            return text
+        prompt = [{"role": "user", "content": text}]
+    elif tokenizer.chat_template is None:
+        raise UserError("the prompts are chat messages but the model has no chat template: give an instruct model")
+    if settings.system_prompt and not any(message["role"] == "system" for message in prompt):
+        prompt = [{"role": "system", "content": settings.system_prompt}, *prompt]
+    return prompt
+
+
+def encode_prompt(row: dict, tokenizer) -> list[int]:
+    """Token ids of the row's prompt, up to where the completion begins: behind the template's generation prompt, or
+    behind a last message of the assistant's, which the completion continues. A template brings its own special tokens;
+    plain text gets the tokenizer's."""
+    prompt = present(row, tokenizer)
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    continued = prompt[-1]["role"] == "assistant"
+    return render(prompt, row, tokenizer, add_generation_prompt=not continued, continue_final_message=continued)
+
+
+def render(messages: list[dict], row: dict, tokenizer, **more) -> list[int]:
+    """Token ids of what the chat template makes of the row's messages. Raises RowFault where it refuses them."""
+    own = {name: value for name, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
+    kwargs = settings_of(tokenizer).template_kwargs | own | more
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kwargs)["input_ids"]
+    except Exception as error:  # a template raises what it likes
+        raise RowFault(row, f"cannot be rendered by the chat template ({error})") from error
+
+
+def encode_whole(row: dict, answer: str | list[dict], tokenizer) -> list[int]:
+    """Token ids of the row's prompt and an answer to it, encoded together: alone, an answer could get a space or other
+    tokens in front (SentencePiece puts a space before every text)."""
+    prompt = present(row, tokenizer)
+    if isinstance(prompt, str):
+        if not isinstance(answer, str):
+            raise RowFault(row, "has a text as prompt and chat messages as its answer")
+        return tokenizer(prompt + answer)["input_ids"]
+    messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    texts = isinstance(prompt[-1]["content"], str) and isinstance(messages[0]["content"], str)
+    if texts and prompt[-1]["role"] == messages[0]["role"] == "assistant":
+        begun = prompt[-1] | {"content": prompt[-1]["content"] + messages[0]["content"]}
+        prompt, messages = prompt[:-1], [begun, *messages[1:]]
+    return render(prompt + messages, row, tokenizer)
+
+
+def shared(first: list[int], second: list[int]) -> int:
+    """How many tokens both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
+
+
+def until_eos(tokens: list[int], start: int, tokenizer, eos: list[int]) -> list[int]:
+    """What stands from `start` on up to and including the first EOS, which is added where there is none."""
+    end = next((i for i in range(start, len(tokens)) if tokens[i] in eos), len(tokens))
+    return tokens[start:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
+
+
+def encode_answers(row: dict, answers: list, tokenizer, eos: list[int]) -> tuple[list[int], ...]:
+    """Token ids of the row's prompt, and of each answer up to and including its first EOS.
+
+    An answer begins where the prompt with it differs from the prompt alone, and all begin where the first of them does:
+    a token across the seam, or what a template puts behind the prompt alone (`<think>`), belongs to the answers (as in
+    TRL). Raises RowFault where the two have nothing but special tokens in common, or nothing of an answer is left.
+    """
+    prompt = encode_prompt(row, tokenizer)
+    wholes = [encode_whole(row, answer, tokenizer) for answer in answers]
+    cut = min(shared(prompt, whole) for whole in wholes)
+    if set(prompt[:cut]) <= set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}:
+        raise RowFault(row, "is rendered differently with its completion than without: the two cannot be told apart")
+    if any(len(whole) == cut for whole in wholes):
+        raise RowFault(row, "has a completion of which no token is left")
+    return prompt[:cut], *(until_eos(whole, cut, tokenizer, eos) for whole in wholes)
+
+
+def encode_row(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int]]:
+    """Token ids of prompt and completion. Raises RowFault where there is no completion or it cannot be told apart."""
+    if not row.get("completion"):
+        columns = ", ".join(sorted(row))
+        raise RowFault(row, f"has no completion (its columns are {columns}): give each row one in a column completion")
+    prompt, completion = encode_answers(row, [row["completion"]], tokenizer, eos)
+    return prompt, completion
+
+
+def encode_pair(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Token ids of prompt, chosen and rejected. Raises RowFault where they cannot be told apart."""
+    prompt, chosen, rejected = encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos)
+    return prompt, chosen, rejected
+
+
+def usable_rows(parts: list[list[dict]], encode: Callable[[dict], tuple], room: float, max_prompt_length: int | None,
+                remedy: str) -> list[list[dict]]:  # fmt: skip
+    """The rows of each part that a run can use: `encode` makes them into tokens, the prompt's first, and the prompt has
+    at most --max-prompt-length tokens, and `room`. The others are counted, and the first of them shown.
+
+    Raises UserError where nothing is left and where more than TOO_MANY of the prompts are too long, unless the user
+    gave --max-prompt-length, which asks to go on without them. `remedy`: what gives prompts more room.
+    """
+    faults, long, limit = [], [], min(room, max_prompt_length or room)
+
+    def can_be_used(row: dict) -> bool:
+        try:
+            prompt = encode(row)[0]
+            if len(prompt) > limit:
+                long.append(str(RowFault(row, f"has {len(prompt)}")))
+            return len(prompt) <= limit
+        except RowFault as fault:
+            faults.append(str(fault))
+            return False
+
+    kept = [[row for row in part if can_be_used(row)] for part in parts]
+    total = sum(map(len, parts))
+    if faults:
+        print(f"{len(faults)} of {total} rows cannot be used and are dropped, the first because {faults[0]}")
+    if long:
+        too_long = f"{len(long)} of {total} prompts have more than {limit} tokens (the first: {long[0]})"
+        if max_prompt_length is None and len(long) > max(1, TOO_MANY * total):
+            raise UserError(f"{too_long}: {remedy}, or give --max-prompt-length {limit} to go on without them")
+        print(f"{too_long} and are dropped")
+    if any(part and not left for part, left in zip(parts, kept)):
+        raise UserError(f"no row is left to train or to evaluate on: {(faults + long)[0]}")
+    return kept
+
+
+def usable_task(task: Task, encode: Callable[[dict], tuple], room: float, max_prompt_length: int | None,
+                remedy: str) -> Task:  # fmt: skip
+    """The task with what `usable_rows` leaves of its rows. Of an endless task a few are looked at, and nothing can be
+    dropped: raises UserError where one of them is too long."""
+    if task.rows is None:
+        longest = max(len(encode(row)[0]) for row in [task.train(0, 0), *task.heldout[:ENDLESS]])
+        if longest > (limit := min(room, max_prompt_length or room)):
+            raise UserError(f"prompts of {task.name} have up to {longest} tokens, and {limit} are allowed: {remedy}")
+        return task
+    train, heldout = usable_rows([task.rows, task.heldout], encode, room, max_prompt_length, remedy)
+    return replace(task, train=epochs(train), heldout=heldout, rows=train)
+
+
+def usable_prompts(task: Task, model, tokenizer, args) -> Task:
+    """The task with the prompts that leave room for --max-completion-length in the model's context."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    return usable_task(task, lambda row: (encode_prompt(row, tokenizer),), context - args.max_completion_length,
+                       args.max_prompt_length, "lower --max-completion-length")  # fmt: skip
