@@ -114,6 +114,12 @@ def test_rows_that_cannot_be_used_say_why(template, answer, words):
         encode_row({"prompt": USER, "completion": answer}, qwen(template), [0])
 
 
+def test_unknown_words_are_words():
+    """A prompt of nothing else has something in common with itself: <unk> is a special token, too."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    assert len(encode_row({"prompt": "hello", "completion": "12"}, tokenizer, [1])[0]) == len("hello")
+
+
 # the policy's flags
 
 
