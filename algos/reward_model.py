@@ -75,7 +75,7 @@ import math
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -101,6 +101,7 @@ from utils.preferences import Batches, load_preferences
 from utils.reward_models import encode_answer, load_reward_model, sequence_scores
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
+from utils.text import usable_rows
 
 NAME, TITLE = "reward_model", "reward model"
 PRESETS = {  # defaults that depend on the model, for arguments left at None
@@ -310,6 +311,12 @@ def train(args: Args) -> list[dict]:
         torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
         for model in members
     ]
+    train, heldout_rows = usable_rows(
+        [data.train, data.heldout[: args.eval_prompts]],
+        lambda row: (encode_answer(row, row["chosen"], tokenizer), encode_answer(row, row["rejected"], tokenizer)),
+        math.inf, None, "",
+    )  # fmt: skip
+    data = replace(data, train=train, heldout=heldout_rows)
     rows = with_noise(data.train, args.label_noise, args.seed) + data.heldout[: args.eval_prompts]
     batches = [Batches(len(data.train), args.batch_size, seed) for seed in seeds]
     heldout, first_epochs = list(range(len(data.train), len(rows))), [b.first_epoch(args.max_steps) for b in batches]

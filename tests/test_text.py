@@ -1,6 +1,7 @@
 """How a row becomes tokens: the seam between prompt and completion, under the rules of real tokenizers."""
 
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from helpers import checkpoints, command_line, metrics, new_run, runs_in, user_e
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from algos import dpo, grpo, kto, sft
+from algos import dpo, grpo, kto, reward_model, sft
 from utils.errors import UserError
 from utils.models import TINY_MODEL, PolicyArgs, eos_ids, save_model, with_chat_settings
 from utils.reward_models import encode_answer
@@ -112,6 +113,12 @@ def test_what_a_token_or_the_template_carries_across_the_seam_belongs_to_the_com
 def test_rows_that_cannot_be_used_say_why(template, answer, words):
     with pytest.raises(RowFault, match=words):
         encode_row({"prompt": USER, "completion": answer}, qwen(template), [0])
+
+
+def test_unknown_words_are_words():
+    """A prompt of nothing else has something in common with itself: <unk> is a special token, too."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    assert len(encode_row({"prompt": "hello", "completion": "12"}, tokenizer, [1])[0]) == len("hello")
 
 
 # the policy's flags
@@ -305,6 +312,20 @@ def test_a_fault_that_comes_later_loses_no_step(tmp_path, own_cache, monkeypatch
         command_line(sft, *flags, "--task", dataset(tmp_path, [9] * 60), "--output-dir", tmp_path / "runs")
     (folder,) = runs_in(tmp_path / "runs")
     assert checkpoints(folder) == [len(metrics(folder))] and checkpoints(folder)[0] > 2
+
+
+def test_a_pair_that_the_template_refuses_is_dropped(tmp_path, own_cache, capsys):
+    """By reward_model.py, which has no flags for prompts."""
+    refuses = "{% for m in messages %}{% if '9' in m.content %}{{ raise_exception('no nines') }}{% endif %}"
+    save = AutoTokenizer.from_pretrained(TINY_MODEL)
+    save.chat_template = refuses + "{{ m.content }}<eos>{% endfor %}"
+    shutil.copytree(TINY_MODEL, tmp_path / "model")
+    save.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": f"S{i}:", "chosen": "12", "rejected": "9" if i == 12 else "21"} for i in range(10, 40)]
+    flags = ["--model", tmp_path / "model", "--task", write_rows(tmp_path / "rows.jsonl", rows), "--max-steps", 1]
+    new_run(reward_model, tmp_path / "runs", *flags, "--batch-size", 2, "--device", "cpu")
+    out = capsys.readouterr().out
+    assert "rows cannot be used and are dropped, the first because row 2 of" in out and "no nines" in out
 
 
 @pytest.mark.parametrize("script", [dpo, kto], ids=["dpo", "kto"])

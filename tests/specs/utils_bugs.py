@@ -150,8 +150,12 @@ OpenRLHF#393; axolotl#1616)
 + return tokenizer(prompt)["input_ids"] + tokenizer(answer)["input_ids"]
 
 no-generation-prompt: templates end without the assistant's header unless they are told to write it
-- add_generation_prompt=True
+- add_generation_prompt=not continued
 + add_generation_prompt=False
+
+prefill-gets-a-second-header: prompts end with a user's message in all examples
+- continued = prompt[-1]["role"] == "assistant"
++ continued = False
 
 heldout-in-training: small spaces of problems repeat themselves
 - lambda i, seed: draw(random.Random(f"{name}/{seed}/{i}"), False)
