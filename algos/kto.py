@@ -313,7 +313,7 @@ def train(args: Args) -> list[dict]:
 
     curves = {"margin": ("margin", "eval/margin"), "log-ratios": ("desirable_logratio", "undesirable_logratio", "z"),
               "held-out accuracy": ("eval/greedy*", "eval/pass*")}  # fmt: skip
-    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {data.name}")
+    return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {data.name}")
 
 
 if __name__ == "__main__":

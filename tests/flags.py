@@ -57,6 +57,9 @@ SPECIAL = {
     "lr_schedule": ({"max_steps": 3, "warmup_steps": 0}, ["constant", "cosine"]),  # of 2 steps linear and cosine agree
     "warmup_steps": ({}, 2),
     "lora_rank": ({}, 2),
+    "lora_modules": ({"lora_rank": 2}, ("q_proj",)),
+    "save_dtype": ({}, "bfloat16"),
+    "attn_implementation": ({}, "eager"),
     "max_length": ({}, 14),
     "env_id": ({}, "environments:Walk-v0"),
     "env_kwargs": ({}, ("max_episode_steps=10",)),
