@@ -60,7 +60,8 @@ Differences
     - Whitening is over the tokens of the whole batch, before it is cut into minibatches, as TRL's PPOTrainer did.
     - A minibatch is one optimizer step, and denominators are those of a minibatch, so micro-batches do not change the
       result. TRL's masked means depend on the split.
-    - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16).
+    - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16), as
+      far as the clip lets it.
     - A completion without EOS gets no penalty of its own, and V after it is 0 as after any other.
     - Dropout is off, so that the updated policy is the one that sampled.
     - Sampling and scoring both divide logits by --temperature. There is no top-k or top-p.

@@ -16,7 +16,8 @@ TESTS = {  # as Spec.tests
     "utils/reward_models.py": "reward_models exact_reward_model",
     "utils/rewards.py": "rewards runs reward_models",
     "utils/rollouts.py": "envs exact_ppo command_line_control resume_control",
-    "utils/run.py": "resume_control runs resume::test_killed_at_any_moment",
+    "utils/run.py": "resume_control runs resume::test_killed_at_any_moment "
+    "resume::test_a_kill_while_the_reference_is_computed",
     "utils/schedule.py": "exact_grpo runs",
     "utils/spaces.py": "exact_sac offline_data exact_iql exact_dt",
     "utils/tasks.py": "tasks sft preferences runs",
@@ -107,6 +108,10 @@ bfloat16-weights: models are published in bfloat16, in which AdamW's small steps
 frozen-weights-cast-for-every-token: float32 is what is trained, and nobody looks at what is not
 - frozen = lora_rank > 0 and precision != "float32"
 + frozen = False
+
+unfinished-work-taken-for-a-checkpoint: what is saved before the first step is a checkpoint at step 0 like any other
+- self.save(0, state | {"early": True})
++ self.save(0, state)
 
 merged-in-bfloat16: merging is one call, in whatever the base is held
 - model = model.to("cpu", torch.float32).merge_and_unload()
