@@ -55,7 +55,8 @@ def load_model(path: str, device: torch.device | str = "cpu", precision: str | N
         )  # fmt: skip
     except Exception as error:  # network, cache, format and architecture errors, each of its own type
         raise cannot_load(path, "--model", error, attn_implementation) from error
-    model.config.get_text_config().output_router_logits = False  # they do not go with a cache
+    if getattr(config := model.config.get_text_config(), "output_router_logits", False):
+        config.output_router_logits = False  # they do not go with a cache
     if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
         raise UserError(
             f"--model {path} lacks {len(missing)} of its weights ({missing[0]}, ...): give a folder with all of a "
