@@ -398,7 +398,7 @@ def test_the_reference_stays_where_the_run_began(tmp_path, monkeypatch):
     with LoRA no second model is loaded."""
     kept, calls = [], []
     load, update = utils.models.load_model, online_dpo.update
-    monkeypatch.setattr(utils.lm, "load_model", lambda *a, **k: calls.append(a) or load(*a, **k))
+    monkeypatch.setattr(utils.models, "load_model", lambda *a, **k: calls.append(a) or load(*a, **k))
 
     def noted(model, optimizer, batch, args):
         kept.append(batch)
