@@ -50,11 +50,12 @@ Metrics
     There is no kl column: an estimate needs samples of the policy, scored by the reference.
 
 Differences
-    - Every loss sums log-probabilities over tokens, as the papers do. --average-logps divides h by the number of
-      tokens. With ipo that is the IPO of TRL's DPOTrainer and HALOs; with sigmoid and --beta 5 it is the
-      length-normalised DPO of Tulu 3.
-    - The reference's log-probabilities are computed once, before training, and kept in the checkpoints. No second model
-      is loaded. TRL keeps one unless precompute_ref_log_probs is set.
+    - Every loss sums log-probabilities over tokens, as the papers write. --average-logps divides h by the number of
+      tokens. With ipo that is what the paper's results were made with, and the IPO of TRL's DPOTrainer and HALOs; with
+      sigmoid and --beta 5 it is the length-normalised DPO of Tulu 3.
+    - The reference's log-probabilities are computed once, before training, and kept in the checkpoints; until then
+      they are saved once a minute, and --resume goes on from there. No second model is loaded. TRL keeps one unless
+      precompute_ref_log_probs is set.
     - AdamW, as TRL and most code of today; the paper uses RMSprop.
     - Dropout is off, as in TRL, so that the first margins are 0.
     - Completions beyond --max-length are cut at the end and lose their EOS; their number is printed. Prompts beyond it
@@ -186,7 +187,9 @@ def robust_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
 
 
 def ipo_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
-    """(D - 1 / (2 beta))^2, beta being the paper's tau: Azar et al. 2023, arXiv 2310.12036 equation 17."""
+    """(D - 1 / (2 beta))^2, beta being the paper's tau: Azar et al. 2023, arXiv 2310.12036 equation 17. The paper does
+    not say that its results are of h divided by the number of tokens (--average-logps); its authors confirmed it to
+    TRL's (comment in TRL's DPOTrainer)."""
     return (chosen - rejected - 1 / (2 * args.beta)) ** 2
 
 
@@ -365,13 +368,13 @@ def train(args: Args) -> list[dict]:
     run.print(show(tokenizer, shown.prompt, [shown.chosen, shown.rejected], [1, 0], {}))
     model.train()
 
-    # reference log-probabilities, while the policy still is the reference; a resumed run only lacks those of
-    # pairs that a larger budget adds
+    # reference log-probabilities, while the policy still is the reference; a resumed run only lacks those of pairs that
+    # it had not come to, or that a larger budget adds
     reference = torch.full((len(rows), 2), torch.nan) if run.state is None else run.state["reference"]
     if len(reference) != len(rows):
         raise UserError(f"{args.task} has other rows than when the run began: resume with the dataset as it was")
     for some in (heldout, *first_epoch):
-        run.leave_if_asked()
+        run.save_early({"reference": reference})
         if reference[some].isnan().any():
             reference[some] = score_pairs(model, [pairs[row] for row in some], args)[0].cpu()
     for row in pairs:
@@ -408,7 +411,7 @@ def train(args: Args) -> list[dict]:
 
     curves = {"pairs ranked right": ("accuracy", "eval/pair_accuracy"), "margin": ("margin", "eval/pair_margin"),
               "held-out accuracy": ("eval/greedy*", "eval/pass*")}  # fmt: skip
-    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {data.name}")
+    return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {data.name}")
 
 
 if __name__ == "__main__":

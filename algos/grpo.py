@@ -45,15 +45,16 @@ Metrics
     grad_norm      before clipping; steady
     kl             mean k3 (beta > 0 only); grows slowly
     approx_kl      mean of rho - 1 - log rho in the last update epoch; near 0 with one epoch
-    clip_fraction  share of tokens whose gradient is cut; 0 in the first epoch, below 0.3
+    clip_fraction  share of tokens whose gradient is cut; below 0.3. In the first epoch 0 in float32; in bfloat16 the
+                   sampler's rounding alone can take a few tokens beyond the clip
     sampler_gap    mean |log pi_theta - log pi_old| in the first epoch; 1e-6 in float32, more means a bug
     entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
     The loss is not logged: at rho = 1 its first term is 0 whatever the gradient.
 
 Differences
     - beta is 0 for the embedded model (no reference is loaded), 0.04 as in the paper for others. TRL: 0.
-    - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16) and saves
-      a forward pass. TRL recomputes it, or takes rho = 1.
+    - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16), as far as
+      the clip lets it, and saves a forward pass. TRL recomputes it, or takes rho = 1.
     - Dropout is off, so that the updated policy is the one that sampled. TRL keeps the model's own.
     - Sampling and scoring both divide logits by --temperature. There is no top-k or top-p.
     - One optimizer step per update epoch, on the whole batch. Denominators are those of the whole step, so
@@ -381,7 +382,7 @@ def train(args: Args) -> list[dict]:
         run.end_step(step, state)
 
     curves = {"reward": ("reward",), "held-out": ("eval/*",), "entropy per token": ("entropy",)}
-    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {task.name}")
+    return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")
 
 
 if __name__ == "__main__":

@@ -271,17 +271,17 @@ def train(args: Args) -> list[dict]:
     reference = torch.full((len(rows),), torch.nan) if run.state is None else run.state["reference"]
     if len(reference) != len(rows):
         raise UserError(f"{args.task} has other rows than when the run began: resume with the dataset as it was")
+    by_step = torch.full((args.max_steps, args.batch_size), torch.nan)
+    if run.state is not None:
+        by_step[: len(run.state["by_step"])] = run.state["by_step"][: args.max_steps]
     for some in (heldout, *first_epoch):
-        run.leave_if_asked()
+        run.save_early({"reference": reference, "by_step": by_step})
         if reference[some].isnan().any():
             reference[some] = score_examples(model, [examples[row] for row in some], args)[0].cpu()
     for row in examples:
         examples[row] = examples[row]._replace(ref_logp=reference[row].item())
-    by_step = torch.full((args.max_steps, args.batch_size), torch.nan)
-    if run.state is not None:
-        by_step[: len(run.state["by_step"])] = run.state["by_step"][: args.max_steps]
     for step in range(1, args.max_steps + 1):
-        run.leave_if_asked()
+        run.save_early({"reference": reference, "by_step": by_step})
         if by_step[step - 1].isnan().any():
             batch = mismatched([examples[row] for row in batches(step)], args)
             by_step[step - 1] = score_examples(model, batch, args)[0].cpu()
@@ -322,7 +322,7 @@ def train(args: Args) -> list[dict]:
 
     curves = {"margin": ("margin", "eval/margin"), "log-ratios": ("desirable_logratio", "undesirable_logratio", "z"),
               "held-out accuracy": ("eval/greedy*", "eval/pass*")}  # fmt: skip
-    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {data.name}")
+    return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {data.name}")
 
 
 if __name__ == "__main__":

@@ -372,7 +372,7 @@ def train(args: Args) -> list[dict]:
         run.end_step(step, state)
 
     curves = {"reward": ("reward",), "held-out": ("eval/*",), "nats from the reference": ("kl",)}
-    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {task.name}")
+    return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ def train(args: Args) -> list[dict]:
 
     curves = {"pairs ranked right": ("accuracy", "eval/pair_accuracy"), "margin": ("margin", "eval/pair_margin"),
               "held-out accuracy": ("eval/greedy*", "eval/pass*")}  # fmt: skip
-    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {data.name}")
+    return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {data.name}")
 
 
 if __name__ == "__main__":

@@ -61,8 +61,9 @@ Differences
     - Whitening is over the tokens of the whole batch, before it is cut into minibatches, as TRL's PPOTrainer did.
     - A minibatch is one optimizer step, and denominators are those of a minibatch, so micro-batches do not change the
       result. TRL's masked means depend on the split.
-    - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16).
-    - A completion without EOS gets no extra penalty, and V after it is 0, as after any other.
+    - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16), as far as
+      the clip lets it.
+    - V after a completion without EOS is 0, as after any other.
     - Dropout is off, so that the updated policy is the one that sampled.
     - Sampling and scoring both divide logits by --temperature. There is no top-k or top-p.
     - A sample whose reward functions all return None is left out.
@@ -473,7 +474,7 @@ def train(args: Args) -> list[dict]:
         run.end_step(step, state)
 
     curves = {"reward": ("reward",), "held-out": ("eval/*",), "explained variance": ("explained_variance",)}
-    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {task.name}")
+    return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")
 
 
 if __name__ == "__main__":

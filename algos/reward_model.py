@@ -95,6 +95,7 @@ from utils.models import (
     save_model,
     trained_parameters,
     trained_state,
+    weights_dtype,
     without_dropout,
 )
 from utils.preferences import Batches, load_preferences
@@ -278,15 +279,17 @@ def in_float32(head: torch.nn.Linear):
 
 def load_member(seed: int, device: torch.device, args: Args):
     """The model of --model, with a head drawn from `seed` if it has none, and its tokenizer."""
-    dtype = torch.bfloat16 if args.precision == "pure-bfloat16" else torch.float32
-    model, tokenizer, is_new = load_reward_model(args.model, device, "--model", dtype, new_head=True,
-                                                 trust_remote_code=args.trust_remote_code)  # fmt: skip
+    dtype = weights_dtype(args.precision, args.lora_rank)
+    model, tokenizer, is_new = load_reward_model(args.model, device, "--model", dtype, True, args.trust_remote_code,
+                                                 args.attn_implementation)  # fmt: skip
     head = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == 1][-1]
     if is_new:
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1)  # as Stiennon
         head.weight.data.copy_(weight)
-    model = for_training(model, args.lora_rank, args.gradient_checkpointing, "SEQ_CLS")
+    if args.lora_rank:
+        head.float()  # it is trained beside the adapters
+    model = for_training(model, args.lora_rank, args.gradient_checkpointing, "SEQ_CLS", args.lora_modules)
     for module in model.modules():  # with LoRA the head that is trained is a copy
         if isinstance(module, torch.nn.Linear) and module.out_features == 1:
             module.forward = in_float32(module)  # type: ignore[method-assign]
@@ -294,10 +297,10 @@ def load_member(seed: int, device: torch.device, args: Args):
     return model, tokenizer
 
 
-def save_members(members: list, tokenizer, folder: Path) -> None:
+def save_members(members: list, tokenizer, folder: Path, args: Args) -> None:
     """One model in `folder`, several in member-1, member-2, ... there."""
     for k, model in enumerate(members, 1):
-        save_model(model, tokenizer, folder / f"member-{k}" if len(members) > 1 else folder)
+        save_model(model, tokenizer, folder / f"member-{k}" if len(members) > 1 else folder, args)
 
 
 def train(args: Args) -> list[dict]:
@@ -376,7 +379,7 @@ def train(args: Args) -> list[dict]:
 
     curves = {"pairs ranked right": ("accuracy", "eval/pair_accuracy", "eval/ensemble_accuracy"),
               "margin": ("margin", "eval/pair_margin"), "calibration": ("eval/ece", "eval/brier")}  # fmt: skip
-    return run.finish(lambda folder: save_members(members, tokenizer, folder), curves, f"{TITLE} on {data.name}")
+    return run.finish(lambda folder: save_members(members, tokenizer, folder, args), curves, f"{TITLE} on {data.name}")
 
 
 if __name__ == "__main__":

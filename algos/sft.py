@@ -158,7 +158,8 @@ def train(args: Args) -> list[dict]:
     tasks = [load_task(spec, args.prompt_column) for spec in args.task]
     if args.model == "new":
         model, tokenizer = new_tiny_model(args.seed)
-        model = for_training(model, args.lora_rank, args.gradient_checkpointing, "CAUSAL_LM").to(device)
+        model = for_training(model.to(device), args.lora_rank, args.gradient_checkpointing, "CAUSAL_LM",
+                             args.lora_modules)  # fmt: skip
         tokenizer = with_chat_settings(model, tokenizer, args)
     else:
         model, tokenizer = load_policy(args, device)
@@ -217,8 +218,8 @@ def train(args: Args) -> list[dict]:
         run.log(step, **columns)
         run.end_step(step, state)
 
-    curves = {"loss": ("loss",), "held-out accuracy": ("eval/*",)}
-    return run.finish(lambda folder: save_model(model, tokenizer, folder), curves, f"{TITLE} on {', '.join(names)}")
+    curves, data = {"loss": ("loss",), "held-out accuracy": ("eval/*",)}, ", ".join(names)
+    return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {data}")
 
 
 if __name__ == "__main__":

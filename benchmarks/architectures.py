@@ -56,6 +56,9 @@ ARCHITECTURES = {  # name -> class, settings; "...Config" where it is not the cl
     "Gemma": ("Gemma", HEADS),
     "Gemma 2": ("Gemma2", HEADS | SLIDING),
     "Gemma 3": ("Gemma3", HEADS | SLIDING, "Gemma3TextConfig"),
+    # we pad with id 0, and the square root of a zero embedding, which a random padding token has, has no gradient
+    "Gemma 3n": ("Gemma3n", GEMMA | dict(pad_token_id=63, laurel_rank=4, altup_num_inputs=2, intermediate_size=[48, 48],
+                                         activation_sparsity_pattern=[0.5, 0.0]), "Gemma3nTextConfig"),
     "Gemma 4": ("Gemma4", GEMMA | dict(global_head_dim=8), "Gemma4TextConfig"),
     "Phi": ("Phi", COMMON),
     "Phi 3": ("Phi3", COMMON | dict(sliding_window=WINDOW)),

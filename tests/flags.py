@@ -58,6 +58,9 @@ SPECIAL = {
     "lr_schedule": ({"max_steps": 3, "warmup_steps": 0}, ["constant", "cosine"]),  # of 2 steps linear and cosine agree
     "warmup_steps": ({}, 2),
     "lora_rank": ({}, 2),
+    "lora_modules": ({"lora_rank": 2}, ("q_proj",)),
+    "save_dtype": ({}, "bfloat16"),
+    "attn_implementation": ({}, "eager"),
     "max_length": ({}, 14),
     "system_prompt": ({"model": "@chat"}, "12"),
     "chat_template_kwargs": ({"model": "@chat"}, ("mark=7",)),

@@ -111,9 +111,10 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of the saved model; those of an ensemble's members begin with the member's name."""
+    """Of the saved model; those of an ensemble's members begin with the member's name. Without LoRA's adapters, which
+    are merged into it."""
     root, found = folder / "model", {}
-    for path in sorted(root.rglob("*.safetensors")):
+    for path in sorted(root.rglob("model*.safetensors")):
         prefix = "" if path.parent == root else f"{path.parent.name} "
         found |= {prefix + name: tensor for name, tensor in load_file(path).items()}
     assert found, f"{root} holds no weights"

@@ -83,6 +83,10 @@ grpo --max-grad-norm -1 | --max-grad-norm | above 0
 grpo --warmup-steps -1 | --warmup-steps | at least 0
 grpo --weight-decay -0.1 | --weight-decay | at least 0
 grpo --lora-rank -1 | --lora-rank | at least 0
+grpo --lora-modules q_proj | --lora-modules | --lora-rank
+grpo --lora-rank 2 --lora-modules nothing | nothing | --lora-modules | q_proj
+grpo --attn-implementation nothing | --attn-implementation nothing | sdpa
+reward_model --attn-implementation nothing | --attn-implementation nothing | sdpa
 grpo --adam-beta2 1 | --adam-beta2 | below 1
 grpo --adam-beta2 -0.1 | --adam-beta2 | at least 0
 grpo --device quantum | quantum | cpu

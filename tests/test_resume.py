@@ -28,6 +28,7 @@ from helpers import (
     wait_for,
 )
 
+import utils.run
 from algos import grpo
 from tests.specs import parent_of
 from utils.checkpoint import load_newest
@@ -190,8 +191,8 @@ def test_a_dataset_that_changed_is_refused(algo, uninterrupted, tmp_path, monkey
 
 
 @pytest.mark.parametrize("algo", ["dpo", "kto"])
-def test_a_signal_ends_the_reference_pass(algo, tmp_path, monkeypatch):
-    """It can take long and nothing of it is saved, so the run ends at its next batch."""
+def test_a_signal_ends_the_reference_pass(algo, uninterrupted, tmp_path, monkeypatch):
+    """It can take long, so the run ends at its next batch, and saves what it has."""
     name, calls = "score_examples" if algo == "kto" else "score_pairs", []
     score = getattr(MODULES[algo], name)
 
@@ -202,9 +203,13 @@ def test_a_signal_ends_the_reference_pass(algo, tmp_path, monkeypatch):
         return score(*args)
 
     monkeypatch.setattr(MODULES[algo], name, interrupted)
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit, match=f"^{128 + signal.SIGTERM}$"):  # kept, it would hold the folder's lock
         command_line(MODULES[algo], *FLAGS[algo], "--output-dir", tmp_path)
-    assert exit.value.code == 128 + signal.SIGTERM and len(calls) == 1
+    assert len(calls) == 1
+    (folder,) = runs_in(tmp_path)
+    command_line(MODULES[algo], "--resume", folder)
+    assert calls[0][1] not in [rows for _, rows, _ in calls[1:]], "scored twice"
+    assert_same_result(folder, uninterrupted(algo))
 
 
 def test_logging_flags_may_change(uninterrupted, tmp_path):
@@ -303,3 +308,36 @@ def test_a_budget_below_the_saved_step_is_refused(uninterrupted, tmp_path):
 def test_a_machine_without_git_has_no_commit(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment()["commit"] is None
+
+
+class Killed(BaseException):
+    """As a kill: nothing handles it."""
+
+
+@pytest.mark.parametrize("algo, function", [("dpo", "score_pairs"), ("kto", "score_examples")])
+def test_a_kill_while_the_reference_is_computed(algo, function, uninterrupted, tmp_path, monkeypatch):
+    """Killed in the middle, the pass goes on where it was saved, and nothing is scored twice but the chunk that was
+    lost; killed again, it goes on again. The run then equals the one that nothing disturbed."""
+    monkeypatch.setattr(utils.run, "EARLY", 0)
+    module, scored, calls = MODULES[algo], [], 5
+    score = getattr(module, function)
+
+    def killed(model, rows, args):
+        if len(scored) == calls:
+            raise Killed
+        scored.append(rows)
+        return score(model, rows, args)
+
+    monkeypatch.setattr(module, function, killed)
+    with pytest.raises(Killed):
+        command_line(module, *FLAGS[algo], "--output-dir", tmp_path)
+    (folder,) = runs_in(tmp_path)
+    first, calls = list(scored), 10
+    with pytest.raises(Killed):
+        command_line(module, "--resume", folder)
+    assert load_newest(folder / "checkpoints")["early"]
+    prompts = [[(row.prompt, row[1]) for row in rows] for rows in scored]
+    assert not any(chunk in prompts[: len(first)] for chunk in prompts[len(first) :]), "scored twice"
+    calls = 10**9
+    command_line(module, "--resume", folder)
+    assert_same_result(folder, uninterrupted(algo))

@@ -124,10 +124,10 @@ def test_lora(tmp_path):
     flags = [*FLAGS, "--lora-rank", 2, "--learning-rate", 1e-3, "--precision", "float32", "--gradient-checkpointing"]
     ids = [[5, 6, 7, 1], [5, 8, 1]]
 
-    def kept(members, tokenizer, folder):
+    def kept(members, tokenizer, folder, args):
         with torch.no_grad():
             seen.append(sequence_scores(members[0].eval(), ids))
-        save(members, tokenizer, folder)
+        save(members, tokenizer, folder, args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward_model, "save_members", kept)

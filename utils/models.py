@@ -1,6 +1,7 @@
 """Language models: loading them for training, saving them, and the flags that say how."""
 
 import contextlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,9 +22,16 @@ class ModelArgs(RunArgs):
     model: str = TINY_MODEL
     """folder or hub name of a causal language model"""
     precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
-    """bfloat16: autocast over float32 weights; pure-bfloat16: bfloat16 weights, in which small updates round away"""
+    """bfloat16: autocast over float32 weights, while weights that are not trained (of the reference, under LoRA) are
+    bfloat16; pure-bfloat16: all weights are, and small updates round away"""
     lora_rank: NonNegativeInt = 0
-    """train LoRA adapters of this rank instead of all weights (needs peft)"""
+    """train float32 LoRA adapters of this rank instead of all weights (needs peft)"""
+    lora_modules: tuple[str, ...] = ()
+    """names of the layers that get adapters, such as q_proj v_proj; none: all linear layers"""
+    save_dtype: Literal["float32", "bfloat16"] | None = None
+    """of the weights in RUN/model; none: as they were trained, merged LoRA in float32"""
+    attn_implementation: str | None = None
+    """sdpa, eager, flash_attention_2, ...; none: what transformers chooses"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     micro_batch_tokens: NonNegativeInt | None = None
@@ -49,25 +57,26 @@ class PolicyArgs(ModelArgs):
     """sample with a static cache and, on a GPU, one CUDA graph for each batch size (never run by us on a GPU)"""
 
 
-def load_model(path: str, device: torch.device | str = "cpu", precision: str = "float32", lora_rank: int = 0,
-               gradient_checkpointing: bool = False, trust_remote_code: bool = False):  # fmt: skip
-    """Any causal language model and its tokenizer, from a folder or the hub: float32 weights (pure-bfloat16: bfloat16
-    ones), LoRA adapters on all linear layers where lora_rank > 0. Raises UserError for what cannot be loaded."""
+def load_model(path: str, device: torch.device | str = "cpu", precision: str | None = "float32", lora_rank: int = 0,
+               gradient_checkpointing: bool = False, trust_remote_code: bool = False,
+               lora_modules: tuple[str, ...] = (), attn_implementation: str | None = None):  # fmt: skip
+    """Any causal language model and its tokenizer, from a folder or the hub, with LoRA adapters where lora_rank > 0.
+    Weights are as `weights_dtype` says. Raises UserError for what cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     path = locate(path, "--model")
-    dtype = torch.bfloat16 if precision == "pure-bfloat16" else torch.float32
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        model, loading = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code,
-                                                              output_loading_info=True)  # fmt: skip
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            path, dtype=weights_dtype(precision, lora_rank), trust_remote_code=trust_remote_code,
+            attn_implementation=attn_implementation, output_loading_info=True,
+        )  # fmt: skip
     except Exception as error:  # network, cache, format and architecture errors, each of its own type
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(
-            f"cannot load --model {path} ({reason[0]}): give a model folder or a reachable hub name"
-        ) from error
+        raise cannot_load(path, "--model", error, attn_implementation) from error
+    if getattr(config := model.config.get_text_config(), "output_router_logits", False):
+        config.output_router_logits = False  # they do not go with a cache
     if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
         raise UserError(
             f"--model {path} lacks {len(missing)} of its weights ({missing[0]}, ...): give a folder with all of a "
@@ -75,7 +84,25 @@ def load_model(path: str, device: torch.device | str = "cpu", precision: str = "
         )
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of --model {path} has no EOS token: completions could never end")
-    return for_training(model, lora_rank, gradient_checkpointing, "CAUSAL_LM").to(device), tokenizer
+    return for_training(model, lora_rank, gradient_checkpointing, "CAUSAL_LM", lora_modules).to(device), tokenizer
+
+
+def weights_dtype(precision: str | None, lora_rank: int) -> torch.dtype:
+    """Of the weights that are loaded: float32 where they are trained, for small updates round away in bfloat16, and
+    bfloat16 where they are frozen, for autocast would cast them anew in every pass (it keeps only casts of weights that
+    are trained)."""
+    frozen = lora_rank > 0 and precision != "float32"
+    return torch.bfloat16 if frozen or precision == "pure-bfloat16" else torch.float32
+
+
+def cannot_load(path: str, flag: str, error: Exception, attn_implementation: str | None = None) -> UserError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if attn_implementation:
+        return UserError(
+            f"cannot load {flag} {path} with --attn-implementation {attn_implementation} ({reason}): leave that away, "
+            "or give sdpa or eager"
+        )
+    return UserError(f"cannot load {flag} {path} ({reason}): give a model folder or a reachable hub name")
 
 
 def locate(path: str, flag: str) -> str:
@@ -94,17 +121,31 @@ def locate(path: str, flag: str) -> str:
     return path
 
 
-def for_training(model, lora_rank: int, gradient_checkpointing: bool, task_type: str):
-    """The model with LoRA adapters on all linear layers, where lora_rank > 0, and gradient checkpointing."""
+def for_training(model, lora_rank: int, gradient_checkpointing: bool, task_type: str,
+                 lora_modules: tuple[str, ...] = ()):  # fmt: skip
+    """The model with LoRA adapters, where lora_rank > 0, and gradient checkpointing. Raises UserError where adapters on
+    all linear layers would miss experts or change what routes to them, unless lora_modules names the layers."""
+    if lora_modules and not lora_rank:
+        raise UserError("--lora-modules names layers for adapters: give --lora-rank too")
     if lora_rank:
         try:
             import peft
         except ImportError as error:
             raise UserError("--lora-rank needs peft: pip install peft") from error
-        config = peft.LoraConfig(
-            r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type=task_type
-        )
-        model = peft.get_peft_model(model, config)
+        linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        how = f"name the layers to adapt with --lora-modules, some of {', '.join(sorted(linear))}"
+        config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, task_type=task_type,
+                                 target_modules=list(lora_modules) or "all-linear")  # fmt: skip
+        try:
+            model = peft.get_peft_model(model, config)
+        except ValueError as error:  # no such layers, or some that peft cannot adapt
+            raise UserError(f"LoRA does not fit --model ({error}): {how}") from error
+        routers = {"gate", "router"} & set(adapted(model))
+        experts = [name for name, p in model.named_parameters()
+                   if "experts" in name.split(".") and p.dim() > 2 and "base_layer" not in name]  # fmt: skip
+        if not lora_modules and (routers or experts):
+            fault = f"change what routes to experts ({', '.join(routers)})" if routers else f"miss {experts[0]}"
+            raise UserError(f"LoRA on all linear layers of --model would {fault}: {how}")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if lora_rank:
@@ -112,11 +153,17 @@ def for_training(model, lora_rank: int, gradient_checkpointing: bool, task_type:
     return model
 
 
+def adapted(model) -> list[str]:
+    """The last name of every module that has a LoRA adapter."""
+    names = [name.split(".lora_A")[0] for name, _ in model.named_modules() if name.endswith(".lora_A")]
+    return [name.replace(".base_layer", "").rpartition(".")[2] for name in names]
+
+
 def load_policy(args, device: torch.device):
-    """The model to train and its tokenizer, by the flags of `args`. Weights are float32 unless --precision says
-    pure-bfloat16, so --precision may still be None here."""
-    model, tokenizer = load_model(args.model, device, args.precision or "float32", args.lora_rank,
-                                  args.gradient_checkpointing, args.trust_remote_code)  # fmt: skip
+    """The model to train and its tokenizer, by the flags of `args`. --precision may still be None: what it becomes,
+    float32 or bfloat16 without LoRA and bfloat16 with it, does not change `weights_dtype`."""
+    model, tokenizer = load_model(args.model, device, args.precision, args.lora_rank, args.gradient_checkpointing,
+                                  args.trust_remote_code, args.lora_modules, args.attn_implementation)  # fmt: skip
     model.cuda_graphs = args.cuda_graphs  # for `sample`
     return model, with_chat_settings(model, tokenizer, args)
 
@@ -139,10 +186,13 @@ def with_chat_settings(model, tokenizer, args):
 
 
 def load_reference(args, device: torch.device):
-    """The frozen starting policy. None with LoRA: there it is the policy without its adapters."""
+    """The frozen starting policy, in bfloat16 weights unless --precision is float32. None with LoRA: there it is the
+    policy without its adapters."""
     if args.lora_rank:
         return None
-    model, _ = load_model(args.model, device, args.precision, trust_remote_code=args.trust_remote_code)
+    precision = "float32" if args.precision == "float32" else "pure-bfloat16"
+    model, _ = load_model(args.model, device, precision, trust_remote_code=args.trust_remote_code,
+                          attn_implementation=args.attn_implementation)  # fmt: skip
     return model.eval().requires_grad_(False)
 
 
@@ -159,13 +209,21 @@ def resolve_for(model, args, presets: dict[str, dict]) -> str:
     if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         settings += "\nwarning: small updates round to nothing in bfloat16 weights: raise the learning rate or use "
         settings += "--precision bfloat16"
+    if names := Counter(adapted(model)):
+        settings += f"\nLoRA on {names.total()} layers: {', '.join(f'{count} {name}' for name, count in names.items())}"
+    if coefficient := getattr(model.config.get_text_config(), "router_aux_loss_coef", 0):
+        settings += f"\nwarning: the router's balancing loss (router_aux_loss_coef {coefficient}) is not applied"
     return f"{size / 1e6:.2f}M parameters, {settings}"
 
 
-def save_model(model, tokenizer, folder: Path) -> None:
-    """The folder that anyone's `from_pretrained` loads."""
-    if hasattr(model, "merge_and_unload"):  # LoRA: the next script, and anyone, loads an ordinary model
-        model = model.merge_and_unload()
+def save_model(model, tokenizer, folder: Path, args: ModelArgs) -> None:
+    """The folder that anyone's `from_pretrained` loads. LoRA: merged in float32, on the CPU, for in bfloat16 small
+    changes would round away; and the adapters alone in folder/adapter, as peft saves them. Changes `model`."""
+    if hasattr(model, "merge_and_unload"):
+        model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+        model = model.to("cpu", torch.float32).merge_and_unload()
+    if args.save_dtype:
+        model = model.to(getattr(torch, args.save_dtype))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from utils.errors import UserError
-from utils.models import locate
+from utils.models import cannot_load, locate
 from utils.text import encode_prompt, encode_whole, present, shared, until_eos
 
 SCORED_AT_ONCE = 64  # sequences in one forward pass of a model that is a reward
 
 
 def load_reward_model(path: str, device: torch.device | str = "cpu", flag: str = "--reward", dtype="auto",
-                      new_head: bool = False, trust_remote_code: bool = False):  # fmt: skip
+                      new_head: bool = False, trust_remote_code: bool = False,
+                      attn_implementation: str | None = None):  # fmt: skip
     """A sequence classifier with one label and its tokenizer, from a folder or the hub, with the weights as saved
     ("auto") or of `dtype`, and whether its head is new. `new_head` also admits a causal language model.
 
@@ -42,15 +43,13 @@ def load_reward_model(path: str, device: torch.device | str = "cpu", flag: str =
             raise UserError(f"{flag} {path} has {config.num_labels} labels: {wanted}")
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
+            path, num_labels=1, dtype=dtype, trust_remote_code=trust_remote_code,
+            attn_implementation=attn_implementation, output_loading_info=True,
+        )  # fmt: skip
     except UserError:
         raise
     except Exception as error:  # network, cache, format and architecture errors, each of its own type
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(
-            f"cannot load {flag} {path} ({reason[0]}): give the folder or a reachable hub name of a model"
-        ) from error
+        raise cannot_load(path, flag, error, attn_implementation) from error
     finally:
         logging.set_verbosity(verbosity)
     if report["missing_keys"] and classifies:

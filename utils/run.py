@@ -33,6 +33,7 @@ from utils.machine import cores, environment
 from utils.plot import plot
 
 LOGGING_FLAGS = ("resume", "track", "save_every", "keep", "output_dir")  # none of them changes what is computed
+EARLY = 60  # seconds between saves of unfinished work before the first step
 
 
 @dataclass
@@ -125,6 +126,7 @@ class Run:
         self.signal: int | None = None
         self.state = self.wandb = None
         self.saved_step = -1
+        self.early = time.monotonic()
         config = json.dumps({"algo": algo, "task": task, "args": dataclasses.asdict(args), **environment()}, indent=1)
         if args.resume:
             self.dir = Path(args.resume).resolve()
@@ -261,17 +263,25 @@ class Run:
             print(f"stopped after step {step}; continue with --resume {self.dir}", flush=True)
             sys.exit(128 + self.signal)
 
-    def leave_if_asked(self) -> None:
-        """Exits if a signal asked for it. For long work before the first step, when nothing is saved yet."""
+    def save_early(self, state: dict) -> None:
+        """Called in the middle of long work before the first step: once in EARLY seconds, and when a signal asks to
+        leave, saves `state`, what is known so far. Resumed from there, a run starts from the beginning with it."""
+        if self.signal is None and time.monotonic() < self.early + EARLY:
+            return
+        if self.state is None or "early" in self.state:  # else a larger budget made the work, and all is saved
+            self.save(0, state | {"early": True})
+            self.saved_step = -1
+        self.early = time.monotonic()
         if self.signal is not None:
             self.bar.close()
+            print(f"stopped before the first step; continue with --resume {self.dir}", flush=True)
             sys.exit(128 + self.signal)
 
     def restore(self, **parts) -> bool:
         """With --resume: brings `parts` (modules, optimizers, generators) and the global generators back to the
         checkpoint. Else returns False. Call it last, behind everything that draws random numbers before the loop."""
         self.begun = time.perf_counter()
-        if self.state is None:
+        if self.state is None or "early" in self.state:
             return False
         restore(self.state, **parts)
         set_rng_state(self.state["rng"])

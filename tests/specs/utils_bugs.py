@@ -9,7 +9,7 @@ TESTS = {  # as Spec.tests
     "utils/envs.py": "exact_ppo exact_sac envs atari command_line_control resume_control",
     "utils/evaluation.py": "exact_grpo runs rewards",
     "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs architectures",
-    "utils/models.py": "exact_grpo parity_trl invariance sft exact_dpo runs",
+    "utils/models.py": "exact_grpo parity_trl invariance sft exact_dpo lora checks runs",
     "utils/normalize.py": "exact_ppo parity_sb3",
     "utils/offline.py": "offline_data exact_iql exact_dt command_line_control",
     "utils/preferences.py": "preferences unpaired parity_trl_dpo dpo_runs",
@@ -17,7 +17,8 @@ TESTS = {  # as Spec.tests
     "utils/reward_models.py": "reward_models exact_reward_model",
     "utils/rewards.py": "rewards runs reward_models",
     "utils/rollouts.py": "envs exact_ppo command_line_control resume_control",
-    "utils/run.py": "resume_control runs resume::test_killed_at_any_moment",
+    "utils/run.py": "resume_control runs resume::test_killed_at_any_moment "
+    "resume::test_a_kill_while_the_reference_is_computed",
     "utils/schedule.py": "exact_grpo runs",
     "utils/spaces.py": "exact_sac offline_data exact_iql exact_dt",
     "utils/tasks.py": "tasks sft preferences runs",
@@ -133,8 +134,24 @@ training-mode-lost: eval() before an evaluation, and no train() after it
 +     length = int(lengths.max())
 
 bfloat16-weights: models are published in bfloat16, in which AdamW's small steps round away
-- torch.bfloat16 if precision == "pure-bfloat16" else
-+ torch.bfloat16 if "bfloat16" in precision else
+- torch.bfloat16 if frozen or precision == "pure-bfloat16" else
++ torch.bfloat16 if frozen or precision != "float32" else
+
+frozen-weights-cast-for-every-token: float32 is what is trained, and nobody looks at what is not
+- frozen = lora_rank > 0 and precision != "float32"
++ frozen = False
+
+unfinished-work-taken-for-a-checkpoint: what is saved before the first step is a checkpoint at step 0 like any other
+- self.save(0, state | {"early": True})
++ self.save(0, state)
+
+merged-in-bfloat16: merging is one call, in whatever the base is held
+- model = model.to("cpu", torch.float32).merge_and_unload()
++ model = model.merge_and_unload()
+
+experts-without-adapters: "all-linear" is taken for all; fused experts are parameters, not layers
+- if not lora_modules and (routers or experts):
++ if not lora_modules and routers:
 
 eos-not-trained:tasks: a tokenizer without special tokens brings no EOS
 - return tokens[start:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
