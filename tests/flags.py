@@ -65,7 +65,7 @@ SPECIAL = {
     "system_prompt": ({"model": "@chat"}, "12"),
     "chat_template_kwargs": ({"model": "@chat"}, ("mark=7",)),
     "raw_prompt": ({"model": "@chat"}, True),
-    "eos_token": ({}, "7"),
+    "eos_token": ({"max_completion_length": 16}, "7"),
     "max_prompt_length": ({"task": "@lengths.jsonl"}, 4),
     "env_id": ({}, "environments:Walk-v0"),
     "env_kwargs": ({}, ("max_episode_steps=10",)),
@@ -73,8 +73,8 @@ SPECIAL = {
     "target_kl": ({}, 1e-9),
     "clip_vloss": ({"clip_coef": 0.01}, True),
     "gradient_checkpointing": ({"learning_rate": 1e-3}, True),
-    "sample_batch_size": ({"temperature": 1e-3}, 4),  # so cold that the draws cannot differ
-    "eval_prompts": (RIGHT | {"eval_prompts": 4}, 8),
+    "sample_batch_size": ({"temperature": 1e-3}, 2),  # so cold that the draws cannot differ
+    "eval_prompts": (RIGHT | {"eval_prompts": 12}, 24),
     "eval_max_new_tokens": (RIGHT | {"eval_prompts": 8, "eval_max_new_tokens": 1}, 20),
     "weight_decay": ({}, 0.2),
 }  # fmt: skip

@@ -114,7 +114,7 @@ def test_a_new_model_takes_the_flags_of_memory(tmp_path):
     pytest.importorskip("peft", reason="not run: peft is not installed")
     args = dict(model="new", task=("sort",), max_steps=1, batch_size=4, eval_prompts=2, eval_max_new_tokens=2,
                 device="cpu", threads=1, output_dir=str(tmp_path))  # fmt: skip
-    sft.train(sft.Args(lora_rank=2, eval_max_new_tokens=20, **args))
+    sft.train(sft.Args(lora_rank=2, **args))
     (checkpoint,) = tmp_path.glob("*/checkpoints/step-00000001.pt")
     saved = torch.load(checkpoint, weights_only=True)["model"]
     assert saved and all("lora_" in name for name in saved)

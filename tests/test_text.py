@@ -174,7 +174,7 @@ def test_another_eos_ends_what_is_trained_and_is_saved(tmp_path):
     assert tokenizer.decode(encode_row({"prompt": "2+2?", "completion": "4"}, tokenizer, eos)[1]) == "4<|im_end|>"
     tokenizer.chat_template = None
     assert tokenizer.decode(encode_row({"prompt": "2+2?", "completion": "4"}, tokenizer, eos)[1]) == "4<|im_end|>"
-    save_model(model, tokenizer, tmp_path)
+    save_model(model, tokenizer, tmp_path, PolicyArgs())
     assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "<|im_end|>"
     assert sorted(GenerationConfig.from_pretrained(tmp_path).eos_token_id) == eos
     with pytest.raises(UserError, match="--eos-token <end> is no token"):

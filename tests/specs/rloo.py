@@ -27,7 +27,7 @@ micro-batch-mean:rloo: the mean at hand is right while there is one micro-batch 
 + loss.mean().backward()
 """
 
-CLIPPED = dict(epsilon=0.02, num_prompts=4, num_iterations=3)  # ratios of whole answers: beyond after one step
+CLIPPED = dict(epsilon=0.9, num_prompts=4, num_iterations=3)  # ratios of whole answers: beyond after one step
 
 SPEC = Spec(
     "RLOO, arXiv 2402.14740",
