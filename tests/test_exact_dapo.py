@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from tabular import COMPLETIONS, EOS, PROMPTS, TabularLM, gradients, log_probs, probability, random_table
+from tiny_runs import result
 
 from algos import dapo, grpo
+from tests.specs import SPECS
 from utils.errors import UserError
 from utils.lm import Samples, pad_left
 from utils.rewards import Scored
@@ -205,6 +207,12 @@ def test_the_penalty_is_learnt_from_but_does_not_count_elsewhere(tmp_path, monke
     row = history[1]
     assert row["reward"] == 0.25 and row["frac_zero_std"] == 1.0 and row["sampled"] == 32 and row["grad_norm"] > 0
     assert row["overlong_penalty"] == pytest.approx(-(lengths / 20).mean().item())
+
+
+def test_the_logged_reward_is_of_all_that_was_sampled():
+    rows = result("dapo", SPECS["dapo"].flags | {"reward": ("@rewards.py:sparse",)}).rows[1:]
+    assert max(row["sampled"] for row in rows) > min(row["sampled"] for row in rows)
+    assert [row["reward"] for row in rows] == pytest.approx([row["reward/sparse"] for row in rows])
 
 
 def test_a_buffer_longer_than_the_completion_is_refused(tmp_path):

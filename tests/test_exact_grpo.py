@@ -124,6 +124,7 @@ def test_sequence_aggregation_has_its_own_closed_form():
     assert np.linalg.norm(moved - along) > 0.05 * np.linalg.norm(moved)
 
 
+@pytest.mark.parametrize("script", ["grpo"], indirect=True)  # seconds; the others' weights are tested below
 @pytest.mark.parametrize(
     "aggregation, scale, group_size, joint",
     [

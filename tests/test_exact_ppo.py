@@ -122,7 +122,8 @@ def own_update(agent, batch, orders, rate, args) -> tuple[dict, dict]:
 
 
 def settings(**changes) -> ppo.Args:
-    defaults = dict(num_minibatches=1, update_epochs=1, ent_coef=0.0, max_grad_norm=1e9, normalize_advantages=False)
+    defaults = dict(num_minibatches=1, update_epochs=1, ent_coef=0.0, max_grad_norm=1e9, normalize_advantages=False,
+                    clip_coef=0.2)  # fmt: skip
     return ppo.Args(**defaults | changes)
 
 

@@ -281,14 +281,22 @@ def test_sampler_and_scorer_agree(case, temperature):
 
 @pytest.mark.parametrize("script", ONLINE)
 def test_completions_are_sampled_at_the_temperature_that_scores_them(script):
+    """And judged beside their own prompts."""
     module = importlib.import_module(f"algos.{script}")
     model, tokenizer = load_model(TINY_MODEL)
     args = module.Args(task="sort", num_prompts=3, num_generations=2, sample_batch_size=6, temperature=2.0,
                        max_completion_length=8, precision="float32")  # fmt: skip
     task, more = load_task("sort"), (None,) if script == "online_dpo" else ()
-    score = make_scorer(task, (), (), 1)
-    first = (0,) if script == "dapo" else ()
+    first, judge, seen = (0,) if script == "dapo" else (), make_scorer(task, (), (), 1), []
+    score = lambda *columns: seen.append(columns) or judge(*columns)  # noqa: E731
     samples, _ = module.collect(model, *more, tokenizer, task, score, 1, args, *first)
+    ((rows, prompts, texts, *_),) = seen
+    assert (
+        prompts
+        == [row["prompt"] for row in rows]
+        == [tokenizer.decode(ids[mask]) for ids, mask in zip(*samples[:2]) for _ in range(2)]
+    )
+    assert texts == [tokenizer.decode(ids[mask], skip_special_tokens=True) for ids, mask in zip(*samples[2:4])]
     logps, _ = completion_logps(model, *samples[:4], 2.0)
     assert (logps - samples.logps).abs().max() < 1e-4
 
