@@ -19,6 +19,7 @@ EXEMPT = {
 }
 MEMORY = {  # flags that must leave results equal -> what shows that they act (tiny_runs.Counts)
     "micro_batch_size": "passes",
+    "micro_batch_tokens": "passes",
     "sample_batch_size": "passes",
     "gradient_checkpointing": "recomputed",
     "compile": "compiled",
@@ -57,6 +58,7 @@ SPECIAL = {
     "lr_schedule": ({"max_steps": 3, "warmup_steps": 0}, ["constant", "cosine"]),  # of 2 steps linear and cosine agree
     "warmup_steps": ({}, 2),
     "lora_rank": ({}, 2),
+    "micro_batch_tokens": ({"micro_batch_size": 8}, 40),
     "max_length": ({}, 14),
     "env_id": ({}, "environments:Walk-v0"),
     "env_kwargs": ({}, ("max_episode_steps=10",)),

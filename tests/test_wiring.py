@@ -53,9 +53,8 @@ def test_no_step_takes_a_longer_gradient(algo):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
-    hook = register_optimizer_step_pre_hook(measure)
-    result(algo, SPECS[algo].flags | {"max_grad_norm": 0.001})
-    hook.remove()
+    with register_optimizer_step_pre_hook(measure):
+        result(algo, SPECS[algo].flags | {"max_grad_norm": 0.001})
     assert norms and max(norms) == pytest.approx(0.001, rel=1e-2)
 
 
