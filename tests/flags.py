@@ -20,6 +20,7 @@ EXEMPT = {
 }
 MEMORY = {  # flags that must leave results equal -> what shows that they act (tiny_runs.Counts)
     "micro_batch_size": "passes",
+    "micro_batch_tokens": "passes",
     "sample_batch_size": "passes",
     "gradient_checkpointing": "recomputed",
     "compile": "compiled",
@@ -61,6 +62,7 @@ SPECIAL = {
     "lora_modules": ({"lora_rank": 2}, ("q_proj",)),
     "save_dtype": ({}, "bfloat16"),
     "attn_implementation": ({}, "eager"),
+    "micro_batch_tokens": ({"micro_batch_size": 8}, 40),
     "max_length": ({}, 14),
     "system_prompt": ({"model": "@chat"}, "12"),
     "chat_template_kwargs": ({"model": "@chat"}, ("mark=7",)),

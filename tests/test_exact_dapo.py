@@ -7,37 +7,24 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from tabular import COMPLETIONS, EOS, PROMPTS, TabularLM, gradients, log_probs, probability, random_table
+from groups import TABLE, P, make_batch, rewards_of
+from tabular import COMPLETIONS, TabularLM, gradients, probability, random_table
+from tiny_runs import result
 
 from algos import dapo, grpo
+from tests.specs import SPECS
 from utils.errors import UserError
-from utils.lm import Samples, pad_left
+from utils.lm import Samples
 from utils.rewards import Scored
 from utils.tasks import load_task
 
-P, G, L_MAX = len(PROMPTS), 2, 5
-TABLE, OLD = random_table(0), random_table(0) + 0.7 * random_table(2)
+G, L_MAX, OLD = 2, 5, TABLE + 0.7 * random_table(2)
 REWARDS = [{c: float((i + p) % 3 == 0) for i, c in enumerate(COMPLETIONS)} for p in range(P)]
 
 
-@pytest.fixture
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def make_batch(groups, old=TABLE) -> dapo.Batch:
+def batch_of(groups, old=TABLE) -> dapo.Batch:
     """One group of completions per prompt, scored by REWARDS; `old` is the table that sampled."""
-    rows = [(p, c) for p, group in enumerate(groups) for c in group]
-
-    def padded(values):
-        return torch.tensor(np.array([[*v, *[0] * (2 - len(v))] for v in values]))
-
-    samples = Samples(*pad_left(PROMPTS, "cpu"), padded([c for _, c in rows]),
-                      padded([[True] * len(c) for _, c in rows]).bool(), padded([log_probs(old, *row) for row in rows]),
-                      torch.tensor([EOS in c for _, c in rows]))  # fmt: skip
-    return dapo.Batch(samples, torch.tensor([REWARDS[p][c] for p, c in rows]), None)
+    return make_batch(groups, rewards_of(groups, REWARDS), old)
 
 
 def run_update(batch, module=dapo, **settings) -> tuple[np.ndarray, dict]:
@@ -49,42 +36,19 @@ def run_update(batch, module=dapo, **settings) -> tuple[np.ndarray, dict]:
     return model.table.detach().numpy() - TABLE, metrics
 
 
-def own_movement(groups, old=TABLE) -> np.ndarray:
-    """The same in numpy, from equation 8: the mean over all tokens of the batch, clipped at 0.8 and 1.28."""
-    rows = [(p, group, c) for p, group in enumerate(groups) for c in group]
-    result = np.zeros_like(TABLE)
-    for p, group, c in rows:
-        rewards = [REWARDS[p][other] for other in group]
-        advantage = (REWARDS[p][c] - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-4)
-        ratio = np.exp(log_probs(TABLE, p, c) - log_probs(old, p, c))
-        inside = ratio <= 1.28 if advantage > 0 else ratio >= 0.8
-        result += np.einsum("t,tprv->prv", inside * ratio * advantage, gradients(TABLE, p, c))
-    return result / sum(len(c) for _, _, c in rows)
-
-
 def some_batches():
     """Some pairs of groups with different rewards, which is what is left after refilling."""
     kept = [[g for g in product(COMPLETIONS, repeat=G) if len({REWARDS[p][c] for c in g}) > 1] for p in range(P)]
     return list(product(*kept))[::23]
 
 
-def test_the_gradient_is_the_mean_over_all_tokens_of_the_batch(float64):
-    """Also off-policy, where tokens leave the gradient above 1.28 or below 0.8, and only there."""
-    cut = 0
-    for groups in some_batches():
-        np.testing.assert_allclose(run_update(make_batch(groups))[0], own_movement(groups), rtol=0, atol=1e-10)
-        moved, metrics = run_update(make_batch(groups, OLD))
-        np.testing.assert_allclose(moved, own_movement(groups, OLD), rtol=0, atol=1e-10)
-        cut += metrics["clip_fraction"] > 0
-    assert 2 < cut < len(some_batches())
-
-
 def test_it_is_grpo_with_other_settings(float64):
     """The defaults are token aggregation, a clip at 1.28 and no KL penalty. With them, update is that of grpo.py."""
     for groups in some_batches()[::4]:
-        ours, our_metrics = run_update(make_batch(groups, OLD))
-        theirs, metrics = run_update(make_batch(groups, OLD), grpo, aggregation="token", epsilon_high=0.28, beta=0.0)
-        assert np.array_equal(ours, theirs) and our_metrics == metrics
+        ours, our_metrics = run_update(batch_of(groups, OLD))
+        theirs, metrics = run_update(batch_of(groups, OLD), grpo, aggregation="token", epsilon_high=0.28, beta=0.0)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+        assert our_metrics == pytest.approx(metrics, abs=1e-12)
 
 
 def test_kept_groups_scale_the_policy_gradient(float64):
@@ -97,7 +61,7 @@ def test_kept_groups_scale_the_policy_gradient(float64):
             slope = slope + probability(TABLE, p, c) * REWARDS[p][c] * gradients(TABLE, p, c).sum(0)
         for group in product(COMPLETIONS, repeat=G):
             groups = [group if q == p else (COMPLETIONS[0],) * G for q in range(P)]  # of the others no gradient
-            batch = make_batch(groups)
+            batch = batch_of(groups)
             if not dapo.zero_std(batch.rewards.view(P, G))[p]:
                 weight = math.prod(probability(TABLE, p, c) for c in group)
                 total += weight * P * run_update(batch, aggregation="constant", scale_rewards="none")[0]
@@ -204,6 +168,12 @@ def test_the_penalty_is_learnt_from_but_does_not_count_elsewhere(tmp_path, monke
     row = history[1]
     assert row["reward"] == 0.25 and row["frac_zero_std"] == 1.0 and row["sampled"] == 32 and row["grad_norm"] > 0
     assert row["overlong_penalty"] == pytest.approx(-(lengths / 20).mean().item())
+
+
+def test_the_logged_reward_is_of_all_that_was_sampled():
+    rows = result("dapo", SPECS["dapo"].flags | {"reward": ("@rewards.py:sparse",)}).rows[1:]
+    assert max(row["sampled"] for row in rows) > min(row["sampled"] for row in rows)
+    assert [row["reward"] for row in rows] == pytest.approx([row["reward/sparse"] for row in rows])
 
 
 def test_a_buffer_longer_than_the_completion_is_refused(tmp_path):

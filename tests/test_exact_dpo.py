@@ -135,12 +135,6 @@ def test_update_descends_the_formula(name, average):
         assert not ours[:, OUTSIDE].any(), "something after an EOS was trained"
 
 
-def test_the_step_is_clipped_before_it_is_made():
-    whole, clipped = movement(some_pairs()), movement(some_pairs(), max_grad_norm=0.01)
-    assert np.linalg.norm(whole) > 0.02
-    np.testing.assert_allclose(clipped, whole * 0.01 / np.linalg.norm(whole), rtol=1e-4)
-
-
 def test_prompt_is_not_trained():
     """On a real model the last hidden states have no gradient at positions before the last of the prompt."""
     model = load_model(TINY_MODEL)[0].double()

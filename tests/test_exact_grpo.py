@@ -2,6 +2,7 @@
 
 `movement` is what one update with plain gradient ascent at rate 1 adds to the table, so its expectation is the gradient
 of the objective. Expected values come from numpy: own probabilities, advantages, weights and gradients of log pi.
+Children that have the same functions are tested as `grpo`, too.
 """
 
 import math
@@ -10,6 +11,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from every_script import stand_in, with_function
 from groups import GROUPS, OTHER, REWARDS, TABLE, P, batches, close, expectation, make_batch, rewards_of
 from tabular import (
     COMPLETIONS,
@@ -30,6 +32,7 @@ from utils.lm import completion_logps
 from utils.schedule import learning_rate
 
 pytestmark = pytest.mark.usefixtures("float64")
+script = stand_in("grpo", "update", "advantages", "token_weights")
 L_MAX = 5  # what Args say, longer than any completion
 BINARY = [{c: float((i + p) % 3 == 0) for i, c in enumerate(COMPLETIONS)} for p in range(P)]
 
@@ -121,6 +124,7 @@ def test_sequence_aggregation_has_its_own_closed_form():
     assert np.linalg.norm(moved - along) > 0.05 * np.linalg.norm(moved)
 
 
+@pytest.mark.parametrize("script", ["grpo"], indirect=True)  # seconds; the others' weights are tested below
 @pytest.mark.parametrize(
     "aggregation, scale, group_size, joint",
     [
@@ -205,6 +209,7 @@ def test_second_epoch_is_clipped(aggregation):
     end = middle + rate * own_movement(groups, rewards, table=middle, **settings)
     batch = make_batch(groups, rewards, old=old, ref=OTHER)
     moved, metrics = run_update(batch, rate=rate, num_iterations=2, aggregation=aggregation, scale_rewards="group",
+                                micro_batch_size=len(COMPLETIONS),
                                 epsilon=0.1, epsilon_high=0.3, beta=0.05)  # fmt: skip
     close(TABLE + rate * moved, end)
 
@@ -241,6 +246,7 @@ def test_first_eos_is_trained_and_nothing_after_it(pad):
     assert moved[0, 0, EOS] > 0.01 and moved[1, 0, EOS] > 0.01 and moved[1, PREFIXES.index((2,)), EOS] < -0.001
 
 
+@with_function("grpo", "policy_loss")
 @pytest.mark.parametrize(
     "advantage, ratio, loss, slope",
     [
@@ -262,6 +268,7 @@ def test_clipped_surrogate_by_hand(advantage, ratio, loss, slope):
     assert cut.item() == (slope == 0.0)
 
 
+@with_function("grpo", "k3")
 def test_kl_estimators():
     """E k1 = E k3 = KL(theta || ref); E grad of k1 is 0, of k2 grad KL(theta || ref), of k3 grad KL(ref || theta)."""
     theta = torch.tensor([0.3, -1.0, 0.8, 0.1, 1.5], requires_grad=True)
@@ -292,6 +299,7 @@ def test_advantages_by_hand():
     close(grpo.advantages(torch.full((2, 2), nan), "batch"), 0.0)
 
 
+@with_function("grpo", "token_weights")
 def test_token_weights_by_hand():
     """Each aggregation's weights; a row without tokens weighs nothing but counts as a completion."""
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
@@ -302,6 +310,7 @@ def test_token_weights_by_hand():
     close(grpo.token_weights(mask[:1, 1:], "token", 4), [[1, 0]])
 
 
+@with_function("grpo", "zero_std")
 def test_groups_without_variance_by_hand():
     nan = math.nan
     groups = torch.tensor(

@@ -2,24 +2,30 @@
 
 `own_update` is the whole update in numpy: advantages as sums over each episode, own log-probabilities, own gradients.
 Networks are replaced by linear tables, so that every gradient has a closed form; the rest of the agent is the script's.
+Children that have the same functions are tested as `ppo`, too, with the agent and the statistics of ppo.py.
 """
 
 import itertools
+from types import MethodType
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from control import close, float64
+from every_script import stand_in
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
-from helpers import metrics, new_run
+from helpers import SMALL, metrics, new_run
 from scipy import stats
 from torch import nn
 
 from algos import ppo
+from algos.ppo import Agent, Statistics
 from utils.checkpoint import load_newest
 from utils.envs import make_vector
 
+script = stand_in("ppo", "update", "collect", "ppo_loss", "gae", "act_in_evaluation")
+only_ppo = pytest.mark.parametrize("script", ["ppo"], indirect=True)
 DISCRETE, MULTI, GAUSSIAN = Discrete(3, start=5), MultiDiscrete([2, 3], start=[7, 1]), Box(-0.5, 0.5, (2,))
 SPACES = pytest.mark.parametrize("space", [DISCRETE, MULTI, GAUSSIAN], ids=["discrete", "multi", "gaussian"])
 
@@ -28,11 +34,12 @@ def tensors(*arrays) -> list[torch.Tensor]:
     return [torch.as_tensor(x) for x in arrays]
 
 
-def linear_agent(obs_size: int, space: gym.Space, seed: int = 0) -> ppo.Agent:
+def linear_agent(obs_size: int, space: gym.Space, seed: int = 0) -> Agent:
     """An agent in float64 whose networks are matrices: on one-hot observations, tables of logits (means) and values."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        agent = ppo.Agent(obs_size, space, 4)
+        agent = Agent(obs_size, space, 4)
+        agent.noise = MethodType(ppo.Agent.noise, agent)
         agent.actor = nn.Linear(obs_size, sum(agent.parts), bias=False)
         agent.critic = nn.Linear(obs_size, 1, bias=False)
         for parameter in agent.parameters():
@@ -115,15 +122,16 @@ def own_update(agent, batch, orders, rate, args) -> tuple[dict, dict]:
 
 
 def settings(**changes) -> ppo.Args:
-    defaults = dict(num_minibatches=1, update_epochs=1, ent_coef=0.0, max_grad_norm=1e9, normalize_advantages=False)
+    defaults = dict(num_minibatches=1, update_epochs=1, ent_coef=0.0, max_grad_norm=1e9, normalize_advantages=False,
+                    clip_coef=0.2)  # fmt: skip
     return ppo.Args(**defaults | changes)
 
 
-def run_update(agent, batch, args, rate=1.0, loss_function=ppo.ppo_loss) -> tuple[dict, dict]:
+def run_update(agent, batch, args, rate=1.0, loss_function=None) -> tuple[dict, dict]:
     """Weights and metrics after `update` with plain gradient descent; the agent stays as it was."""
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     optimizer, generator = torch.optim.SGD(agent.parameters(), rate), torch.Generator().manual_seed(0)
-    metrics = ppo.update(agent, optimizer, batch, generator, args, loss_function)
+    metrics = ppo.update(agent, optimizer, batch, generator, args, loss_function or ppo.ppo_loss)
     after = weights(agent)
     agent.load_state_dict(before)
     return after, metrics
@@ -347,7 +355,7 @@ def rollout(space, agent=None, normalize=False, rounds=1):
     envs = make_vector(lambda: Script(next(scripts), space), 2, seed=0)
     obs = envs.reset()[0].copy()
     args = ppo.Args(num_envs=2, num_steps=6, gamma=0.9)
-    statistics = ppo.Statistics(2, 2, 0.9, normalize)
+    statistics = Statistics(2, 2, 0.9, normalize)
     statistics.observe(obs, count=True)
     agent = agent or linear_agent(2, space).float()
     generator = torch.Generator().manual_seed(0)
@@ -419,7 +427,7 @@ def test_rollout_is_normalised_by_all_that_was_acted_on():
 
 def test_evaluation_acts_on_frozen_statistics():
     """Observations are normalised and not counted; scale 0 is the likeliest action, scale 1 a sample."""
-    agent, statistics = linear_agent(2, GAUSSIAN).float(), ppo.Statistics(2, 1, 0.9, True)
+    agent, statistics = linear_agent(2, GAUSSIAN).float(), Statistics(2, 1, 0.9, True)
     statistics.observe(np.array([[0.0, 1.0], [2.0, 5.0]]), count=True)
     before, obs = statistics.state_dict(), np.array([[0.5, 2.0], [0.5, 2.0]])
     scale, generator = torch.tensor([[0.0], [1.0]]), torch.Generator().manual_seed(0)
@@ -432,10 +440,9 @@ def test_evaluation_acts_on_frozen_statistics():
         assert torch.equal(statistics.state_dict()["obs"][name], before["obs"][name])
 
 
-def test_the_learning_rate_falls_to_zero(tmp_path):
+def test_the_learning_rate_falls_to_zero(script, tmp_path):
     """The first iteration has the full rate, each later one a sixth less; Adam's epsilon is baselines' 1e-5."""
-    args = ("--device cpu --total-timesteps 96 --num-envs 2 --num-steps 8 --num-minibatches 2 --update-epochs 2 "
-            "--eval-every 0 --eval-episodes 1 --learning-rate 0.006").split()  # fmt: skip
+    args = [*SMALL[script], *"--total-timesteps 96 --num-steps 8 --eval-every 0 --learning-rate 0.006".split()]
     run = new_run(ppo, tmp_path, *args)
     close([row["learning_rate"] for row in metrics(run)], 0.001 * np.array([6, 5, 4, 3, 2, 1]))
     (group,) = load_newest(run / "checkpoints")["optimizer"]["param_groups"]
@@ -444,9 +451,10 @@ def test_the_learning_rate_falls_to_zero(tmp_path):
     assert [row["learning_rate"] for row in metrics(constant)] == [0.006] * 2
 
 
+@only_ppo
 def test_initial_weights():
     """Orthogonal rows or columns of length sqrt 2, of the policy head 0.01, of the value head 1; all else zero."""
-    agent = ppo.Agent(3, Box(-1, 1, (2,)), 16)
+    agent = Agent(3, Box(-1, 1, (2,)), 16)
     for net, head in ((agent.actor, 0.01), (agent.critic, 1.0)):
         assert [type(layer) for layer in net] == [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear]
         for layer, gain in zip(net[::2], (2**0.5, 2**0.5, head)):
@@ -456,6 +464,7 @@ def test_initial_weights():
     assert agent.log_std.tolist() == [0.0, 0.0]
 
 
+@only_ppo
 @pytest.mark.parametrize(
     "space",
     [Discrete(5), MultiDiscrete([2, 3, 4]), MultiDiscrete([[2, 3], [4, 2]]), Box(-1, 1, (1,)), Box(-1, 1, (2, 2))],
@@ -505,6 +514,7 @@ def test_actions_are_samples_of_the_policy():
     assert abs(np.corrcoef(actions.T)[0, 1]) < 0.03
 
 
+@only_ppo
 @pytest.mark.slow
 @pytest.mark.parametrize("space", [DISCRETE, GAUSSIAN], ids=["discrete", "gaussian"])
 def test_compiled_loss_equals_eager(space):

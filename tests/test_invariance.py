@@ -6,18 +6,20 @@ Two models: a random Llama in float64, whose gradients must agree to 1e-10, and 
 import copy
 import importlib
 import inspect
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from helpers import ONLINE, SMALL, command_line
+from every_script import options
+from helpers import LANGUAGE, ONLINE, SMALL, command_line
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import utils.lm
 from algos import dapo, grpo
 from utils.errors import UserError
-from utils.lm import Samples, completion_logps, pad_left, sample
+from utils.lm import Samples, completion_logps, in_order, pad_left, sample, split_rows
 from utils.models import TINY_MODEL, eos_ids, load_model, without_dropout
 from utils.rewards import make_scorer
 from utils.tasks import load_task
@@ -128,12 +130,15 @@ def rows_rotated_within_groups(batch):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradient_does_not_depend_on_the_layout_of_the_batch(case, aggregation):
-    """Micro-batch size, padding on either side, ids under padding, order of groups and of completions."""
+    """Micro-batches by rows and by tokens, padding on either side, ids under it, order of groups and of completions."""
     model, tolerance = case
     batch = make_batch(model)
     base = gradient(model, batch, aggregation=aggregation)
     for size in SIZES:
         assert relative(gradient(model, batch, aggregation=aggregation, micro_batch_size=size), base) < tolerance, size
+    for tokens in (20, 40):
+        other = gradient(model, batch, aggregation=aggregation, micro_batch_size=7, micro_batch_tokens=tokens)
+        assert relative(other, base) < tolerance, tokens
     for change in (
         more_left_padding, junk_under_padding, more_right_padding, groups_reversed, rows_rotated_within_groups
     ):  # fmt: skip
@@ -248,6 +253,83 @@ def test_a_long_completion_is_normalised_in_pieces(monkeypatch):
     assert max(sizes) == 4 * 16 and sum(sizes) == P * 10 * 16
 
 
+@pytest.mark.parametrize(
+    "kind, more, width",
+    [
+        ("Llama", {}, 32),
+        ("Qwen2", {}, 32),
+        ("Gemma2", dict(final_logit_softcapping=2.0, head_dim=8), 32),
+        ("Cohere", dict(logit_scale=0.3), 32),
+        ("Granite", dict(logits_scaling=4.0), 32),
+        ("Odd", {}, 16),
+    ],
+)
+def test_the_output_layer_is_run_on_its_own(kind, more, width):
+    """With all that an architecture does to its logits. Where that is not known, logits are computed whole."""
+    config = getattr(transformers, f"{kind.replace('Odd', 'Llama')}Config")(
+        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, initializer_range=0.3, bos_token_id=1, eos_token_id=1, pad_token_id=0, **more,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = (Odd(config) if kind == "Odd" else transformers.AutoModelForCausalLM.from_config(config)).eval()
+    ids = torch.randint(0, 16, (2, 5))
+    with torch.no_grad():
+        body, head = utils.lm.body_and_head(model)
+        hidden, _ = body(input_ids=ids)
+        torch.testing.assert_close(head(hidden), model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert hidden.shape[-1] == width
+
+
+class Odd(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits.flip(-1)
+        return out
+
+
+def test_gradients_of_the_output_layer_are_added_in_float32(monkeypatch):
+    """Under bfloat16, chunks of one token give the gradient of one chunk, but for the rounding of each of them."""
+    model, ids, slopes = llama().float(), junk(torch.empty(4 * P, 32)), []
+    for elements in 1, 10**6:
+        monkeypatch.setattr(utils.lm, "CHUNK_ELEMENTS", elements)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            logps, _ = completion_logps(model, *pad_left(PROMPTS * 4, "cpu"), ids, ids >= 0)
+        logps.sum().backward()
+        slopes.append(model.lm_head.weight.grad.clone())
+    assert relative(*slopes) < 0.005
+
+
+def test_rows_share_a_budget_of_tokens():
+    """Every row once, the longest first, with little padding; and what was computed of them comes back in order."""
+    lengths = torch.empty(1024).log_normal_(5.46, 0.7, generator=torch.Generator().manual_seed(0))  # mean 300
+    lengths = lengths.clamp(1, 1024).long().tolist()
+    batches = split_rows(lengths, 1024, 16_384)
+    longest = [max(lengths[row] for row in rows) for rows in batches]
+    held = [len(rows) * length for rows, length in zip(batches, longest)]
+    assert longest == sorted(longest, reverse=True) and max(held) <= 16_384 and sum(lengths) > 0.9 * sum(held)
+    assert in_order([torch.tensor(rows) for rows in batches], batches).tolist() == list(range(1024))
+    assert split_rows([5, 9, 2], 8, 4) == [[1], [0], [2]] and split_rows([1] * 5, 2, 99) == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("script", [script for script in LANGUAGE if "num_pairs" in options(script)])
+def test_scores_are_in_the_order_of_the_rows(script):
+    """Whatever rows share a micro-batch with them."""
+    module, draw = importlib.import_module(f"algos.{script}"), random.Random(0)
+    model = llama().float()
+    if script == "reward_model":
+        model.config.num_labels, model.config.pad_token_id = 1, 0
+        model = transformers.LlamaForSequenceClassification(model.config)
+    kind, score = (module.Example, module.score_examples) if script == "kto" else (module.Pair, module.score_pairs)
+    parts = {"prompt", "completion", "chosen", "rejected"} & {*kind._fields}
+    rows = [kind(**{part: draw.choices(range(2, 16), k=draw.randint(1, 20)) for part in sorted(parts)},
+                 **{"label": True} if script == "kto" else {}) for _ in range(12)]  # fmt: skip
+    args = module.Args(micro_batch_size=4, micro_batch_tokens=90, precision="float32")
+    together, *alone = ((x if isinstance(x := score(model, some, args), torch.Tensor) else x[0])
+                        for some in (rows, *([row] for row in rows)))  # fmt: skip
+    torch.testing.assert_close(together, torch.cat(alone))
+
+
 EOS_IDS = [1, 9]
 
 
@@ -299,14 +381,22 @@ def test_a_static_cache_gives_equal_samples(case, temperature, monkeypatch):
 
 @pytest.mark.parametrize("script", ONLINE)
 def test_completions_are_sampled_at_the_temperature_that_scores_them(script):
+    """And judged beside their own prompts."""
     module = importlib.import_module(f"algos.{script}")
     model, tokenizer = load_model(TINY_MODEL)
     args = module.Args(task="sort", num_prompts=3, num_generations=2, sample_batch_size=6, temperature=2.0,
                        max_completion_length=8, precision="float32")  # fmt: skip
     task, more = load_task("sort"), (None,) if script == "online_dpo" else ()
-    score = make_scorer(task, (), (), 1)
-    first = (0,) if script == "dapo" else ()
+    first, judge, seen = (0,) if script == "dapo" else (), make_scorer(task, (), (), 1), []
+    score = lambda *columns: seen.append(columns) or judge(*columns)  # noqa: E731
     samples, _ = module.collect(model, *more, tokenizer, task, score, 1, args, *first)
+    ((rows, prompts, texts, *_),) = seen
+    assert (
+        prompts
+        == [row["prompt"] for row in rows]
+        == [tokenizer.decode(ids[mask]) for ids, mask in zip(*samples[:2]) for _ in range(2)]
+    )
+    assert texts == [tokenizer.decode(ids[mask], skip_special_tokens=True) for ids, mask in zip(*samples[2:4])]
     logps, _ = completion_logps(model, *samples[:4], 2.0)
     assert (logps - samples.logps).abs().max() < 1e-4
 

@@ -1,5 +1,7 @@
 """Reward functions written for TRL run unmodified, get what TRL gives them, and are added up as TRL adds them."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import SMALL, metrics, new_run, write_rows
@@ -84,6 +86,12 @@ def test_what_a_function_gets(chat, tmp_path):
     assert result.rewards.tolist() == [0, 1, 1, 0.5]
     assert result.extra == {"note": ["1", "1", "2", "2"]}
     assert result.columns == {"reward/spy": 0.625, "reward/share": 0.5}
+
+
+def test_each_answer_is_scored_beside_its_own_prompt():
+    task = dataclasses.replace(TASK, score=lambda row, text: {"reward": float(row["prompt"] == text)})
+    rows = [{"prompt": letter} for letter in "abc"]
+    assert make_scorer(task, (), (), 1)(rows, [*"abc"], [*"abd"], [[7]] * 3, 1).rewards.tolist() == [1, 1, 0]
 
 
 def test_none_skips_and_weights_add_up(tmp_path):

@@ -152,8 +152,10 @@ def test_each_batch_of_samples_has_a_stream_of_its_own(algo, monkeypatch):
     assert len(seen) == 8 and len(set(seen[:6])) == 6 and seen[6:] == seen[:2]
 
 
-def test_sft_run(tmp_path):
+def test_sft_run(tmp_path, monkeypatch):
+    asked = rows_asked_for(sft, monkeypatch)
     run = new_run(sft, tmp_path, *SMALL["sft"])
+    assert asked == [*range(8), *range(48)]  # the first ones are looked at before there is a run
     rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, 7)) and rows[-1]["loss"] < rows[0]["loss"]
     scores = evaluate(*load_model(str(run / "model")), load_task("sort"), None, 4, 8, 32, 1.0, 1)
@@ -232,11 +234,18 @@ def test_lora(tmp_path):
     command_line(grpo, *SMALL["grpo"], "--max-steps", 1, "--model", run / "model", "--output-dir", tmp_path)
 
 
-@pytest.mark.parametrize("algo", [algo for algo in ONLINE if algo != "dapo"])  # which draws on until groups differ
-def test_every_step_has_the_next_prompts(algo, tmp_path, monkeypatch):
-    module, task, rows = importlib.import_module(f"algos.{algo}"), load_task("sort"), []
+def rows_asked_for(module, monkeypatch) -> list[int]:
+    """Where a run of `module` on sort will write the number of each row that it takes."""
+    task, rows = load_task("sort"), []
     train = lambda index, seed: rows.append(index) or task.train(index, seed)  # noqa: E731
     monkeypatch.setattr(module, "load_task", lambda *_: dataclasses.replace(task, train=train))
+    return rows
+
+
+@pytest.mark.parametrize("algo", [algo for algo in ONLINE if algo != "dapo"])  # which draws on until groups differ
+def test_every_step_has_the_next_prompts(algo, tmp_path, monkeypatch):
+    module = importlib.import_module(f"algos.{algo}")
+    rows = rows_asked_for(module, monkeypatch)
     new_run(module, tmp_path, *SMALL["grpo"], "--max-steps", 3)
     assert rows == [0, *range(12)]  # the first one is looked at before there is a run
 

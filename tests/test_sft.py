@@ -24,11 +24,11 @@ def small_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).double()
 
 
-def gradients(batch, micro_batch_size: int, max_grad_norm: float = 1e9) -> tuple[dict, dict]:
+def gradients(batch, micro_batch_size: int) -> tuple[dict, dict]:
     """What one `update` by plain gradient descent with rate 1 subtracts from the weights, and its metrics."""
     model = small_model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    args = sft.Args(micro_batch_size=micro_batch_size, max_grad_norm=max_grad_norm, precision="float32")
+    args = sft.Args(micro_batch_size=micro_batch_size, max_grad_norm=1e9, precision="float32")
     metrics = sft.update(model, torch.optim.SGD(model.parameters(), lr=1.0), batch, args)
     return {name: before[name] - p.detach() for name, p in model.named_parameters()}, metrics
 
@@ -54,14 +54,6 @@ def test_micro_batches_and_order_do_not_change_the_gradient(size):
     split, _ = gradients(PAIRS[::-1], size)
     for name in whole:
         torch.testing.assert_close(split[name], whole[name], rtol=1e-10, atol=1e-12)
-
-
-def test_the_step_is_clipped_before_it_is_made():
-    whole, metrics = gradients(PAIRS, 4)
-    clipped, _ = gradients(PAIRS, 4, max_grad_norm=0.01)
-    assert metrics["grad_norm"] > 0.02
-    for name in whole:
-        torch.testing.assert_close(clipped[name], whole[name] * 0.01 / metrics["grad_norm"], rtol=1e-3, atol=1e-9)
 
 
 def test_sft_loss_by_hand():

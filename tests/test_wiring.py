@@ -1,11 +1,14 @@
 """Lines that a script needs and whose loss no curve shows, in whole runs of every script that has them."""
 
+import importlib
 from dataclasses import replace
 
 import pytest
-from every_script import NAMES, options
-from helpers import assert_same_result, checkpoints, stopped_after
+import torch
+from every_script import NAMES, options, sharing
+from helpers import ONLINE, assert_same_result, checkpoints, stopped_after
 from tiny_runs import result, same, train
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.specs import SPECS
 from utils.checkpoint import load_newest
@@ -39,6 +42,39 @@ def test_a_resumed_run_goes_on_with_the_global_generators(algo, tmp_path):
     )
     train(algo, settings | {"resume": str(folder)}, tmp_path)
     assert_same_result(folder, reference)
+
+
+@pytest.mark.parametrize("algo", [algo for algo in NAMES if "max_grad_norm" in options(algo)])
+def test_no_step_takes_a_longer_gradient(algo):
+    """What the optimizer finds is at most --max-grad-norm long."""
+    norms = []
+
+    def measure(optimizer, *_):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    with register_optimizer_step_pre_hook(measure):
+        result(algo, SPECS[algo].flags | {"max_grad_norm": 0.001})
+    assert norms and max(norms) == pytest.approx(0.001, rel=1e-2)
+
+
+@pytest.mark.parametrize("algo", ONLINE)
+def test_the_update_scores_as_the_sampler_did(algo):
+    """At the temperature of the settings, which is not 1."""
+    rows = result(algo, SPECS[algo].flags).rows[1:]
+    assert rows and max(row["sampler_gap"] for row in rows) < 1e-5
+
+
+@pytest.mark.parametrize("algo", sharing("ppo", "collect"))
+def test_statistics_are_given_back(algo, tmp_path, monkeypatch):
+    """To a run that goes on and to an evaluation, whatever a script keeps in them."""
+    module, loaded = importlib.import_module(f"algos.{algo}"), []
+    train(algo, SPECS[algo].flags, tmp_path)
+    (folder,) = map(str, tmp_path.iterdir())
+    monkeypatch.setattr(module.Statistics, "load_state_dict", lambda self, state: loaded.append(state))
+    for purpose in "resume", "evaluate":
+        train(algo, SPECS[algo].flags | {purpose: folder}, tmp_path)
+    assert len(loaded) == 2
 
 
 @pytest.mark.parametrize("algo", [algo for algo in LANGUAGE if "max_length" in options(algo)])
