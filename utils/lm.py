@@ -113,7 +113,7 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     static = StaticDecoder(model, cache, mask, position) if wanted else None
     for t in range(max_new_tokens):
         logp = (logits[:, -1].to(logps.dtype) / (temperature or 1.0)).log_softmax(-1)
-        token = logp.argmax(-1, True) if temperature == 0 else draw(logp, generator)
+        token = logp.argmax(-1, True) if temperature == 0 else pick(logp, generator)
         going = ~ended[alive]
         ids[alive, t] = torch.where(going, token[:, 0], 0)
         logps[alive, t] = torch.where(going, logp.gather(1, token)[:, 0], 0.0)
@@ -140,7 +140,7 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     return Samples(prompt_ids, prompt_mask, ids[:, :length], completion_mask, logps[:, :length], ended)
 
 
-def draw(logp: Tensor, generator: torch.Generator | None) -> Tensor:
+def pick(logp: Tensor, generator: torch.Generator | None) -> Tensor:
     """One token for each row of log-probabilities (B, V), (B, 1): where p / E is largest, E exponential (the Gumbel-max
     trick). Draws what torch.multinomial draws, but never makes the CPU wait for a GPU."""
     noise = torch.empty_like(logp).exponential_(generator=generator)
