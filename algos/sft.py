@@ -53,6 +53,7 @@ from utils.checks import check_model
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate
 from utils.lm import completion_logps, pad_left, split_rows
+from utils.memory import check_memory
 from utils.models import (
     ModelArgs,
     autocast,
@@ -173,7 +174,8 @@ def train(args: Args) -> list[dict]:
             raise UserError(f"a prompt has {longest} tokens: raise --max-length above it, or drop it from the dataset")
         return [(prompt, completion[: args.max_length - len(prompt)]) for prompt, completion in tokens]
 
-    pairs(1)  # a dataset that cannot be used says so before there is a folder
+    first = pairs(1)  # a dataset that cannot be used says so before there is a folder
+    settings += check_memory(model, args, prompt=max(len(prompt) for prompt, _ in first) if scored else None)
     run = Run(args, NAME, "+".join(names), args.max_steps, ("loss", "eval/pass@1", "eval/sort/pass@1"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(settings)
