@@ -93,14 +93,13 @@ def test_activations_and_cache_on_real_shapes(name):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             saved[storage.data_ptr()] = storage
-        return tensor
 
     ids = torch.arange(rows * tokens).view(rows, tokens) % 512
     for checkpointed in (False, True):
         saved.clear()
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(CPU, "bfloat16"):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None), autocast(CPU, "bfloat16"):
             model.train().model(input_ids=ids, use_cache=False)
         args = arguments(micro_batch_size=rows, max_completion_length=tokens - 20, gradient_checkpointing=checkpointed)
         needs = memory.predict(sizes, args, prompt=20)
@@ -170,6 +169,17 @@ def test_peak_of_an_update_and_of_sampling(hidden, checkpointing, precision, mon
         sample(model, prompts[:1], prompts[:1].bool(), 4, 60, [])
     parts = ("weights", "gradients", "copies in bfloat16", "cache", "sampled logits")
     assert live.most == pytest.approx(sum(needs[name] for name in parts), rel=0.15)
+
+
+def test_measuring_leaves_nothing_behind():
+    """No memory, no random number, no gradient, and the mode as it was."""
+    model, live, state = make("Gemma 2").train(), Live(), torch.get_rng_state()
+    with live:
+        memory.measure(model, "bfloat16")
+    assert live.now == 0 and live.most > 0
+    assert (
+        model.training and torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
+    )
 
 
 def told(monkeypatch, capacity: float, model, args, **shapes) -> str:
