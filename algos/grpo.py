@@ -20,9 +20,11 @@ Run
     python algos/grpo.py                                                            the embedded model learns countdown
     python algos/grpo.py --task sort --max-steps 40                                 a smaller task
     python algos/grpo.py --model deepseek-ai/deepseek-math-7b-instruct --task gsm8k --num-prompts 16 \
-        --num-generations 64 --max-completion-length 1024 --learning-rate 1e-6 --beta 0.04
+        --num-generations 64 --max-completion-length 1024 --learning-rate 1e-6 --beta 0.04 --lora-rank 32
                                                                                 the paper's hyper-parameters (section
-                                                                                4.2; it used a learned reward model)
+                                                                                4.2; it used a learned reward model and
+                                                                                trained all weights); about 55 GB of GPU
+                                                                                memory, 40 of them the cache
     python algos/grpo.py --aggregation constant --scale-rewards none --beta 0       Dr. GRPO (arXiv 2503.20783)
     python algos/grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
     python algos/grpo.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy rewards.py:format \

@@ -197,22 +197,29 @@ def compare(cases: Sequence[str] = tuple(CASES), algos: Sequence[Algo] = ("grpo"
     output.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def sizes_of(settings: dict):
-    """What utils/memory.py would measure of a whole model, from one and two of its layers with few words."""
-    from utils.memory import measure
+def sizes_of(settings: dict, rank: int):
+    """What utils/memory.py would measure of a whole model, from one and two of its layers with few words. With LoRA
+    frozen weights are bfloat16."""
+    import torch
 
-    words = 128
-    one, two = (
-        measure(random_model(**settings | dict(num_hidden_layers=n, vocab_size=words)), "bfloat16") for n in (1, 2)
-    )
+    from utils.memory import measure
+    from utils.models import for_training
+
+    def some(layers: int):
+        model = random_model(**settings | dict(num_hidden_layers=layers, vocab_size=128))
+        model = model.to(torch.bfloat16 if rank else torch.float32)
+        return measure(for_training(model, rank, False, "CAUSAL_LM"), "bfloat16")
+
+    one, two = some(1), some(2)
     layers, head = settings["num_hidden_layers"], settings["hidden_size"] * settings["vocab_size"]
     more = (head - one.head) * (1 if settings["tie_word_embeddings"] else 2)
     grown = {
         name: getattr(one, name) + (layers - 1) * (getattr(two, name) - getattr(one, name))
         for name in ("weights", "trained", "count", "adapters", "cast", "token", "square")
     }
-    grown |= {name: grown[name] + 4 * more for name in ("weights", "trained")}
-    grown |= {"count": grown["count"] + more, "cast": grown["cast"] + 2 * (head - one.head)}
+    grown |= {"count": grown["count"] + more, "weights": grown["weights"] + (2 if rank else 4) * more}
+    if not rank:
+        grown |= {"trained": grown["weights"], "cast": grown["cast"] + 2 * (head - one.head)}
     return dataclasses.replace(
         two, **grown, head=head, layers=layers, vocab=settings["vocab_size"], cache=two.cache[:1] * layers
     )
@@ -229,8 +236,9 @@ def table(output: Path = RESULTS / "memory_table.json") -> None:
     lines.append("|---" * 10 + "|")
     results = {}
     for name, settings in MODELS.items():
-        sizes, cells, result = sizes_of(settings), [], {}
+        cells, result = [], {}
         for preset, rank in (("full", 0), ("lora", ADAPTERS)):
+            sizes = sizes_of(settings, rank)
             args = grpo.Args(**grpo.PRESETS[preset], lora_rank=rank, device="cuda")
             needs = predict(sizes, args, **shapes)
             result[preset] = {part: round(size / 1e9, 2) for part, size in needs.items()}
