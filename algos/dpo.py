@@ -79,6 +79,7 @@ from utils.checks import check_model
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate, show
 from utils.lm import completion_logps, in_order, pad_left, split_rows
+from utils.memory import check_memory
 from utils.models import (
     PolicyArgs,
     autocast,
@@ -356,6 +357,7 @@ def train(args: Args) -> list[dict]:
                                   fused=True)  # fmt: skip
     eos = eos_ids(model, tokenizer)
     data = usable(data, encode_pair, tokenizer, eos, args)
+    settings += check_memory(model, args, prompt=0 if data.task else None, pairs=2)
     rows, batches = data.train + data.heldout[: args.eval_prompts], Batches(len(data.train), args.batch_size, args.seed)
     heldout, first_epoch = list(range(len(data.train), len(rows))), batches.first_epoch(args.max_steps)
     tokens, cut = encode_rows(rows, [heldout, *first_epoch], encode_pair, tokenizer, eos, args.max_length)

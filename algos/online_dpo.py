@@ -96,6 +96,7 @@ from utils.checks import check_model
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import advice, decode, evaluate, show_samples
 from utils.lm import Means, Samples, completion_logps, join, micro_batches, pad_left, sample, stream
+from utils.memory import check_memory
 from utils.models import (
     PolicyArgs,
     autocast,
@@ -319,6 +320,8 @@ def train(args: Args) -> list[dict]:
     ref_model = load_reference(args, device)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
+    prompts = [encode_prompt(task.train(i, args.seed), tokenizer) for i in range(args.num_prompts)]
+    settings += check_memory(model, args, prompt=max(map(len, prompts)), reference=True)
     evaluation = partial(evaluate, model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
                          args.max_completion_length, args.temperature, args.seed,
                          rows_at_once=args.sample_batch_size, precision=args.precision)  # fmt: skip

@@ -86,6 +86,7 @@ from torch.nn.functional import logsigmoid
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.lm import in_order, split_rows
+from utils.memory import check_memory
 from utils.models import (
     TINY_MODEL,
     ModelArgs,
@@ -320,6 +321,7 @@ def train(args: Args) -> list[dict]:
         math.inf, None, "",
     )  # fmt: skip
     data = replace(data, train=train, heldout=heldout_rows)
+    settings += check_memory(members[0], args, members[1:], pairs=2)
     rows = with_noise(data.train, args.label_noise, args.seed) + data.heldout[: args.eval_prompts]
     batches = [Batches(len(data.train), args.batch_size, seed) for seed in seeds]
     heldout, first_epochs = list(range(len(data.train), len(rows))), [b.first_epoch(args.max_steps) for b in batches]

@@ -54,6 +54,7 @@ from utils.checks import check_model
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from utils.evaluation import evaluate
 from utils.lm import completion_logps, pad_left, split_rows
+from utils.memory import check_memory
 from utils.models import (
     PolicyArgs,
     autocast,
@@ -183,6 +184,8 @@ def train(args: Args) -> list[dict]:
         tokens = [encode_row(task.train(index, args.seed), tokenizer, eos) for task, index in rows]
         return [(prompt, completion[: args.max_length - len(prompt)]) for prompt, completion in tokens]
 
+    longest = max(len(prompt) for prompt, _ in pairs(1))
+    settings += check_memory(model, args, prompt=longest if scored else None)
     run = Run(args, NAME, "+".join(names), args.max_steps, ("loss", "eval/pass@1", "eval/sort/pass@1"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(settings)

@@ -34,6 +34,8 @@ from utils.plot import plot
 
 LOGGING_FLAGS = ("resume", "track", "save_every", "keep", "output_dir")  # none of them changes what is computed
 EARLY = 60  # seconds between saves of unfinished work before the first step
+MEMORY_FLAGS = ("gradient_checkpointing", "micro_batch_tokens", "micro_batch_size")  # nor these, but for rounding
+SMALLER_FLAGS = ("lora_rank", "sample_batch_size", "max_completion_length", "batch_size", "num_envs", "buffer_size")
 
 
 @dataclass
@@ -51,14 +53,15 @@ class RunArgs:
     keep: PositiveInt = 2
     """checkpoints kept"""
     resume: str = ""
-    """folder of a run to continue; keep all flags but logging ones, and the budget if a schedule depends on it"""
+    """folder of a run to continue; keep all flags but those of logging, --gradient-checkpointing and --micro-batch-...,
+    and the budget if a schedule depends on it"""
     track: bool = False
     """also log to Weights & Biases (WANDB_MODE=offline works)"""
 
 
 def main(args_class: type, train: Callable) -> None:
-    """The command line of a script. Wrong input ends with one sentence and exit code 2; with --resume or --evaluate the
-    defaults are the saved run's arguments, so that only what is typed can differ."""
+    """The command line of a script. Wrong input and too little memory end with one sentence and exit code 2; with
+    --resume or --evaluate the defaults are the saved run's arguments, so that only what is typed can differ."""
     try:
         early = dataclasses.make_dataclass("Early", [("resume", str, ""), ("evaluate", str, "")])
         given = tyro.cli(early, return_unknown_args=True, add_help=False, args=sys.argv[1:])[0]
@@ -71,6 +74,17 @@ def main(args_class: type, train: Callable) -> None:
         train(tyro.cli(args_class, default=default, description=sys.modules["__main__"].__doc__))
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # a CPU's
+            raise
+        there = {field.name for field in dataclasses.fields(args_class)}
+        go_on, afresh = (
+            ", ".join(f"--{name.replace('_', '-')}" for name in names if name in there)
+            for names in (MEMORY_FLAGS, SMALLER_FLAGS)
+        )
+        go_on = f"--resume the run, whose last checkpoint stays, with less by {go_on}, or " if go_on else ""
+        print(f"error: the memory of the device is full: {go_on}start afresh with less by {afresh}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -130,7 +144,7 @@ class Run:
         config = json.dumps({"algo": algo, "task": task, "args": dataclasses.asdict(args), **environment()}, indent=1)
         if args.resume:
             self.dir = Path(args.resume).resolve()
-            free = LOGGING_FLAGS + (() if schedule_depends_on_budget else (budget,))
+            free = LOGGING_FLAGS + MEMORY_FLAGS + (() if schedule_depends_on_budget else (budget,))
             saved, now = saved_args(self.dir), json.loads(json.dumps(dataclasses.asdict(args)))
             for name, value in now.items():
                 value = tuple(value) if isinstance(value, list) else value

@@ -9,6 +9,7 @@ TESTS = {  # as Spec.tests
     "utils/envs.py": "exact_ppo exact_sac envs atari command_line_control resume_control",
     "utils/evaluation.py": "exact_grpo runs rewards",
     "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs architectures",
+    "utils/memory.py": "memory",
     "utils/models.py": "exact_grpo parity_trl invariance sft exact_dpo lora checks runs",
     "utils/normalize.py": "exact_ppo parity_sb3",
     "utils/offline.py": "offline_data exact_iql exact_dt command_line_control",
@@ -17,7 +18,7 @@ TESTS = {  # as Spec.tests
     "utils/reward_models.py": "reward_models exact_reward_model",
     "utils/rewards.py": "rewards runs reward_models",
     "utils/rollouts.py": "envs exact_ppo command_line_control resume_control",
-    "utils/run.py": "resume_control runs resume::test_killed_at_any_moment "
+    "utils/run.py": "resume_control runs memory resume::test_killed_at_any_moment "
     "resume::test_a_kill_while_the_reference_is_computed",
     "utils/schedule.py": "exact_grpo runs",
     "utils/spaces.py": "exact_sac offline_data exact_iql exact_dt",
@@ -371,6 +372,27 @@ rows-twice-after-a-resume: logs are appended to
 checkpoints-sorted-as-text: step-9 comes after step-10: the newest is not the newest
 - (len(path.name), path.name)
 + path.name.lstrip("step-0")
+
+one-moment-of-two: an optimizer that holds as much as the weights
+- "Adam": 2 * trained
++ "Adam": trained
+
+reference-beside-adapters: with LoRA the policy without its adapters is the reference
+- if reference and args.beta and not args.lora_rank else 0
++ if reference and args.beta else 0
+
+one-copy-of-the-gradient: sums of chunks' gradients are not made in place
+- 12 * head_trained
++ 4 * head_trained
+
+saved-tensors-tied-to-their-graph: hooks that return the tensor that they were given (torch's own documentation warns)
+-             kept[storage.data_ptr()] = storage
++             kept[storage.data_ptr()] = storage
++             return tensor
+
+resume-with-the-memory-that-was-too-little:run: the sentence that names flags which --resume then refuses
+- LOGGING_FLAGS + MEMORY_FLAGS +
++ LOGGING_FLAGS +
 """)
 SAME = parse_bugs("""
 same:rename-ratio

@@ -1,0 +1,203 @@
+"""The memory that training a language model needs, predicted before the first step.
+
+What depends on the architecture, activations and cache, has no formula: a few tokens run through the model itself, and
+the bytes that autograd keeps for them, and their cache, are counted. Left out: the CUDA context and fragmentation (1 to
+2 GB), and the pass over the prompts in sampling.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.errors import UserError, check_numbers
+from utils.lm import CHUNK_ELEMENTS, body_and_head
+from utils.models import autocast
+
+SMALL = 10e6  # weights of models that fit everywhere, of which nothing is said
+ADAPTERS = 32  # rank of the adapters that are proposed
+# Peaks of `completion_logps` and `sample` in float32 and under autocast, by the sizes of all tensors that lived.
+CHUNK_BYTES, LOGIT_BYTES = 20, 20  # for each logit of a chunk of the head, and of a sampled row
+
+TOTALS = ("fixed", "all", "disk")
+
+
+@dataclass
+class Sizes:
+    """What `predict` knows of the models in memory."""
+
+    precision: str  # at which they were measured
+    weights: float  # bytes
+    trained: float  # bytes of the weights that are trained
+    others: float  # bytes of the weights that are not the policy's
+    count: float  # N of the policy
+    adapters: float  # numbers that LoRA of rank 1 would add
+    cast: float  # bytes of bfloat16 copies of weights, which autocast keeps for the backward pass
+    head: float  # numbers in the output layer
+    head_trained: bool
+    token: float  # bytes of activations for each token
+    square: float  # and for each pair of tokens of a row, where attention's probabilities are kept
+    hidden: float  # bytes of the residual stream, for each token
+    layers: int
+    vocab: int
+    cache: list[tuple[float, float, float]]  # of each layer: bytes of a row, of each of its tokens, most tokens
+
+
+def measure(model, precision: str, others: list | tuple = ()) -> Sizes:
+    """Runs 112 tokens through the model. All are alike, so that experts do not change with their number. others: what
+    else is trained."""
+    body, _ = body_and_head(model)
+    config, training = model.config.get_text_config(), model.training
+    parameters = {p.data_ptr(): p for part in (model, *others) for p in part.parameters()}  # some are shared
+    layer = getattr(model, "get_output_embeddings", lambda: None)()
+    head = {p.data_ptr(): p for p in layer.parameters()} if layer else {}
+    looked_up = {p.data_ptr() for p in model.get_input_embeddings().parameters()} - head.keys()
+
+    def run(tokens: int, use_cache: bool) -> tuple[int, Any]:
+        kept = {}
+
+        def pack(tensor: Tensor) -> Any:  # to return the tensor would tie it to its own graph, for ever
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage
+
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept), autocast(model.device, precision):
+            hidden, cache = body(input_ids=ids, use_cache=use_cache)
+        layers = [[t for t in vars(part).values() if isinstance(t, Tensor)] for part in getattr(cache, "layers", ())]
+        held = [(sum(t.nbytes for t in tensors), getattr(part, "sliding_window", None) or torch.inf)
+                for part, tensors in zip(getattr(cache, "layers", ()), layers)]  # fmt: skip
+        return sum(storage.nbytes() for storage in kept.values()), held if use_cache else hidden
+
+    model.eval()  # nothing is drawn, and nothing is checkpointed
+    (short, _), (middle, _), (long, hidden) = (run(tokens, False) for tokens in (16, 32, 64))
+    with torch.no_grad():
+        caches = [run(tokens, True)[1] for tokens in (16, 32)]
+    model.train(training)
+    square = ((long - middle) / 32 - (middle - short) / 16) / 48
+    slopes = [(more - less) / 16 for (less, _), (more, _) in zip(*caches)]
+    matrices = [p for ptr, p in parameters.items() if p.dim() > 1 and p.dtype == torch.float32 and ptr not in looked_up]
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not layer]
+    return Sizes(
+        precision=precision,
+        weights=sum(p.nbytes for p in parameters.values()),
+        trained=sum(p.nbytes for p in parameters.values() if p.requires_grad),
+        others=sum(p.nbytes for p in parameters.values()) - sum(p.nbytes for p in model.parameters()),
+        count=sum(p.numel() for p in model.parameters()),
+        adapters=sum(m.in_features + m.out_features for m in linear),
+        cast=2 * sum(p.numel() for p in matrices) if precision == "bfloat16" else 0,
+        head=sum(p.numel() for p in head.values()), head_trained=any(p.requires_grad for p in head.values()),
+        token=(middle - short) / 16 - 48 * square, square=square, hidden=hidden.element_size() * config.hidden_size,
+        layers=config.num_hidden_layers, vocab=config.vocab_size if layer else 0,
+        cache=[(less - 16 * slope, slope, window) for (less, window), slope in zip(caches[0], slopes)],
+    )  # fmt: skip
+
+
+def predict(sizes: Sizes, args, prompt: int | None = None, pairs: int = 1, reference: bool = False,
+            passes: int = 1) -> dict[str, float]:  # fmt: skip
+    """Bytes of each part, `fixed` (what stays all the time) and `all` at the most, and a checkpoint on `disk`.
+
+    prompt: tokens of the longest one that is answered; None: nothing is sampled. pairs: completions in a row of the
+    micro-batch. reference: whether a reference is loaded where beta > 0. passes: forward passes before one backward.
+    """
+    weights, trained, cast, head_trained = sizes.weights, sizes.trained, sizes.cast, sizes.head_trained
+    frozen = (4 if args.precision == "float32" else 2) * sizes.count
+    if args.lora_rank and trained == weights:  # proposed, not what was measured
+        trained, cast, head_trained = 4 * args.lora_rank * sizes.adapters + sizes.others, 0, False
+        weights = frozen + trained
+    elif args.precision != sizes.precision:  # pure-bfloat16, proposed
+        weights, trained, cast = 2 * sizes.count + sizes.others, 2 * sizes.count + sizes.others, 0
+    new = getattr(args, "max_completion_length", None) or getattr(args, "eval_max_new_tokens", None) or 0
+    width = args.max_length if hasattr(args, "max_length") else (prompt or 0) + new
+    tokens = args.micro_batch_size * pairs * width
+    if args.micro_batch_tokens:
+        tokens = max(pairs * width, min(tokens, args.micro_batch_tokens))
+    token = sizes.token + sizes.square * width
+    if args.gradient_checkpointing:
+        token = token / sizes.layers + (sizes.layers + 3) * sizes.hidden
+    chunk = CHUNK_BYTES * min(CHUNK_ELEMENTS, tokens * sizes.vocab)
+    rows = 0 if prompt is None else max(args.sample_batch_size, getattr(args, "num_generations", 1))
+    needs = {
+        "weights": weights, "gradients": trained, "Adam": 2 * trained,
+        "reference": frozen if reference and args.beta and not args.lora_rank else 0,
+        "copies in bfloat16": cast, "activations": passes * tokens * (token + sizes.hidden),
+        "output layer": max(chunk + 4 * head_trained * sizes.head, 12 * head_trained * sizes.head),
+        "cache": rows * sum(c + slope * min((prompt or 0) + new, window) for c, slope, window in sizes.cache),
+        "sampled logits": LOGIT_BYTES * rows * sizes.vocab,
+    }  # fmt: skip
+    parts = list(needs.values())
+    return needs | {"fixed": sum(parts[:4]), "all": sum(parts[:5]) + max(sum(parts[5:7]), sum(parts[7:])),
+                    "disk": 3 * trained}  # fmt: skip
+
+
+def remedies(sizes: Sizes, args, memory: float, **shapes) -> dict[str, Any] | None:
+    """Arguments to change so that the prediction fits into `memory`, the mildest first; None where none would do."""
+
+    def halves(start: int, least: int) -> list[int]:
+        return [start >> i for i in range(1, start.bit_length()) if start >> i >= least]
+
+    def need(changes: dict[str, Any]) -> float:
+        return predict(sizes, replace(args, **changes), **shapes)["all"]
+
+    values: dict[str, list] = {
+        "gradient_checkpointing": [True], "micro_batch_tokens": halves(args.micro_batch_tokens or 8192, 256),
+        "sample_batch_size": halves(getattr(args, "sample_batch_size", 1), 1), "beta": [0.0],
+        "lora_rank": [] if args.lora_rank else [ADAPTERS], "precision": ["pure-bfloat16"],
+        "max_completion_length": halves(getattr(args, "max_completion_length", 1), 64),
+    }  # fmt: skip
+    changes: dict[str, Any] = {}
+    for name, value in [(name, value) for name, some in values.items() for value in some if hasattr(args, name)]:
+        if need(changes) > memory and allowed(replace(args, **{name: value})):
+            changes[name] = value
+    for name in list(changes):
+        fewer = {other: value for other, value in changes.items() if other != name}
+        changes = fewer if need(fewer) <= memory else changes
+    return changes if need(changes) <= memory else None
+
+
+def allowed(args) -> bool:
+    """Some scripts need a beta above 0."""
+    try:
+        check_numbers(args)
+    except UserError:
+        return False
+    return True
+
+
+def device_memory(device: torch.device) -> float:
+    """Bytes that this process may use: of a GPU what is free and what it has already; else the machine's RAM."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(model, args, others: list | tuple = (), **shapes) -> str:
+    """A line for the terminal on what the run needs (shapes: of `predict`), with a warning where that is more than the
+    device has; nothing for a small model. Raises UserError where the fixed part alone is more."""
+    if sum(p.numel() for p in model.parameters()) < SMALL:
+        return ""
+    sizes, memory = measure(model, args.precision, others), device_memory(model.device)
+    needs = predict(sizes, args, **shapes)
+    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in needs.items() if size and name not in TOTALS)
+    line = (
+        f"\nmemory in GB, predicted: {parts}; at most {needs['all'] / 1e9:.1f} at once, of {memory / 1e9:.1f}; a "
+        f"checkpoint on disk {needs['disk'] / 1e9:.1f}"
+    )
+    if needs["all"] <= memory:
+        return line
+    changes = remedies(sizes, args, memory, **shapes)
+    how = f"{flags(changes)} would make it fit" if changes else "no flags make it fit: take a smaller model"
+    if needs["fixed"] > memory:
+        raise UserError(
+            f"weights, gradients and optimizer need {needs['fixed'] / 1e9:.1f} GB, and --device {args.device} has "
+            f"{memory / 1e9:.1f}: {how}"
+        )
+    return f"{line}\nwarning: that is more than there is: {how}"
+
+
+def flags(changes: dict[str, Any]) -> str:
+    """As they are typed."""
+    return " ".join(
+        f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "") for name, value in changes.items()
+    )
