@@ -417,7 +417,7 @@ def train(args: Args) -> list[dict]:
     parts = [{"params": trained_parameters(part)} for part in (model, critic)]
     optimizer = torch.optim.AdamW(parts, lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
-    prompts = [encode_prompt(task.train(i, args.seed), tokenizer) for i in range(args.num_prompts)]
+    prompts = [encode_prompt(row, tokenizer) for row in task.heldout]
     settings += check_memory(model, args, [critic], prompt=max(map(len, prompts)), reference=True, passes=2)
     evaluation = partial(evaluate, model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
                          args.max_completion_length, args.temperature, args.seed,

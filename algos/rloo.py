@@ -302,7 +302,7 @@ def train(args: Args) -> list[dict]:
     ref_model = load_reference(args, device) if args.beta > 0 else None
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
-    prompts = [encode_prompt(task.train(i, args.seed), tokenizer) for i in range(args.num_prompts)]
+    prompts = [encode_prompt(row, tokenizer) for row in task.heldout]
     settings += check_memory(model, args, prompt=max(map(len, prompts)), reference=True)
     evaluation = partial(evaluate, model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
                          args.max_completion_length, args.temperature, args.seed,

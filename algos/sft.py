@@ -70,7 +70,7 @@ from utils.models import (
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
 from utils.tasks import load_task
-from utils.text import encode_row, usable_task
+from utils.text import encode_prompt, encode_row, usable_task
 from utils.tiny import new_tiny_model
 
 NAME, TITLE = "sft", "SFT"
@@ -184,8 +184,8 @@ def train(args: Args) -> list[dict]:
         tokens = [encode_row(task.train(index, args.seed), tokenizer, eos) for task, index in rows]
         return [(prompt, completion[: args.max_length - len(prompt)]) for prompt, completion in tokens]
 
-    longest = max(len(prompt) for prompt, _ in pairs(1))
-    settings += check_memory(model, args, prompt=longest if scored else None)
+    prompts = [encode_prompt(row, tokenizer) for task in scored.values() for row in task.heldout]
+    settings += check_memory(model, args, prompt=max(map(len, prompts), default=None))
     run = Run(args, NAME, "+".join(names), args.max_steps, ("loss", "eval/pass@1", "eval/sort/pass@1"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(settings)

@@ -7,6 +7,7 @@ import inspect
 import shutil
 from pathlib import Path
 
+import datasets  # noqa: F401  here, for its log goes to the stderr of its first import, which a test closes
 import pytest
 import transformers
 from every_script import every_script
