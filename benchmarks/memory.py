@@ -10,7 +10,7 @@ clipping and AdamW. A side runs in a fresh process, and sides take turns. Real: 
 completion. Narrow: two layers of 64, the same 151,936 words, 1,024 tokens.
     update   the largest resident size less that before the update, when weights and Adam's state are there, and less
              gradients, which are computed (4 bytes a weight): what the update itself holds. GB = 1e9 bytes
-    seconds  of the one update
+    seconds  of the one update; cpu_seconds: of all threads, which other work on the machine changes less
     grad_norm  before clipping, to show that both did the same
 
 table. Computed by utils/memory.py, never run: layers of the real width are measured on this machine, one and two of
@@ -83,7 +83,8 @@ def ours(algo: Algo, model, optimizer, prompts, completions):
     import torch
 
     from algos import dpo, grpo
-    from utils.lm import Samples
+    from utils.lm import Samples, completion_logps
+    from utils.models import autocast
 
     settings = dict(precision="bfloat16", micro_batch_size=ROWS, micro_batch_tokens=ROWS * 2048, beta=0.1)
     if algo == "dpo":
@@ -91,7 +92,8 @@ def ours(algo: Algo, model, optimizer, prompts, completions):
         pairs = [dpo.Pair(prompt, lists[i], lists[i + ROWS // 2]) for i in range(ROWS // 2)]
         return lambda: dpo.update(model, optimizer, pairs, dpo.Args(**settings))["grad_norm"]
     mask = torch.ones_like(completions, dtype=torch.bool)
-    old = torch.full(completions.shape, -float(torch.tensor(model.config.vocab_size).log()))
+    with torch.no_grad(), autocast(model.device, "bfloat16"):  # TRL takes pi_old for the policy, too
+        old, _ = completion_logps(model, prompts, mask[:, :PROMPT], completions, mask)
     samples = Samples(prompts[:1], mask[:1, :PROMPT], completions, mask, old, mask[:, 0])
     batch = grpo.Batch(samples, torch.arange(ROWS) / ROWS, None)
     args = grpo.Args(num_prompts=1, num_generations=ROWS, max_completion_length=len(mask[0]), **settings)
@@ -162,12 +164,14 @@ def worker(case: str, algo: Algo, side: Side) -> None:
     with tempfile.TemporaryDirectory() as directory:
         inputs = (algo, model, optimizer, prompts, completions)
         update = ours(*inputs) if side == "ours" else trl(*inputs, directory)
-        before, start = resident(), time.perf_counter()
+        before, start, cpu = resident(), time.perf_counter(), time.process_time()
         norm = update()
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     gradients = 4 * sum(p.numel() for p in model.parameters())
-    told = dict(peak=peak / 1e9, update=(peak - before - gradients) / 1e9, seconds=seconds, grad_norm=norm)
+    told = dict(
+        peak=peak / 1e9, update=(peak - before - gradients) / 1e9, seconds=seconds, cpu_seconds=cpu, grad_norm=norm
+    )
     print(json.dumps({name: round(value, 4) for name, value in told.items()}))
 
 
@@ -190,7 +194,7 @@ def compare(cases: Sequence[str] = tuple(CASES), algos: Sequence[Algo] = ("grpo"
                     sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
                 runs[side].append(json.loads(done.stdout.splitlines()[-1]))
         best = {side: {key: min(run[key] for run in runs[side]) for key in runs[side][0]} for side in runs}
-        ratios = {key: round(best["ours"][key] / best["trl"][key], 3) for key in ("update", "seconds")}
+        ratios = {key: round(best["ours"][key] / best["trl"][key], 3) for key in ("update", "seconds", "cpu_seconds")}
         result[name] = {"best": best, "ours_over_trl": ratios, "runs": runs}
         print(name, json.dumps({"ours_over_trl": ratios} | best), flush=True)
     output.parent.mkdir(parents=True, exist_ok=True)

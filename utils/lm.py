@@ -281,11 +281,12 @@ def find_parts(model) -> tuple[Callable, Callable]:
 
 def token_logps(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at `ids`, and the entropy (no gradient). (N, V), (N,) -> (N,), (N,)."""
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = logits if temperature == 1 else logits / temperature
     normaliser = logits.logsumexp(-1)
     logps = logits.gather(-1, ids[..., None])[..., 0] - normaliser
     with torch.no_grad():  # last: what is recomputed for the backward pass ends before it
-        entropy = normaliser - ((logits - normaliser[..., None]).exp() * logits).sum(-1)
+        entropy = normaliser - (logits - normaliser[..., None]).exp_().mul_(logits).sum(-1)
     return logps, entropy
 
 

@@ -122,7 +122,7 @@ def predict(sizes: Sizes, args, prompt: int | None = None, pairs: int = 1, refer
         "weights": weights, "gradients": trained, "Adam": 2 * trained,
         "reference": frozen if reference and args.beta and not args.lora_rank else 0,
         "copies in bfloat16": cast, "activations": passes * tokens * (token + sizes.hidden),
-        "output layer": max(chunk + 4 * head_trained * sizes.head, 12 * head_trained * sizes.head),
+        "output layer": chunk + 6 * head_trained * sizes.head,
         "cache": rows * sum(c + slope * min((prompt or 0) + new, window) for c, slope, window in sizes.cache),
         "sampled logits": LOGIT_BYTES * rows * sizes.vocab,
     }  # fmt: skip

@@ -381,9 +381,9 @@ reference-beside-adapters: with LoRA the policy without its adapters is the refe
 - if reference and args.beta and not args.lora_rank else 0
 + if reference and args.beta else 0
 
-one-copy-of-the-gradient: sums of chunks' gradients are not made in place
-- 12 * head_trained
-+ 4 * head_trained
+chunk-without-its-gradients: logits are held more than once
+- CHUNK_BYTES, LOGIT_BYTES = 20, 20
++ CHUNK_BYTES, LOGIT_BYTES = 4, 20
 
 saved-tensors-tied-to-their-graph: hooks that return the tensor that they were given (torch's own documentation warns)
 -             kept[storage.data_ptr()] = storage
