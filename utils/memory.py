@@ -58,12 +58,12 @@ def measure(model, precision: str, others: list | tuple = ()) -> Sizes:
     def run(tokens: int, use_cache: bool) -> tuple[int, Any]:
         kept = {}
 
-        def pack(tensor: Tensor) -> None:  # to return the tensor would tie it to its own graph, for ever
+        def pack(tensor: Tensor) -> Any:  # to return the tensor would tie it to its own graph, for ever
             storage = tensor.untyped_storage()
             kept[storage.data_ptr()] = storage
 
         ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None), autocast(model.device, precision):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed), autocast(model.device, precision):
             hidden, cache = body(input_ids=ids, use_cache=use_cache)
         layers = [[t for t in vars(part).values() if isinstance(t, Tensor)] for part in getattr(cache, "layers", ())]
         held = [(sum(t.nbytes for t in tensors), getattr(part, "sliding_window", None) or torch.inf)
