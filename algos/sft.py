@@ -65,7 +65,7 @@ from utils.models import (
     save_model,
     trained_parameters,
     trained_state,
-    with_chat_settings,
+    with_policy_flags,
 )
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
@@ -161,7 +161,7 @@ def train(args: Args) -> list[dict]:
         model, tokenizer = new_tiny_model(args.seed)
         model = for_training(model.to(device), args.lora_rank, args.gradient_checkpointing, "CAUSAL_LM",
                              args.lora_modules)  # fmt: skip
-        tokenizer = with_chat_settings(model, tokenizer, args)
+        tokenizer = with_policy_flags(model, tokenizer, args)
     else:
         model, tokenizer = load_policy(args, device)
     settings = resolve_for(model, args, PRESETS)

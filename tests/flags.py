@@ -60,6 +60,7 @@ SPECIAL = {
     "warmup_steps": ({}, 2),
     "lora_rank": ({}, 2),
     "lora_modules": ({"lora_rank": 2}, ("q_proj",)),
+    "float32_head": ({"precision": "bfloat16"}, True),
     "save_dtype": ({}, "bfloat16"),
     "attn_implementation": ({}, "eager"),
     "micro_batch_tokens": ({"micro_batch_size": 8}, 40),

@@ -20,7 +20,7 @@ import utils.lm
 from algos import dapo, grpo
 from utils.errors import UserError
 from utils.lm import Samples, completion_logps, in_order, pad_left, sample, split_rows
-from utils.models import TINY_MODEL, eos_ids, load_model, without_dropout
+from utils.models import TINY_MODEL, eos_ids, load_model, with_float32_head, without_dropout
 from utils.rewards import make_scorer
 from utils.tasks import load_task
 
@@ -243,13 +243,14 @@ def test_what_lies_under_padding_cannot_overflow():
 
 def test_a_long_completion_is_normalised_in_pieces(monkeypatch):
     """What is normalised at once is limited however long a row is, up to one position's vocabulary."""
-    sizes, inner = [], utils.lm.token_logps
-    monkeypatch.setattr(
-        utils.lm, "token_logps", lambda logits, *rest: sizes.append(logits.numel()) or inner(logits, *rest)
-    )
+    model, sizes = llama(), []
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: sizes.append(logits.numel()))
+    inputs = *pad_left(PROMPTS, "cpu"), torch.ones(P, 10, dtype=torch.long), torch.ones(P, 10) > 0
     monkeypatch.setattr(utils.lm, "CHUNK_ELEMENTS", 4 * 16)
     with torch.no_grad():
-        completion_logps(llama(), *pad_left(PROMPTS, "cpu"), torch.ones(P, 10, dtype=torch.long), torch.ones(P, 10) > 0)
+        completion_logps(model, *inputs)
+        sizes.clear()  # of the first look at the model
+        completion_logps(model, *inputs)
     assert max(sizes) == 4 * 16 and sum(sizes) == P * 10 * 16
 
 
@@ -274,7 +275,7 @@ def test_the_output_layer_is_run_on_its_own(kind, more, width):
     model = (Odd(config) if kind == "Odd" else transformers.AutoModelForCausalLM.from_config(config)).eval()
     ids = torch.randint(0, 16, (2, 5))
     with torch.no_grad():
-        body, head = utils.lm.body_and_head(model)
+        body, head, _ = utils.lm.body_and_head(model)
         hidden, _ = body(input_ids=ids)
         torch.testing.assert_close(head(hidden), model(ids).logits, rtol=1e-4, atol=1e-5)
     assert hidden.shape[-1] == width
@@ -377,6 +378,20 @@ def test_a_static_cache_gives_equal_samples(case, temperature, monkeypatch):
     assert len(steps) == plain.completion_ids.shape[1] - 1 and len(set(steps)) > 1
     assert torch.equal(static.completion_ids, plain.completion_ids) and torch.equal(static.ended, plain.ended)
     torch.testing.assert_close(static.logps, plain.logps, rtol=0, atol=10 * tolerance)
+
+
+def test_a_float32_head_narrows_the_gap_of_bfloat16():
+    """Between the sampler's and the scorer's log-probabilities, which differ by rounding."""
+    gaps = []
+    for wanted in False, True:
+        model, _ = load_model(TINY_MODEL)
+        if wanted:
+            with_float32_head(model)
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            samples = sample(model, *text_prompts(model), 16, 20, [1], 1.0, torch.Generator().manual_seed(0))
+            logps, _ = completion_logps(model, *samples[:4])
+        gaps.append((logps - samples.logps)[samples.completion_mask].abs().mean().item())
+    assert gaps[1] < 0.8 * gaps[0], gaps
 
 
 @pytest.mark.parametrize("script", ONLINE)

@@ -33,7 +33,8 @@ from torch.testing import assert_close
 from algos import dpo, dt, iql, ppo
 from utils import tasks
 from utils.errors import BOUNDS, UserError, check_numbers
-from utils.lm import Means, pad_left, positions, token_logps
+from utils.head import token_logps
+from utils.lm import Means, pad_left, positions
 from utils.normalize import RunningMeanStd
 from utils.offline import Dataset
 from utils.preferences import Batches, shared_prefix

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 from algos import dpo, grpo, kto, reward_model, sft
 from utils.errors import UserError
-from utils.models import TINY_MODEL, PolicyArgs, eos_ids, save_model, with_chat_settings
+from utils.models import TINY_MODEL, PolicyArgs, eos_ids, save_model, with_policy_flags
 from utils.reward_models import encode_answer
 from utils.tasks import load_task
 from utils.text import RowFault, encode_pair, encode_prompt, encode_row
@@ -127,7 +127,7 @@ def test_unknown_words_are_words():
 def shown(tokenizer, model=None, **flags):
     """The tokenizer with the flags of a policy."""
     model = model or SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=0))
-    return with_chat_settings(model, tokenizer, PolicyArgs(**flags))
+    return with_policy_flags(model, tokenizer, PolicyArgs(**flags))
 
 
 def decoded(tokenizer, row) -> list[str]:

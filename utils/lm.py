@@ -7,17 +7,15 @@ Shapes: P prompts, G completions of each, B = P * G rows (the G completions of a
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from utils.decode import StaticDecoder, can_be_static
 from utils.errors import UserError
+from utils.head import CHUNK_ELEMENTS, body_and_head, token_logps
 
-CHUNK_ELEMENTS = 2**25  # logits that are held at once: 128 MiB in float32
 LOOK_EVERY = 16  # tokens between looks at which rows have ended, on a GPU, where each look makes the CPU wait
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # of `completion_logps`, after the model
 
@@ -178,7 +176,7 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
     Logits of CHUNK_ELEMENTS are held at a time: the output layer runs on a chunk of hidden states, and once more in the
     backward pass. Padded positions have no logits and hold 0.
     """
-    body, head = body_and_head(model)
+    body, head, layer = body_and_head(model)
     repeats = completion_ids.shape[0] // prompt_ids.shape[0]
     checkpointed = model.training and any(
         getattr(module, "gradient_checkpointing", False) for module in model.modules()
@@ -189,19 +187,11 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
         prompts = prompt_ids.repeat_interleave(repeats, 0), prompt_mask.repeat_interleave(repeats, 0)
         hidden = after_prompts(body, *prompts, completion_ids, completion_mask)
 
-    def chunk_logps(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        # With autocast's cache of weights all chunks would add their gradients of the output layer in bfloat16.
-        with torch.autocast(hidden.device.type, enabled=torch.is_autocast_enabled(hidden.device.type),
-                            cache_enabled=False):  # fmt: skip
-            return token_logps(head(hidden), ids, temperature)
-
-    tokens = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
-    chunks = [
-        checkpoint(chunk_logps, *chunk, use_reentrant=False)
-        for chunk in zip(hidden.split(tokens), completion_ids[completion_mask].split(tokens))
-    ]
-    empty = torch.zeros(completion_ids.shape, dtype=chunks[0][0].dtype, device=completion_ids.device)
-    logps, entropies = (empty.masked_scatter(completion_mask, torch.cat(parts)) for parts in zip(*chunks))
+    weights = [] if layer is None else [p for p in layer.parameters() if p.requires_grad]
+    size = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
+    found = token_logps(hidden, completion_ids[completion_mask], temperature, head, size, weights)
+    empty = torch.zeros(completion_ids.shape, dtype=found[0].dtype, device=completion_ids.device)
+    logps, entropies = (empty.masked_scatter(completion_mask, values) for values in found)
     return logps, entropies
 
 
@@ -233,61 +223,6 @@ def after_prompts(body: Callable, prompt_ids: Tensor, prompt_mask: Tensor, compl
     hidden, _ = body(input_ids=ids.gather(1, columns.clamp(max=ids.shape[1] - 1)), use_cache=False)
     rows, tokens = completion_mask.nonzero(as_tuple=True)
     return hidden[rows, starts[rows, 0] - 1 + tokens]
-
-
-PARTS: WeakKeyDictionary = WeakKeyDictionary()  # model -> its body and head
-
-
-def body_and_head(model) -> tuple[Callable, Callable]:
-    """body(**inputs) -> hidden states and cache, and head(hidden states) -> logits, so that logits of all tokens need
-    not be held at once. Where the model does something to its logits that `head` does not know, the body computes them
-    and the head does nothing."""
-    if model not in PARTS:
-        PARTS[model] = find_parts(model)
-    return PARTS[model]
-
-
-@torch.no_grad()
-def find_parts(model) -> tuple[Callable, Callable]:
-    config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-    layer: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    decoder: Any = getattr(model, "get_decoder", lambda: None)()
-
-    def body(**inputs) -> tuple[Tensor, Any]:
-        out = decoder(**inputs)
-        return out.last_hidden_state, out.past_key_values
-
-    def head(hidden: Tensor) -> Tensor:
-        logits = layer(hidden) * scale
-        return logits if cap is None else cap * torch.tanh(logits / cap)
-
-    def whole(**inputs) -> tuple[Tensor, Any]:
-        out = model(**inputs)
-        return out.logits, out.past_key_values
-
-    if layer is None or decoder is None or decoder is model:
-        return whole, lambda logits: logits
-    training, ids = model.training, torch.tensor([[1, 0, 2]], device=model.device)
-    model.eval()  # where nothing is drawn
-    expected, ours = model(input_ids=ids, use_cache=False).logits, head(body(input_ids=ids, use_cache=False)[0])
-    model.train(training)
-    if ours.shape == expected.shape and (ours - expected).abs().max() <= 1e-3 * expected.abs().max():
-        return body, head
-    return whole, lambda logits: logits
-
-
-def token_logps(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at `ids`, and the entropy (no gradient). (N, V), (N,) -> (N,), (N,)."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    logits = logits if temperature == 1 else logits / temperature
-    normaliser = logits.logsumexp(-1)
-    logps = logits.gather(-1, ids[..., None])[..., 0] - normaliser
-    with torch.no_grad():  # last: what is recomputed for the backward pass ends before it
-        entropy = normaliser - (logits - normaliser[..., None]).exp_().mul_(logits).sum(-1)
-    return logps, entropy
 
 
 def split_rows(lengths: list[int], size: int, tokens: int | None) -> list[list[int]]:

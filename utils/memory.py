@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from utils.errors import UserError, check_numbers
-from utils.lm import CHUNK_ELEMENTS, body_and_head
+from utils.head import CHUNK_ELEMENTS, body_and_head
 from utils.models import autocast
 
 SMALL = 10e6  # weights of models that fit everywhere, of which nothing is said
 ADAPTERS = 32  # rank of the adapters that are proposed
 # Peaks of `completion_logps` and `sample` in float32 and under autocast, by the sizes of all tensors that lived.
-CHUNK_BYTES, LOGIT_BYTES = 20, 20  # for each logit of a chunk of the head, and of a sampled row
+LOGIT_BYTES = 20  # for each logit of a sampled row
+HEAD_BYTES = {"float32": (14, 8), "bfloat16": (10, 12)}  # for each logit of a chunk, and for each weight of the head
 
 TOTALS = ("fixed", "all", "disk")
 
@@ -48,7 +49,7 @@ class Sizes:
 def measure(model, precision: str, others: list | tuple = ()) -> Sizes:
     """Runs 112 tokens through the model. All are alike, so that experts do not change with their number. others: what
     else is trained."""
-    body, _ = body_and_head(model)
+    body, _, _ = body_and_head(model)
     config, training = model.config.get_text_config(), model.training
     parameters = {p.data_ptr(): p for part in (model, *others) for p in part.parameters()}  # some are shared
     layer = getattr(model, "get_output_embeddings", lambda: None)()
@@ -63,7 +64,7 @@ def measure(model, precision: str, others: list | tuple = ()) -> Sizes:
             kept[storage.data_ptr()] = storage
 
         ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept), autocast(model.device, precision):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed), autocast(model.device, precision):
             hidden, cache = body(input_ids=ids, use_cache=use_cache)
         layers = [[t for t in vars(part).values() if isinstance(t, Tensor)] for part in getattr(cache, "layers", ())]
         held = [(sum(t.nbytes for t in tensors), getattr(part, "sliding_window", None) or torch.inf)
@@ -116,13 +117,13 @@ def predict(sizes: Sizes, args, prompt: int | None = None, pairs: int = 1, refer
     token = sizes.token + sizes.square * width
     if args.gradient_checkpointing:
         token = token / sizes.layers + (sizes.layers + 3) * sizes.hidden
-    chunk = CHUNK_BYTES * min(CHUNK_ELEMENTS, tokens * sizes.vocab)
+    chunk, weight = HEAD_BYTES["float32" if args.precision == "float32" else "bfloat16"]
     rows = 0 if prompt is None else max(args.sample_batch_size, getattr(args, "num_generations", 1))
     needs = {
         "weights": weights, "gradients": trained, "Adam": 2 * trained,
         "reference": frozen if reference and args.beta and not args.lora_rank else 0,
         "copies in bfloat16": cast, "activations": passes * tokens * (token + sizes.hidden),
-        "output layer": chunk + 6 * head_trained * sizes.head,
+        "output layer": chunk * min(CHUNK_ELEMENTS, tokens * sizes.vocab) + weight * head_trained * sizes.head,
         "cache": rows * sum(c + slope * min((prompt or 0) + new, window) for c, slope, window in sizes.cache),
         "sampled logits": LOGIT_BYTES * rows * sizes.vocab,
     }  # fmt: skip

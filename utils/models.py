@@ -53,6 +53,8 @@ class PolicyArgs(ModelArgs):
     eos_token: str = ""
     """what ends completions instead of the tokenizer's EOS, saved with the model: <|im_end|> for a base model that
     learns ChatML"""
+    float32_head: bool = False
+    """compute logits in float32 under bfloat16, too: a smaller sampler_gap, a slower output layer"""
     cuda_graphs: bool = False
     """sample with a static cache and, on a GPU, one CUDA graph for each batch size (never run by us on a GPU)"""
 
@@ -164,13 +166,15 @@ def load_policy(args, device: torch.device):
     float32 or bfloat16 without LoRA and bfloat16 with it, does not change `weights_dtype`."""
     model, tokenizer = load_model(args.model, device, args.precision, args.lora_rank, args.gradient_checkpointing,
                                   args.trust_remote_code, args.lora_modules, args.attn_implementation)  # fmt: skip
-    model.cuda_graphs = args.cuda_graphs  # for `sample`
-    return model, with_chat_settings(model, tokenizer, args)
+    return model, with_policy_flags(model, tokenizer, args)
 
 
-def with_chat_settings(model, tokenizer, args):
-    """The tokenizer with the flags of PolicyArgs, which utils/text.py reads there. Raises UserError for what the chat
-    template or the vocabulary does not know."""
+def with_policy_flags(model, tokenizer, args):
+    """The tokenizer with the flags of PolicyArgs, which utils/text.py reads there; the model gets those that `sample`
+    reads, and its head. Raises UserError for what the chat template or the vocabulary does not know."""
+    model.cuda_graphs = args.cuda_graphs
+    if args.float32_head:
+        with_float32_head(model)
     kwargs, template = parse_pairs(args.chat_template_kwargs, "--chat-template-kwargs"), tokenizer.chat_template
     if args.system_prompt and template is None:
         raise UserError("--system-prompt needs a chat template, and --model has none: write it into the prompts")
@@ -193,7 +197,21 @@ def load_reference(args, device: torch.device):
     precision = "float32" if args.precision == "float32" else "pure-bfloat16"
     model, _ = load_model(args.model, device, precision, trust_remote_code=args.trust_remote_code,
                           attn_implementation=args.attn_implementation)  # fmt: skip
+    if args.float32_head:
+        with_float32_head(model)
     return model.eval().requires_grad_(False)
+
+
+def with_float32_head(model) -> None:
+    """The output layer computes in float32 from now on, whatever its weights and autocast say."""
+    layer = model.get_output_embeddings()
+
+    def forward(hidden: Tensor) -> Tensor:
+        bias = layer.bias if layer.bias is None else layer.bias.float()
+        with torch.autocast(hidden.device.type, enabled=False):
+            return torch.nn.functional.linear(hidden.float(), layer.weight.float(), bias)
+
+    layer.forward = forward
 
 
 def resolve_for(model, args, presets: dict[str, dict]) -> str:

@@ -8,6 +8,7 @@ TESTS = {  # as Spec.tests
     "utils/decode.py": "invariance",
     "utils/envs.py": "exact_ppo exact_sac envs atari command_line_control resume_control",
     "utils/evaluation.py": "exact_grpo runs rewards",
+    "utils/head.py": "invariance properties exact_grpo",
     "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs architectures",
     "utils/memory.py": "memory",
     "utils/models.py": "exact_grpo parity_trl invariance sft exact_dpo lora checks runs",
@@ -59,8 +60,8 @@ train-mode-not-tried: the one way is tried that works
 + model.eval(), *inputs
 
 temperature-multiplies: an inverse temperature is a habit of physics; at 1 nothing shows
-- logits.float()) / temperature
-+ logits.float()) * temperature
+- scaled if temperature == 1 else scaled.div_(temperature)
++ scaled if temperature == 1 else scaled.mul_(temperature)
 
 eos-not-trained: the length of the text is taken for that of the completion: models then never learn to stop
 (huggingface/trl#6357: GKD and GOLD masked the real EOS)
@@ -111,9 +112,13 @@ rows-stay-sorted: what was sorted by length is taken for the rows in their order
 -     return torch.cat(parts)[torch.tensor([row for rows in batches for row in rows]).argsort()]
 +     return torch.cat(parts)
 
-gradients-of-the-head-in-bfloat16: autocast's cache makes all chunks add into one bfloat16 gradient
-- cache_enabled=False
-+ cache_enabled=True
+last-chunk-only: a gradient replaces the one before it
+- grad if so_far is None else so_far.add_(grad)
++ grad
+
+gradients-of-chunks-in-bfloat16: what comes from a bfloat16 product is added as it is
+- [grad if grad.dtype == torch.float64 else grad.float() for grad in grads]
++ [grad.bfloat16() for grad in grads]
 
 stream-without-its-key: a generator with the seed of the run is at hand
 - digest = hashlib.blake2b(repr(key).encode()
@@ -382,8 +387,8 @@ reference-beside-adapters: with LoRA the policy without its adapters is the refe
 + if reference and args.beta else 0
 
 chunk-without-its-gradients: logits are held more than once
-- CHUNK_BYTES, LOGIT_BYTES = 20, 20
-+ CHUNK_BYTES, LOGIT_BYTES = 4, 20
+- "bfloat16": (10, 12)}
++ "bfloat16": (4, 0)}
 
 saved-tensors-tied-to-their-graph: hooks that return the tensor that they were given (torch's own documentation warns)
 -             kept[storage.data_ptr()] = storage
