@@ -23,11 +23,11 @@ Run
                                                                                  scores a saved agent
 
 Expect
-    The default run, Hopper-v5's collection, takes between 3 and 4 minutes on one CPU thread. Asked for the
+    The default run, Hopper-v5's collection, takes a minute on 2 CPU cores, 3 to 4 on one thread. Asked for the
     collection's best return, 2,485, it gets 766. Asked for a quarter of the way there from the lowest, it gets 243.
-    eval/slope is 0.26 (seed 1, 10 episodes). After 500 updates it still ignores the target (0.06). With 3,000 updates
-    one run got 926, 339 and 0.28. Evaluations of one run, and seeds, differ by hundreds: the learning rate does not
-    fall.
+    eval/slope is 0.26 (seed 1, 10 episodes, one thread). After 500 updates it still ignores the target (0.06). After
+    3,000 one run got 926, 339 and 0.28. Evaluations of one run, and seeds, differ by hundreds: the learning rate does
+    not fall.
 
 Metrics
     loss                mean squared error of actions in [-1, 1]; falls

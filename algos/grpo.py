@@ -31,9 +31,9 @@ Run
         --reward-weights 1 0.2
 
 Expect
-    The default run takes 1 to 3 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.07, pass@8
-    0.42 to greedy 0.52, pass@1 0.48, pass@8 0.66 (seed 1, 128 prompts; greedy 0.50 to 0.58 over 8 seeds). Most of it
-    comes in the first 20 steps (0.49, 0.38, 0.73): the embedded model has mostly seen answers that are one too high,
+    The default run takes 1 to 3 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8
+    0.43 to greedy 0.58, pass@1 0.53, pass@8 0.69 (seed 1, 128 prompts; greedy 0.50 to 0.58 over 8 seeds). Most of it
+    comes in the first 20 steps: the embedded model has mostly seen answers that are one too high,
     and unlearns that. Then pass@1 approaches greedy and pass@8 falls: the policy sharpens. Sharpening alone (minimising
     entropy) ends at greedy 0.00.
     --task sort --max-steps 16: greedy 0.23 to 1.00, pass@1 0.41 to 0.97, pass@8 0.91 to 1.00, in about 10 seconds.

@@ -35,7 +35,7 @@ Run
     python algos/reward_model.py --model ORG/NAME --task pairs.jsonl --lora-rank 32 --gradient-checkpointing
 
 Expect
-    The default run takes about half a minute on one CPU core. Held-out pairs of countdown ranked right go from 0.54 to
+    The default run takes 20 seconds on 2 CPU cores. Held-out pairs of countdown ranked right go from 0.54 to
     1.00, and the calibration error to 0.005 (seed 1, 256 pairs).
     The ensemble on sort, with a quarter of 256 labels flipped, takes one and a half minutes. After 20 steps one member
     ranks 0.94 right and the mean of four 0.95; after 100 steps 0.86 and 0.88. By then the members know the wrong labels

@@ -1,6 +1,6 @@
 """The tables of README.md, algos/README.md and tests/README.md: what each script is and reaches, and what proves it.
 
-    python benchmarks/page.py measure grpo sac        default runs of scripts, one thread -> results/default_runs.json
+    python benchmarks/page.py measure grpo sac        default runs on an idle machine -> results/default_runs.json
     python benchmarks/page.py write                   the tables, from the specs, the sources, the curves and results/
 
 Nothing in the tables is typed: a test fails when a page differs from what `write` would write.
@@ -51,12 +51,11 @@ def read(name: str) -> dict:
 
 
 def measure(scripts: tyro.conf.Positional[tuple[str, ...]]) -> None:
-    """Runs scripts without arguments but --threads 1, one after the other."""
+    """Runs scripts without arguments, one after the other, on all cores."""
     for script in scripts:
         with tempfile.TemporaryDirectory() as folder:
             start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run([sys.executable, ROOT / f"algos/{script}.py", "--threads", "1", "--output-dir", folder],
-                           check=True)  # fmt: skip
+            subprocess.run([sys.executable, ROOT / f"algos/{script}.py", "--output-dir", folder], check=True)
             seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
             (metrics,) = Path(folder).glob("*/metrics.jsonl")
             rows = [json.loads(line) for line in metrics.read_text().splitlines()]
