@@ -214,7 +214,7 @@ def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) ->
 
     sequence: 1 / (B T_i), the paper's. Biased: at rho = 1, beta = 0 and --scale-rewards none its expected gradient is
     (G-1)/G E[(R - J) / T grad log pi], which is no policy gradient; scaling by the group's deviation adds a bias too.
-    token: 1 / sum of all T_i of the step, as TRL and verl; the formula of DAPO divides by each group's.
+    token: 1 / sum of all T_i of the step, as TRL and verl; DAPO's formula takes each group's own sum.
     constant: 1 / (B L_max), Dr. GRPO. Without scaling it is (G-1) / (G L_max) times the policy gradient.
     """
     if aggregation == "sequence":

@@ -284,7 +284,7 @@ def train(args: Args) -> list[dict]:
 
     def state(drawn: Tensor | None = None) -> dict:
         """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
-        environment's draws from global generators are not repeated: a copy at each step would cost time."""
+        environment's draws from global generators are not repeated: copying those at each step would cost time."""
         return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers if o is not None],
                 "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
                 "episodes": episodes, "snapshots": snapshots, "replay": replay.save(run.dir / "replay.bin")

@@ -67,8 +67,8 @@ def restore(state: dict, **parts) -> None:
 
 
 def load_newest(folder: Path) -> dict:
-    """The newest checkpoint that can be read. Damaged newer ones are named, and set aside once an older one has loaded,
-    so that a run never loses its only one.
+    """The newest checkpoint that can be read. Damaged newer ones are printed, and renamed once an older one has
+    loaded, so that a run never loses its only file.
 
     Raises UserError where there is none. Errors of disk and memory are raised as they are: the file may be whole.
     """
