@@ -344,7 +344,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistic
         seen[t] = current
         actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
         executed, now = agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
-        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed, now)
+        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed, now, lives=True)
         rewards[t] = statistics.reward(reward, terminated[t] | truncated[t])
         current = statistics.observe(obs, count=True)
         next_obs[t] = statistics.observe(true_obs) if ended else current

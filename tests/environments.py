@@ -39,7 +39,8 @@ class Walk(gym.Env):
                 deep(self.state)
             reward = {"reward": np.nan}.get(self.how, reward)
             self.state[1] = {"observation": np.inf}.get(self.how, self.state[1])
-        return self.state, reward, bool(abs(self.state[0]) > self.size), False, {"place": self.state[0]}
+        info = {"place": self.state[0]} | ({"life_lost": True} if self.label == "lives" else {})
+        return self.state, reward, bool(abs(self.state[0]) > self.size), False, info
 
     def render(self):
         if self.label == "cannot be drawn":

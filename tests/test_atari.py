@@ -75,7 +75,7 @@ def test_bootstrap_ends_with_a_life_and_the_game_goes_on():
     envs = make_vector(BREAKOUT, 1, 1)
     obs, seen = reset_vector(envs), 0
     for step in range(400):
-        obs, true_obs, _, terminated, _, ended = step_vector(envs, np.array([0]), step)
+        obs, true_obs, _, terminated, _, ended = step_vector(envs, np.array([0]), step, lives=True)
         lives = envs.envs[0].unwrapped.ale.lives()
         if terminated[0]:
             seen += 1

@@ -187,6 +187,18 @@ def test_what_a_step_gives():
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_lost_life_ends_the_bootstrap_only_where_asked(kind):
+    """An environment may report what it likes: `terminated` is its own word, but for a script that asks for lives."""
+    for lives in (False, True):
+        envs = vector("environments:Walk-v0", "label=lives", kind=kind)
+        reset_vector(envs)
+        for step in range(6):
+            *_, terminated, truncated, episodes = step_vector(envs, np.zeros((3, 1), np.float32), step, lives)
+            assert terminated.tolist() == [lives] * 3 and not truncated.any() and not episodes
+        envs.close()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "HalfCheetah-v5", "environments:Walk-v0"])
 def test_going_on_inside_an_episode(env_id, kind, tmp_path, capsys):
     """Snapshots, through a checkpoint's file and into new environments, continue as if nothing had been; the episode's

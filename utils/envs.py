@@ -43,8 +43,8 @@ class EnvArgs(RunArgs):
 class Episode(gym.Wrapper):
     """Outermost wrapper of every environment. Episode k of environment i always starts from the seed that (seed, i, k)
     gives. With this seed and the actions since, a resume returns to the same episode, if the environment keeps
-    Gymnasium's promise: a seed determines what follows. Passes on info["life_lost"] and
-    drops every other info: vectors are slow to gather it."""
+    Gymnasium's promise: a seed determines what follows. Keeps the newest info in `info`, and passes on none of it but
+    "life_lost": vectors are slow to gather it."""
 
     def __init__(self, env: gym.Env, seed: int, index: int):
         super().__init__(env)
@@ -61,10 +61,10 @@ class Episode(gym.Wrapper):
         return self.obs, {}
 
     def step(self, action):
-        self.obs, reward, terminated, truncated, theirs = self.env.step(action)
+        self.obs, reward, terminated, truncated, self.info = self.env.step(action)
         if terminated or truncated:
             self.obs = np.array(self.obs)  # a copy: the reset that follows may write into the same array
-        return self.obs, reward, terminated, truncated, {"life_lost": True} if theirs.get("life_lost") else {}
+        return self.obs, reward, terminated, truncated, {"life_lost": True} if self.info.get("life_lost") else {}
 
     def restore(self) -> bool:
         """Replays the episode in `saved` (set_attr is how a vector hands each environment its own). False where that
@@ -176,18 +176,18 @@ def make_vector(make: Callable[[], gym.Env], num_envs: int, seed: int, kind: str
     return envs
 
 
-def step_vector(envs: Vector, actions: np.ndarray, step: int) -> tuple:
+def step_vector(envs: Vector, actions: np.ndarray, step: int, lives: bool = False) -> tuple:
     """One step of a SAME_STEP vector: (observations to act on next, true next observations, rewards, terminated,
     truncated, episodes that ended as (return, length)). The two observations differ where an episode ended: there the
-    second is the last one of the old episode, which a bootstrap needs. info["life_lost"] counts as terminated, too,
-    though the episode goes on.
+    second is the last one of the old episode, which a bootstrap needs. With `lives`, info["life_lost"] counts as
+    terminated, too, though the episode goes on.
 
     Raises UserError where the environment returns NaN or infinity, with `step` and what it returned.
     """
     taken = actions.copy()  # an environment may change its own in place
     obs, rewards, terminated, truncated, infos = envs.step(actions)
     true_obs, done = obs, terminated | truncated
-    if "life_lost" in infos:
+    if lives and "life_lost" in infos:
         terminated = terminated | infos["life_lost"]
     if done.any():
         true_obs = obs.copy()
