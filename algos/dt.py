@@ -76,8 +76,8 @@ TARGETS = (1.0, 0.75, 0.5, 0.25)  # default target returns: from the lowest (0) 
 
 @dataclass
 class Args(OfflineArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs); env_kwargs, eval_episodes, evaluate,
-    # capture_video (EnvArgs); dataset, env_id (OfflineArgs)
+    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs); env_kwargs, eval_every, eval_episodes,
+    # evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
     max_steps: PositiveInt = 1_000
     """updates"""
     target_returns: tuple[float, ...] = ()
@@ -110,8 +110,6 @@ class Args(OfflineArgs):
     """precision of the forward pass (autocast); weights and optimizer stay float32"""
     log_every: PositiveInt = 100
     """updates between rows of metrics"""
-    eval_every: NonNegativeInt = 500
-    """updates between evaluations; 0: at the end only"""
     save_every: PositiveInt = 500
     """updates between checkpoints"""
 
@@ -263,7 +261,7 @@ def achieved(model: DecisionTransformer, make: Callable, space: gym.spaces.Box, 
         return to_env(seen.actions[:, -1].cpu().numpy(), space)
 
     model.eval()
-    returns, _ = rollouts(make, act, count, args.seed, video, args.eval_episodes)
+    returns, *_ = rollouts(make, act, count, args.seed, video, args.eval_episodes)
     model.train()
     return returns.reshape(len(args.target_returns), args.eval_episodes)
 

@@ -14,7 +14,7 @@ The preprocessing of frames is what makes the games learnable: see make_atari. A
 
 Run
     python algos/ppo_atari.py                                                     Pong, 10M steps: for a GPU
-    python algos/ppo_atari.py --env-id ALE/KungFuMaster-v5 --total-timesteps 61440   a short budget
+    python algos/ppo_atari.py --env-id ALE/KungFuMaster-v5 --total-timesteps 61440 --eval-episodes 5   a short budget
     python algos/ppo_atari.py --vector async                                      a process for each game
     python algos/ppo_atari.py --evaluate RUN --capture-video
 
@@ -75,7 +75,8 @@ PRESETS = {  # defaults, for arguments left at None
 @dataclass
 class Args(EnvArgs):
     # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
-    # env_kwargs, eval_episodes, evaluate, capture_video (EnvArgs)
+    # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
+    longest_gap = 250_000
     env_id: str = "ALE/Pong-v5"
     """a game of the Arcade Learning Environment"""
     total_timesteps: PositiveInt | None = None
@@ -118,8 +119,6 @@ class Args(EnvArgs):
     """units of the layer between convolutions and heads"""
     compile: bool = False
     """compile the network and the loss (half a minute at the start)"""
-    eval_every: NonNegativeInt = 250_000
-    """environment steps between evaluations; 0: at the end only"""
     save_every: PositiveInt = 50_000
     """environment steps between checkpoints"""
 

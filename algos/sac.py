@@ -24,7 +24,7 @@ Run
                                                                                         the paper's recipe for MuJoCo
     python algos/sac.py --env-id HalfCheetah-v5 --utd-ratio 4 --num-envs 4
     python algos/sac.py --env-id package.module:Name-v0 --env-kwargs size=5             your own environment
-    python algos/sac.py --env-id Hopper-v5 --total-timesteps 1000000 --record-dataset data/hopper
+    python algos/sac.py --env-id Hopper-v5 --total-timesteps 1000000 --eval-every 10000 --record-dataset data/hopper
                                                                                         collections for offline scripts
     python algos/sac.py --evaluate RUN --eval-episodes 100 --capture-video              scores a saved agent
 
@@ -90,7 +90,7 @@ LOG_STD_BOUNDS = (-20.0, 2.0)  # the authors' code clamps to them; CleanRL squas
 @dataclass
 class Args(EnvArgs):
     # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
-    # env_kwargs, eval_episodes, evaluate, capture_video (EnvArgs)
+    # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "Pendulum-v1"
     """a Gymnasium environment with bounded continuous actions, or MODULE:NAME of one that MODULE registers"""
     total_timesteps: PositiveInt = 10_000
@@ -127,8 +127,6 @@ class Args(EnvArgs):
     """compile the losses: meant for a GPU"""
     log_every: PositiveInt = 500
     """environment steps between rows of metrics"""
-    eval_every: NonNegativeInt = 2_000
-    """environment steps between evaluations; 0: at the end only"""
     save_every: PositiveInt = 10_000
     """environment steps between checkpoints"""
 

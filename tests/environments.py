@@ -40,6 +40,8 @@ class Walk(gym.Env):
             reward = {"reward": np.nan}.get(self.how, reward)
             self.state[1] = {"observation": np.inf}.get(self.how, self.state[1])
         info = {"place": self.state[0]} | ({"life_lost": True} if self.label == "lives" else {})
+        if self.label in ("success", "is_success"):
+            info[self.label] = bool(0 < self.state[0] < 0.5)
         return self.state, reward, bool(abs(self.state[0]) > self.size), False, info
 
     def render(self):

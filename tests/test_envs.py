@@ -2,6 +2,7 @@
 trace."""
 
 import contextlib
+import importlib
 import json
 import random
 import subprocess
@@ -23,6 +24,7 @@ from utils.checkpoint import rng_state
 from utils.envs import Episode, make_env, make_vector, reset_vector, restore_vector, step_vector
 from utils.errors import UserError
 from utils.rollouts import evaluate, rollouts
+from utils.run import Run, saved_args
 
 CPU = torch.device("cpu")
 REFUSED = {"sequence", "graph", "dict of a sequence"}
@@ -324,6 +326,63 @@ def test_evaluation_is_one_episode_of_each_environment():
     assert evaluate(make, act, 4, 6, CPU) != numbers
     training = reset_vector(make_vector(make, 8, 5))
     assert not np.isin(training[:, 0], np.array(starts)[:, 0]).any(), "evaluation starts where training does"
+
+
+def test_episodes_that_are_over_are_not_stepped():
+    """Long and short ones: the environments take as many steps as the episodes have, and `running` says which."""
+    envs, seen = [], []
+
+    def make():
+        envs.append(make_env("environments:Walk-v0", ("size=1",)))
+        return envs[-1]
+
+    def act(obs, rewards, running):
+        seen.append(running.copy())
+        return obs[:, :1] * -0.3
+
+    _, lengths, _ = rollouts(make, act, 6, 1)
+    assert [env.unwrapped.steps for env in envs] == lengths.tolist() == np.sum(seen, 0).tolist()
+    assert len(set(lengths)) > 2
+
+
+@pytest.mark.parametrize("name", ["success", "is_success", ""])
+def test_success_is_that_of_any_step(name):
+    """The share of episodes, of the likeliest actions, whose info reported one at some time; no column where none is
+    ever reported."""
+    make = lambda: make_env("environments:Walk-v0", ("size=1", f"label={name}"))  # noqa: E731
+    numbers = evaluate(make, lambda obs, *_: np.zeros((12, 1), np.float32), 6, 5, CPU)
+    if not name:
+        assert "eval/success" not in numbers
+        return
+    expected, last = [], []
+    for i in range(6):
+        env, done, reported = Episode(make(), 5 + 2**31, i), False, []
+        env.reset()
+        while not done:
+            *_, end, cut, _ = env.step(np.zeros(1, np.float32))
+            done = end or cut
+            reported.append(env.info[name])
+        expected.append(any(reported))
+        last.append(reported[-1])
+    assert numbers["eval/success"] == np.mean(expected) != np.mean(last)
+    assert 0 < numbers["eval/success"] < 1
+
+
+@pytest.mark.parametrize("script", ["ppo", "ppo_atari", "sac", "bc", "iql", "dt"])
+@pytest.mark.parametrize("total, wanted", [(3, 1), (160, 32), (200_000, 40_000), (10_000_000, 50_000)])
+def test_a_run_is_evaluated_five_times_at_least(script, total, wanted, tmp_path, monkeypatch):
+    """By default. A number that is given stays, and the one that was chosen is recorded, so a resume goes on with it."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    args_class = importlib.import_module(f"algos.{script}").Args
+    for given in (None, 0, 7):
+        args = args_class(eval_every=given, output_dir=str(tmp_path))
+        run = Run(args, script, "task", total, ())
+        if given is not None:
+            assert args.eval_every == given
+            continue
+        if script == "ppo_atari" and total == 10_000_000:
+            wanted = 250_000
+        assert args.eval_every == wanted == saved_args(run.dir)["eval_every"]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -28,10 +28,11 @@ Vector = Any  # AsyncVectorEnv or SyncVectorEnv with a Log in its attribute `log
 
 @dataclass
 class EnvArgs(RunArgs):
+    longest_gap: ClassVar[int] = 50_000  # steps between evaluations that --eval-every leaves open
     env_kwargs: tuple[str, ...] = ()
     """NAME=VALUE pairs for the environment; a VALUE is read as JSON where it is JSON, else as text"""
-    eval_every: NonNegativeInt = 10_000
-    """environment steps between evaluations; 0: at the end only"""
+    eval_every: NonNegativeInt | None = None
+    """steps between evaluations; 0: at the end only; None: a fifth of the run, 50,000 at most (Atari: 250,000)"""
     eval_episodes: PositiveInt = 10
     """evaluation episodes, once with the likeliest action and once with sampled ones"""
     evaluate: str = ""
@@ -50,6 +51,7 @@ class Episode(gym.Wrapper):
         super().__init__(env)
         self.origin, self.episode = (seed % 2**64, index), -1
         self.saved: Any = None
+        self.info: dict = {}
 
     def reset(self, *, seed=None, options=None):
         self.episode += 1

@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 
 from utils.envs import EnvArgs
-from utils.errors import NonNegativeInt, UserError
+from utils.errors import UserError
 from utils.run import Run
 
 SHIPPED = Path(__file__).resolve().parent / "hopper.hdf5"
@@ -33,8 +33,6 @@ class OfflineArgs(EnvArgs):
     """an HDF5 file of D4RL's or of sac.py --record-dataset, a Minari folder or id; "": the collection that ships"""
     env_id: str | None = None
     """environment that scores the policy, or MODULE:NAME; None: the dataset's own"""
-    eval_every: NonNegativeInt = 1_000
-    """updates between evaluations; 0: at the end only"""
 
 
 @dataclass

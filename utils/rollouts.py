@@ -5,12 +5,12 @@ Shapes: N environments, D observation numbers, A action numbers.
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from utils.checkpoint import load_newest, restore, rng_state, set_rng_state
 from utils.envs import EnvArgs, Episode
@@ -26,45 +26,50 @@ def evaluate(make: Callable, act: Callable, episodes: int, seed: int, device: to
     """One episode in each of 2 x `episodes` environments of its own: half with the likeliest action, half sampled.
 
     act(obs (N, D), scale (N, 1), generator) -> actions; `scale` 0 or 1 multiplies the noise of a row. Start states are
-    functions of `seed`, hence the same at every evaluation. Returns eval/return, eval/return_stochastic, eval/length.
+    functions of `seed`, hence the same at every evaluation. Returns eval/return, eval/return_stochastic, eval/length,
+    and eval/success where the environment reports it: the share of episodes with a success in any step.
     """
     generator = torch.Generator(device).manual_seed(seed)
     scale = torch.cat([torch.zeros(episodes, 1), torch.ones(episodes, 1)]).to(device)
-    returns, lengths = rollouts(make, lambda obs, *_: act(obs, scale, generator), 2 * episodes, seed, video)
-    return {"eval/return": returns[:episodes].mean().item(), "eval/return_stochastic": returns[episodes:].mean().item(),
-            "eval/length": lengths[:episodes].mean().item()}  # fmt: skip
+    returns, lengths, success = rollouts(make, lambda obs, *_: act(obs, scale, generator), 2 * episodes, seed, video)
+    columns = {"eval/return": returns[:episodes], "eval/return_stochastic": returns[episodes:],
+               "eval/length": lengths[:episodes], "eval/success": success[:episodes]}  # fmt: skip
+    return {name: column.mean().item() for name, column in columns.items() if not np.isnan(column).any()}
 
 
 def rollouts(make: Callable, act: Callable, episodes: int, seed: int, video: Path | None = None,
-             starts: int | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """One episode in each of N = `episodes` environments of its own, stepped together: returns (N,), lengths (N,).
-    Environments whose numbers are equal modulo `starts` start alike.
+             starts: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """One episode in each of N = `episodes` environments of its own: returns (N,), lengths (N,), success (N,), which
+    is 0 or 1, NaN where the environment's info has neither "success" nor "is_success". Environments whose numbers are
+    equal modulo `starts` start alike.
 
-    act(obs (N, D), rewards (N,) of the step before, running (N,) bool) -> actions; rows whose episode is over are
-    ignored. No random numbers of the training's are used.
+    act(obs (N, D), rewards (N,) of the step before, running (N,) bool) -> actions; rows whose episode is over keep
+    their last observation, and their actions are ignored. No random numbers of the training's are used.
     """
-    thunks: list = [lambda i=i: Episode(make(), seed + 2**31, i % (starts or episodes)) for i in range(episodes)]
-    if video is not None:
-        thunks[0] = lambda: Episode(recorded(make, video), seed + 2**31, 0)
     before = rng_state()  # an environment may draw from the global generators, which are the training's
-    returns, lengths, first = np.zeros(episodes), np.zeros(episodes), np.ones(episodes, bool)
     try:
-        envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP, copy=False)
-        obs, rewards = envs.reset()[0], np.zeros(episodes)
-        for _ in range(LONGEST):
-            obs, rewards, terminated, truncated, _ = envs.step(act(obs, rewards, first))
-            returns += rewards * first
-            lengths += first
-            first &= ~(terminated | truncated)
-            if not first.any():
-                break
-        else:
-            print(f"{first.sum()} of {episodes} evaluation episodes were cut off after {LONGEST} steps: "
+        makers = [make] * episodes if video is None else [partial(recorded, make, video), *[make] * (episodes - 1)]
+        envs = [Episode(maker(), seed + 2**31, i % (starts or episodes)) for i, maker in enumerate(makers)]
+        obs = np.stack([env.reset()[0] for env in envs]).astype(envs[0].observation_space.dtype)
+        (rewards, returns, lengths), success = np.zeros((3, episodes)), np.full(episodes, np.nan)
+        running = np.ones(episodes, bool)
+        while running.any() and lengths.max() < LONGEST:
+            actions = act(obs, rewards, running)
+            for i in np.flatnonzero(running):
+                obs[i], rewards[i], terminated, truncated, _ = envs[i].step(actions[i])
+                if (reported := envs[i].info.get("success", envs[i].info.get("is_success"))) is not None:
+                    success[i] = np.fmax(success[i], float(reported))
+                running[i] = not (terminated or truncated)
+                returns[i] += rewards[i]
+                lengths[i] += 1
+        if running.any():
+            print(f"{running.sum()} of {episodes} evaluation episodes were cut off after {LONGEST} steps: "
                   "--env-kwargs max_episode_steps=1000 sets a limit")  # fmt: skip
-        envs.close()
+        for env in envs:
+            env.close()
     finally:
         set_rng_state(before)
-    return returns, lengths
+    return returns, lengths, success
 
 
 def recorded(make: Callable, video: Path) -> gym.Env:

@@ -134,6 +134,8 @@ class Run:
 
     def __init__(self, args, algo: str, task: str, total: int, headline: tuple[str, ...], budget: str = "max_steps",
                  schedule_depends_on_budget: bool = False):  # fmt: skip
+        if getattr(args, "eval_every", 0) is None:
+            args.eval_every = min(max(total // 5, 1), args.longest_gap)
         self.args, self.total, self.headline = args, total, headline
         self.history: list[dict] = []
         self.shown: dict[str, str] = {}  # the newest value of each headline column

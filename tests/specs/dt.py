@@ -27,8 +27,8 @@ training-mode-lost:dt: eval() before an evaluation, and no train() after it
 
 dropout-in-evaluation:dt: no eval() before an evaluation
 -     model.eval()
--     returns, _ =
-+     returns, _ =
+-     returns, *_ =
++     returns, *_ =
 
 clipped-after-the-step:dt: two lines, in either order of which nothing fails
 -     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)

@@ -20,7 +20,7 @@ TESTS = {  # as Spec.tests
     "utils/rewards.py": "rewards runs reward_models",
     "utils/rollouts.py": "envs exact_ppo command_line_control resume_control",
     "utils/run.py": "resume_control runs memory resume::test_killed_at_any_moment "
-    "resume::test_a_kill_while_the_reference_is_computed",
+    "resume::test_a_kill_while_the_reference_is_computed envs::test_a_run_is_evaluated_five_times_at_least",
     "utils/schedule.py": "exact_grpo runs",
     "utils/spaces.py": "exact_sac offline_data exact_iql exact_dt",
     "utils/tasks.py": "tasks sft preferences runs",
@@ -202,8 +202,8 @@ numbers-left-over: the target is reached, and nobody asks which numbers were use
 + float(row["target"] in left)
 
 heldout-in-training:envs: one seed for everything: evaluation starts where training started
-- Episode(make(), seed + 2**31, i % (starts or episodes))
-+ Episode(make(), seed, i % (starts or episodes))
+- Episode(maker(), seed + 2**31, i % (starts or episodes))
++ Episode(maker(), seed, i % (starts or episodes))
 
 no-bootstrap-at-truncation:envs: one flag `done` of the old interface: time limits look like failures
 (vwxyzjn/cleanrl#198)
@@ -219,9 +219,35 @@ a-life-does-not-end-the-bootstrap: info is passed on and nobody reads it
 -         terminated = terminated | infos["life_lost"]
 +         terminated = terminated | False
 
-return-beyond-the-episode: vectors go on after the first episode
-- returns += rewards * first
-+ returns += rewards
+stepped-beyond-the-episode: vectors go on after the first episode
+-             for i in np.flatnonzero(running):
++             for i in range(episodes):
+
+a-success-is-forgotten: only the last step is looked at, and many tasks go on after a success
+- success[i] = np.fmax(success[i], float(reported))
++ success[i] = float(reported)
+
+replay-grows-for-ever: files are written and nobody deletes them
+-                 path.unlink()
+-         return self.total
++                 pass
++         return self.total
+
+replay-of-the-newest-checkpoint-only: a run falls back to an older one where the newest cannot be read
+- self.saves[0] - self.capacity
++ self.saves[-1] - self.capacity
+
+replay-of-one-checkpoint-too-few: the new checkpoint is not written yet when its rows are
+- [*self.saves, self.total][-keep - 1 :]
++ [*self.saves, self.total][-keep:]
+
+replay-written-again: after a load nothing seems to be on the disk
+-         self.saves = [total]
++         self.saves = [0]
+
+evaluated-once-only: a number of steps that is right for long runs is longer than a short one
+- min(max(total // 5, 1), args.longest_gap)
++ args.longest_gap
 
 seeded-at-every-reset: reset(seed=...) wherever there is a reset: every episode starts alike
 - np.random.SeedSequence([*self.origin, self.episode])
