@@ -285,13 +285,13 @@ def train(args: Args) -> list[dict]:
         """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
         environment's draws from global generators are not repeated: copying those at each step would cost time."""
         online = {"envs": envs.log.state(obs), "episodes": episodes,
-                  "replay": replay.save(run.dir / "replay.bin")} if step > args.max_steps else {}  # fmt: skip
+                  "replay": replay.save(run.dir / "replay", args.keep)} if step > args.max_steps else {}  # fmt: skip
         return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
                 "generator": generator.get_state() if drawn is None else drawn} | online  # fmt: skip
 
     step, obs, episodes = run.step, None, []
     if step > args.max_steps:
-        replay.load(run.dir / "replay.bin", run.state["replay"])
+        replay.load(run.dir / "replay", run.state["replay"])
         obs, episodes = restore_vector(envs, run.state["envs"]), run.state["episodes"]
     run.restore(agent=agent, optimizers=optimizers, generator=generator)
     while step < run.total:

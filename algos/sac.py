@@ -285,13 +285,13 @@ def train(args: Args) -> list[dict]:
         environment's draws from global generators are not repeated: copying those at each step would cost time."""
         return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers if o is not None],
                 "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
-                "episodes": episodes, "snapshots": snapshots, "replay": replay.save(run.dir / "replay.bin")
+                "episodes": episodes, "snapshots": snapshots, "replay": replay.save(run.dir / "replay", args.keep)
                 }  # fmt: skip
 
     step, episodes, snapshots, metrics = run.step, [], [], {}
     if run.state is not None:
         episodes, snapshots = run.state["episodes"], run.state["snapshots"]
-        replay.load(run.dir / "replay.bin", run.state["replay"])
+        replay.load(run.dir / "replay", run.state["replay"])
         obs = restore_vector(envs, run.state["envs"])
     else:
         obs = reset_vector(envs)

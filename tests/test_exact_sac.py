@@ -6,6 +6,7 @@ log(1 - a^2)), losses and Adam; only derivatives are left to autograd.
 """
 
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -331,28 +332,46 @@ def test_replay_samples_uniformly(total):
     assert stats.chisquare(torch.bincount(pairs, minlength=rows**2)).pvalue > 1e-3
 
 
-def in_file(path) -> list[float]:
-    return np.fromfile(path, np.float32).reshape(-1, 3)[:, 0].tolist()
+def on_disk(folder) -> dict[int, list[float]]:
+    """The number of each file's first row -> the rows in it."""
+    return {int(path.stem): np.fromfile(path, np.float32).reshape(-1, 3)[:, 0].tolist()
+            for path in sorted(folder.iterdir())}  # fmt: skip
 
 
-def test_replay_file_grows_by_the_new_rows(tmp_path):
-    """What is in the file is not written again, nor after a load: a mark put there stays, in the same file."""
-    replay, path = make_replay(10), tmp_path / "replay.bin"
-    add(replay, 0, 4)
-    assert replay.save(path) == 4 and in_file(path) == [0, 1, 2, 3]
-    inode = path.stat().st_ino
-    np.memmap(path, np.float32)[0] = -99
-    for first, count in [(4, 3), (7, 0), (7, 6), (13, 10), (23, 2)]:  # across the end, nothing, a whole ring
+def test_a_save_writes_the_new_rows_alone(tmp_path):
+    """What is on the disk is not written again, nor after a load; across the end of the ring, nothing, a whole ring."""
+    replay, written = make_replay(10), {}
+    for first, count in [(0, 4), (4, 3), (7, 0), (7, 6), (13, 10), (23, 2)]:
         if count:
             add(replay, first, count)
-        assert replay.save(path) == first + count
-        assert in_file(path) == [-99, *range(1, first + count)]
+            written[first] = [-1.0, *range(first + 1, first + count)]
+        assert replay.save(tmp_path / "replay", 9) == first + count
+        if count:
+            np.memmap(tmp_path / f"replay/{first:012d}.rows", np.float32)[0] = -1  # a mark
+        assert on_disk(tmp_path / "replay") == written
     loaded = make_replay(10)
-    loaded.load(path, 25)
-    np.memmap(path, np.float32)[24 * 3] = -99
+    loaded.load(tmp_path / "replay", 25)
+    assert sorted(loaded.rows[:, 0].tolist()) == [-1, *range(15, 23), 24]
     add(loaded, 25, 2)
-    assert loaded.save(path) == 27 and in_file(path) == [-99, *range(1, 24), -99, 25, 26]
-    assert path.stat().st_ino == inode
+    assert loaded.save(tmp_path / "replay", 9) == 27
+    assert on_disk(tmp_path / "replay") == written | {25: [25, 26]}
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_the_disk_holds_what_checkpoints_need_and_no_more(keep, tmp_path):
+    """However long the run: the ring before the oldest checkpoint, which may be loaded, and the rows since."""
+    replay = make_replay(10)
+    for step in range(100):
+        add(replay, 3 * step, 3)
+        replay.save(tmp_path / "replay", keep)
+        total = 3 * (step + 1)
+        held = sum(on_disk(tmp_path / "replay").values(), [])
+        assert held == list(range(total - len(held), total)) and len(held) <= 10 + 3 * keep + 2
+        oldest = max(0, total - 3 * keep)  # `keep` checkpoints are there when the new one is not written yet
+        copy = shutil.copytree(tmp_path / "replay", tmp_path / f"{step}")
+        loaded = make_replay(10)
+        loaded.load(copy, oldest)
+        assert loaded.newest(min(oldest, 10))[:, 0].tolist() == list(range(max(0, oldest - 10), oldest))
 
 
 # --- train()
@@ -363,7 +382,8 @@ SETTINGS = ("--device cpu --env-id environments:Probe-v0 --total-timesteps 160 -
 
 
 def rows_of(folder, total: int = 160):
-    rows = np.fromfile(folder / "replay.bin", np.float32).reshape(total, 12)
+    files = sorted((folder / "replay").iterdir())
+    rows = np.concatenate([np.fromfile(path, np.float32) for path in files]).reshape(total, 12)
     return np.split(rows, [4, 6, 7, 8], 1)
 
 

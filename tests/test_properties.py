@@ -376,34 +376,39 @@ def test_actions_reach_the_bounds_and_never_leave_them(data):
 
 
 @quick
-@given(st.integers(1, 7), st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=6))
-def test_replay_buffer(capacity, adds):
-    """As a list of which the newest rows are kept, through saves, kills and loads at any time."""
-    device, kept = torch.device("cpu"), []
-    replay, count = ReplayBuffer(capacity, (1, 2), device), 0
+@given(
+    st.integers(1, 7), st.integers(1, 3), st.lists(st.tuples(st.integers(0, 9), st.sampled_from("abcd")), max_size=9)
+)
+def test_replay_buffer(capacity, keep, adds):
+    """As a list of which the newest rows are kept, through saves, kills and loads at any time: a, nothing more happens;
+    b, a checkpoint; c, a kill between the buffer's save and the checkpoint; d, a return to the oldest checkpoint."""
+    device, rows, totals, largest = torch.device("cpu"), [], [0], 0
+    replay = ReplayBuffer(capacity, (1, 2), device)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "replay.bin"
-        for rows, is_saved in adds:
-            new = np.arange(count, count + rows, dtype=np.float32)[:, None]
+        path = Path(folder) / "replay"
+        for time, (count, event) in enumerate(adds):
+            new = 100 * time + np.arange(count, dtype=np.float32)[:, None]  # other rows after a kill than before
             replay.add(new, np.concatenate([-new, new * 2], 1))
-            count += rows
-            kept = (kept + new[:, 0].tolist())[-capacity:]
-            assert replay.total == count and replay.newest(len(kept))[:, 0].tolist() == kept
+            rows += new[:, 0].tolist()
+            kept, largest = rows[-capacity:], max(largest, len(rows) - totals[-1])
+            assert replay.total == len(rows) and replay.newest(len(kept))[:, 0].tolist() == kept
             if kept:
-                a, b = replay.sample(5, torch.Generator().manual_seed(count))
-                assert (
-                    a.shape == (5, 1)
-                    and set(a[:, 0].tolist()) <= set(kept)
-                    and torch.equal(b, a * torch.tensor([-1, 2]))
-                )
-            if is_saved:
-                total = replay.save(path)
-                with open(path, "ab") as file:
-                    file.write(b"rows that a killed run had begun to write")
-                replay = ReplayBuffer(capacity, (1, 2), device)
-                replay.load(path, total)
-        total = replay.save(path)
-        with pytest.raises(UserError, match="replay.bin"):
+                a, b = replay.sample(5, torch.Generator().manual_seed(time))
+                assert a.shape == (5, 1) and set(a[:, 0].tolist()) <= set(kept)
+                assert torch.equal(b, a * torch.tensor([-1, 2]))
+            if event == "a":
+                continue
+            total = replay.save(path, keep)
+            on_disk = sum(file.stat().st_size for file in path.iterdir()) / 12
+            assert on_disk <= capacity + (keep + 2) * largest
+            if event == "b":
+                totals = [*totals, total][-keep:]
+                continue
+            totals = totals[:1] if event == "d" else totals
+            rows, replay = rows[: totals[-1]], ReplayBuffer(capacity, (1, 2), device)
+            replay.load(path, totals[-1])
+        total = replay.save(path, keep)
+        with pytest.raises(UserError, match="replay has lost"):
             replay.load(path, total + 1)
 
 

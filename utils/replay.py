@@ -1,24 +1,27 @@
-"""A replay buffer on the device, whose file grows by what is new instead of being written again."""
+"""A replay buffer on the device, and on the disk in files of what was new at each save."""
 
-import os
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from utils.checkpoint import write_atomically
 from utils.errors import UserError
 
 
 class ReplayBuffer:
     """A ring of the newest `capacity` rows, each a tuple of float32 vectors of `sizes` numbers, side by side in memory.
 
-    `save` appends the rows since the last save to a file and returns how many rows there have been in all. The
-    checkpoint keeps this number, and `load` needs no more: it cuts off later rows, of a killed run.
+    `save` writes the rows since the last save to a file of `folder`, which is named after the first one's number, and
+    returns how many rows there have been in all. The checkpoint keeps this number, and `load` needs no more. Files that
+    none of the newest `keep` checkpoints and the one to come needs are deleted: the folder holds `capacity` rows and
+    those of `keep` + 2 saves at most.
     """
 
     def __init__(self, capacity: int, sizes: tuple[int, ...], device: torch.device):
-        self.capacity, self.sizes, self.total, self.saved = capacity, sizes, 0, 0
+        self.capacity, self.sizes, self.total, self.saves = capacity, sizes, 0, [0]
         try:
             self.rows = torch.empty(capacity, sum(sizes), device=device)
         except RuntimeError as error:
@@ -47,23 +50,30 @@ class ReplayBuffer:
         index = torch.arange(self.total - count, self.total, device=self.rows.device) % self.capacity
         return self.rows[index].cpu()
 
-    def save(self, path: Path) -> int:
-        new, width = min(self.total - self.saved, self.capacity), self.rows.shape[1]
-        with open(path, "r+b" if path.exists() else "w+b") as file:
-            file.seek((self.total - new) * width * 4)  # beyond the end where more than `capacity` rows are new
-            file.write(self.newest(new).numpy().data)
-            file.truncate()
-            os.fsync(file.fileno())
-        self.saved = self.total
+    def save(self, folder: Path, keep: int) -> int:
+        folder.mkdir(exist_ok=True)
+        if new := min(self.total - self.saves[-1], self.capacity):
+            rows = self.newest(new).numpy().data
+            write_atomically(folder / f"{self.total - new:012d}.rows", lambda path: path.write_bytes(rows))
+            self.saves = [*self.saves, self.total][-keep - 1 :]
+        for path, after in pairwise(sorted(folder.glob("*.rows"))):
+            if len(self.saves) > keep and int(after.stem) <= self.saves[0] - self.capacity:
+                path.unlink()
         return self.total
 
-    def load(self, path: Path, total: int) -> None:
-        """Raises UserError where the file is not there or too short."""
-        held, width = min(total, self.capacity), self.rows.shape[1]
-        if not path.is_file() or path.stat().st_size < total * width * 4:
-            lost = f"{path} has lost transitions that the checkpoint counts"
+    def load(self, folder: Path, total: int) -> None:
+        """Raises UserError where rows are missing."""
+        width, needed, parts, first = self.rows.shape[1], max(0, total - self.capacity), [], total
+        for path in sorted(folder.glob("*.rows"), reverse=True):
+            if (start := int(path.stem)) >= total:  # of a killed run
+                path.unlink()
+            elif first > needed and path.stat().st_size == (first - start) * width * 4:
+                parts.append(np.fromfile(path, np.float32).reshape(-1, width))
+                first = start
+        if first > needed:
+            lost = f"{folder} has lost transitions that the checkpoint counts"
             raise UserError(f"{lost}: put it back as it was, or start afresh without --resume")
-        rows = np.fromfile(path, np.float32, held * width, offset=(total - held) * width * 4).reshape(held, width)
-        self.total = total - held
-        self.add(rows)
-        self.saved = total
+        self.total = first
+        for rows in reversed(parts):
+            self.add(rows)
+        self.saves = [total]

@@ -97,7 +97,7 @@ optimizer-not-restored:sac: the weights are back, the moments of Adam are not
 + run.restore(agent=agent
 
 replay-not-restored: buffers are large (nicklashansen/tdmpc2#28)
--         replay.load(run.dir / "replay.bin", run.state["replay"])
+-         replay.load(run.dir / "replay", run.state["replay"])
 """
 
 SPEC = Spec(
