@@ -67,8 +67,8 @@ LOG_STD_BOUNDS = (-5.0, 2.0)
 
 @dataclass
 class Args(OfflineArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs); env_kwargs, eval_every, eval_episodes,
-    # evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
+    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs); env_kwargs, eval_every,
+    # eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
     max_steps: PositiveInt = 10_000
     """updates"""
     learning_rate: PositiveFloat = 3e-4

@@ -76,8 +76,8 @@ TARGETS = (1.0, 0.75, 0.5, 0.25)  # default target returns: from the lowest (0) 
 
 @dataclass
 class Args(OfflineArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs); env_kwargs, eval_every, eval_episodes,
-    # evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
+    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs); env_kwargs, eval_every,
+    # eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
     max_steps: PositiveInt = 1_000
     """updates"""
     target_returns: tuple[float, ...] = ()

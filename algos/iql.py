@@ -90,8 +90,8 @@ PRESETS = {  # the authors' configurations, for arguments left at None
 
 @dataclass
 class Args(OfflineArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs); env_kwargs, eval_every, eval_episodes,
-    # evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
+    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs); env_kwargs, eval_every,
+    # eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
     max_steps: PositiveInt = 10_000
     """updates on the dataset"""
     online_steps: NonNegativeInt = 0

@@ -15,6 +15,7 @@ The preprocessing of frames is what makes the games learnable: see make_atari. A
 Run
     python algos/ppo_atari.py                                                     Pong, 10M steps: for a GPU
     python algos/ppo_atari.py --env-id ALE/KungFuMaster-v5 --total-timesteps 61440 --eval-episodes 5   a short budget
+    python algos/ppo_atari.py --env-kwargs repeat_action_probability=0.25         sticky actions, ALE v5's default
     python algos/ppo_atari.py --vector async                                      a process for each game
     python algos/ppo_atari.py --evaluate RUN --capture-video
 
@@ -32,8 +33,8 @@ Differences
       Gymnasium's terminal_on_life_loss would start a new game at every lost life.
     - From CleanRL and baselines: 4 epochs of 4 minibatches, entropy 0.01, value loss 0.5 of half squares, not clipped.
       From the paper: learning rate and clip. The paper anneals both, makes 3 epochs and weighs the value loss by 1.
-    - On resume, a game is replayed from its actions, as in ppo.py. That is exact: only the no-ops are random, and the
-      episode's seed fixes them.
+    - On resume, a game is replayed from its actions, as in ppo.py. That is exact: only the no-ops and sticky actions
+      are random, and the episode's seed fixes them.
 """
 
 import sys
@@ -61,7 +62,7 @@ from utils.envs import (
     restore_vector,
     step_vector,
 )
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
+from utils.errors import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval, UserError, parse_pairs
 from utils.rollouts import evaluate, score_saved
 from utils.run import Run, main, prepare, resolve
 
@@ -124,10 +125,16 @@ class Args(EnvArgs):
 
 
 class SeededGame(gym.Wrapper):
-    """A reset with a seed draws from it what Gymnasium draws (the number of no-ops). ALE itself is not seeded: that
-    would load the game anew in every episode, and without sticky actions ALE draws nothing."""
+    """A reset with a seed draws from it what Gymnasium draws (the number of no-ops). ALE itself is seeded only for
+    sticky actions: without them it draws nothing, and a seed makes it load the game anew."""
+
+    def __init__(self, env, sticky: bool):
+        super().__init__(env)
+        self.sticky = sticky
 
     def reset(self, *, seed=None, options=None):
+        if self.sticky:
+            return self.env.reset(seed=seed, options=options)
         if seed is not None:
             self.env.unwrapped.np_random = np.random.default_rng(seed)
         return self.env.reset(options=options)
@@ -160,8 +167,10 @@ class Lives(gym.Wrapper):
 
 def make_atari(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None) -> gym.Env:
     """A game with Gymnasium's AtariPreprocessing: up to 30 no-ops at the start, each action for 4 frames, the maximum
-    of the last two, grey, 84 x 84, and 4 of those stacked: observations (4, 84, 84) uint8. Actions are never sticky, as
-    in CleanRL and unlike ALE v5's default. Raises UserError where the game, or a package for it, is missing."""
+    of the last two, grey, 84 x 84, and 4 of those stacked: observations (4, 84, 84) uint8. Actions are not sticky, as
+    in CleanRL and unlike ALE v5's default: `repeat_action_probability=0.25` makes them so (Machado et al. 2018, arXiv
+    1709.06009). `frameskip` is another number of frames. Raises UserError where the game, or a package for it, is
+    missing, and for a frameskip that is no number."""
     try:
         import ale_py
         import cv2
@@ -172,9 +181,14 @@ def make_atari(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str |
     cv2.setNumThreads(1)
     gym.register_envs(ale_py)
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-    fixed = ("frameskip=1", "repeat_action_probability=0.0")
-    game = SeededGame(make_env(env_id, (*env_kwargs, *fixed), render_mode, flatten=False))
-    return gym.wrappers.FrameStackObservation(Lives(gym.wrappers.AtariPreprocessing(game)), 4)
+    asked = parse_pairs(("frameskip=4", "repeat_action_probability=0.0", *env_kwargs), "--env-kwargs")
+    frameskip, sticky = asked["frameskip"], asked["repeat_action_probability"]
+    if type(frameskip) is not int or frameskip < 1 or not isinstance(sticky, (int, float)) or not 0 <= sticky < 1:
+        right = "frameskip must be a whole number from 1, repeat_action_probability a number from 0 and below 1"
+        raise UserError(f"--env-kwargs has frameskip={frameskip} and repeat_action_probability={sticky}: {right}")
+    kwargs = (*env_kwargs, "frameskip=1", f"repeat_action_probability={sticky}")  # the wrapper skips the frames
+    game = SeededGame(make_env(env_id, kwargs, render_mode, flatten=False), sticky > 0)
+    return gym.wrappers.FrameStackObservation(Lives(gym.wrappers.AtariPreprocessing(game, frame_skip=frameskip)), 4)
 
 
 class Agent(nn.Module):

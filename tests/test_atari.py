@@ -10,7 +10,7 @@ import torch
 from helpers import command_line, user_error
 
 from algos import ppo_atari
-from utils.envs import make_vector, reset_vector, step_vector
+from utils.envs import make_vector, reset_vector, restore_vector, step_vector
 
 pytest.importorskip("ale_py", reason="not run: ale-py is not installed")
 BREAKOUT = partial(ppo_atari.make_atari, "ALE/Breakout-v5")
@@ -50,6 +50,54 @@ def test_frames_are_gymnasium_s():
         frames.append(theirs.step(action)[0])
         obs = ours.step(action)[0]
         assert np.array_equal(obs[-min(4, len(frames)) :], frames[-4:])
+
+
+@pytest.mark.parametrize("probability", [None, 0.25, 0.9])
+def test_sticky_actions(probability):
+    """The share of frames that repeat the action before is the one that was asked for, 0 by default; the seed
+    determines them, in a game that has been played before as in a new one."""
+    kwargs = () if probability is None else (f"repeat_action_probability={probability}",)
+    env = BREAKOUT(kwargs)
+    assert env.unwrapped.ale.getFloat("repeat_action_probability") == pytest.approx(probability or 0)
+    first, again, new = play(env, 3, 60), play(env, 3, 60), play(BREAKOUT(kwargs), 3, 60)
+    for other in (again, new):
+        assert all(np.array_equal(a[0], b[0]) and a[1:] == b[1:] for a, b in zip(first, other))
+    plain = play(BREAKOUT(), 3, 60)
+    assert all(np.array_equal(a[0], b[0]) for a, b in zip(first, plain)) == (probability is None)
+
+
+@pytest.mark.parametrize("frameskip", [1, 2, 4, 7])
+def test_frames_of_an_action(frameskip):
+    env = BREAKOUT(() if frameskip == 4 else (f"frameskip={frameskip}",))
+    env.reset(seed=1)
+    before = env.unwrapped.ale.getEpisodeFrameNumber()
+    for action in (0, 2, 3, 0):
+        env.step(action)
+    assert env.unwrapped.ale.getEpisodeFrameNumber() - before == 4 * frameskip
+
+
+def test_going_on_inside_a_sticky_game():
+    """As in tests/test_envs.py: the replay repeats what the emulator drew, and so does what follows."""
+    make = partial(BREAKOUT, ("repeat_action_probability=0.5",))
+
+    def played(envs, rng, steps):
+        return [step_vector(envs, rng.integers(4, size=2), step)[0].copy() for step in range(steps)]
+
+    envs, other = make_vector(make, 2, 1), make_vector(make, 2, 1)
+    reset_vector(envs)
+    obs = played(envs, np.random.default_rng(0), 50)[-1]
+    assert np.array_equal(restore_vector(other, envs.log.state(obs)), obs)
+    ours, theirs = (played(vector, np.random.default_rng(1), 50) for vector in (envs, other))
+    assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("pair", ["frameskip=0", "frameskip=[2, 5]", "frameskip=2.5", "frameskip=true",
+                                  "repeat_action_probability=1", "repeat_action_probability=-0.1",
+                                  "repeat_action_probability=often"])  # fmt: skip
+def test_what_the_emulator_cannot_do(pair, tmp_path, capsys):
+    with user_error(capsys, "--env-kwargs", "must be"):
+        command_line(ppo_atari, "--env-kwargs", pair, "--output-dir", tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_lost_life_is_said_and_does_not_end_the_game():

@@ -371,7 +371,7 @@ def test_success_is_that_of_any_step(name):
 @pytest.mark.parametrize("script", ["ppo", "ppo_atari", "sac", "bc", "iql", "dt"])
 @pytest.mark.parametrize("total, wanted", [(3, 1), (160, 32), (200_000, 40_000), (10_000_000, 50_000)])
 def test_a_run_is_evaluated_five_times_at_least(script, total, wanted, tmp_path, monkeypatch):
-    """By default. A number that is given stays, and the one that was chosen is recorded, so a resume goes on with it."""
+    """By default. A number that is given stays, and the one that was chosen is recorded, so resumes keep it."""
     monkeypatch.setattr("signal.signal", lambda *_: None)
     args_class = importlib.import_module(f"algos.{script}").Args
     for given in (None, 0, 7):

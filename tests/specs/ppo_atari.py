@@ -17,12 +17,24 @@ pixels-not-divided: a wrapper did it before
 + self.body(obs.flatten(0, -4).float())
 
 frames-not-stacked: networks take whatever number of channels comes
-- gym.wrappers.FrameStackObservation(Lives(gym.wrappers.AtariPreprocessing(game)), 4)
-+ gym.wrappers.FrameStackObservation(Lives(gym.wrappers.AtariPreprocessing(game)), 1)
+- frame_skip=frameskip)), 4
++ frame_skip=frameskip)), 1
 
-sticky-actions: ALE's v5 environments are sticky by default: other numbers than in the literature, and no exact resume
-- repeat_action_probability=0.0
-+ repeat_action_probability=0.25
+sticky-actions: ALE's v5 environments are sticky by default: other numbers than in the literature
+- "repeat_action_probability=0.0"
++ "repeat_action_probability=0.25"
+
+stickiness-ignored: the wrapper's own settings come last
+- f"repeat_action_probability={sticky}"
++ "repeat_action_probability=0.00"
+
+frameskip-ignored: the wrapper's own settings come last
+- AtariPreprocessing(game, frame_skip=frameskip)
++ AtariPreprocessing(game)
+
+sticky-actions-not-seeded: Gymnasium's generator is seeded, and the emulator has one of its own
+-         if self.sticky:
++         if False:
 
 a-life-ends-the-game: episodic life without its second half: scores of one life, also in evaluation
 -         return obs, reward, terminated, truncated, info
