@@ -279,7 +279,7 @@ def scores(returns: np.ndarray, targets: tuple[float, ...]) -> dict[str, float]:
 def train(args: Args) -> list[dict]:
     device = prepare(args)
     check(args)
-    data = None if args.evaluate else load_dataset(args)
+    data = None if args.evaluate else load_dataset(args).whole()  # as the authors' download script
     make, obs_size, space = open_env(args)
     model = DecisionTransformer(obs_size, math.prod(space.shape or ()), args).to(device)
 

@@ -23,9 +23,9 @@ Run
     python algos/iql.py                                                          the collection that ships: Hopper-v5
     python algos/iql.py --dataset hopper_medium_replay-v2.hdf5 --max-steps 1000000 --eval-every 5000
                                                                                  the paper's recipe for locomotion
-    python algos/iql.py --dataset D4RL/antmaze/umaze-v1 --env-id gymnasium_robotics:AntMaze_UMaze-v4 --domain antmaze \
-        --max-steps 1000000 --eval-every 100000 --eval-episodes 100              the paper's recipe for AntMaze, on
-                                                                                 Minari's data; never run in full
+    python algos/iql.py --dataset D4RL/antmaze/umaze-v1 --domain antmaze --max-steps 1000000 --eval-every 100000 \
+        --eval-episodes 100                                                      the paper's settings for AntMaze on
+                                                                                 Minari's data: never run by us
     python algos/iql.py --online-steps 10000 --no-anneal-actor                   offline, then online
     python algos/iql.py --evaluate RUN --eval-episodes 100 --capture-video       scores a saved agent
 
@@ -45,6 +45,8 @@ Metrics
     Of episodes:
     return, length      of the online episodes that ended since the row before
     eval/return         mean over --eval-episodes, mean actions; eval/return_stochastic: sampled actions
+    eval/success        share of episodes, mean actions, that reach a success; where the environment reports it. It is
+                        AntMaze's score: eval/return counts every step at the goal where the environment goes on there
     eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data; R is eval/return
     eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
     eval/best_return    in the last row: the best of all evaluations. It is picked by test score; eval/return is not

@@ -44,6 +44,7 @@ Expect
 Metrics
     return, length      of the training episodes that ended in the iteration; absent if none did
     eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
+    eval/success        share of these episodes that reach a success; where the environment reports it
     explained_variance  of R_t by V(s_t); rises towards 1, below 0 is worse than a constant
     approx_kl           mean of rho - 1 - log rho in the last epoch; 0.001 to 0.03
     clip_fraction       share of samples outside the clip in the last epoch; 0.05 to 0.3

@@ -37,6 +37,7 @@ Expect
 Metrics
     return, length      of the training episodes that ended since the row before; absent where none did
     eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
+    eval/success        share of these episodes that reach a success; where the environment reports it
     Of the newest update:
     q                   mean of Q_1 over the batch; should stay near the discounted return, runaway growth is divergence
     td_error            mean |Q_1(s, a) - y|

@@ -2,10 +2,12 @@
 GPT-2, one update by AdamW written out, the episodes of an evaluation by an environment whose rewards are known.
 """
 
+import json
 import math
 from types import SimpleNamespace
 
 import gymnasium as gym
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -359,6 +361,26 @@ def test_scores_by_hand():
 gym.register("PlainrlDtToy-v0", lambda **kwargs: Toy(1))
 SETTINGS = ("--device cpu --embed-dim 8 --num-layers 1 --context-length 3 --batch-size 16 --eval-episodes 1 "
             "--rtg-scale 5 --max-episode-length 6 --max-steps 40 --warmup-steps 10 --eval-every 0").split()  # fmt: skip
+
+
+def test_a_trajectory_that_the_file_cuts_off_is_left_out(run, tmp_path, monkeypatch):
+    """Of what is learned, of the statistics and of the returns that are asked for: the best one is cut off here."""
+    with h5py.File(tmp_path / "data.hdf5", "w") as file:
+        columns = dict(observations=run.data.obs, actions=run.data.actions, rewards=np.arange(14.0) ** 4,
+                       terminals=np.zeros(14), timeouts=np.isin(np.arange(14), STARTS[1:] - 1))  # fmt: skip
+        for key, column in columns.items():
+            file[key] = column
+    seen, sequences = [], dt.sequences
+    monkeypatch.setattr(dt, "sequences", lambda *args: seen.append((args, sequences(*args))) or seen[-1][1])
+    args = [*SETTINGS, "--dataset", tmp_path / "data.hdf5", "--env-id", "PlainrlDtToy-v0", "--max-steps", 1]
+    folder = new_run(dt, tmp_path / "runs", *args)
+    kept = STARTS[-1]
+    ((data, _, model, *_), rows) = seen[0]
+    assert len(rows.obs) == len(data.obs) == kept < 14
+    close(model.obs_mean, run.data.obs[:kept].mean(0), 1e-6)
+    asked = json.loads((folder / "config.json").read_text())["args"]["target_returns"]
+    returns = [part.sum() for part in np.split(np.arange(14.0) ** 4, STARTS[1:])]
+    assert asked[0] == max(returns[:-1]) < returns[-1]
 
 
 @pytest.fixture(scope="module")

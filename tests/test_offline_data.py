@@ -11,15 +11,15 @@ import h5py
 import minari
 import numpy as np
 import pytest
-from control import BANDIT
+from control import BANDIT, score
 from gymnasium.spaces import Box, Dict, Discrete, Tuple, flatten
-from helpers import REPO, command_line, metrics, new_run, runs_in, user_error
+from helpers import REPO, SMALL, command_line, metrics, new_run, runs_in, user_error
 from minari.data_collector import EpisodeBuffer
 
 from algos import bc
 from utils import run as run_module
 from utils.collection import save_collection
-from utils.envs import make_env
+from utils.envs import open_env
 from utils.errors import UserError
 from utils.offline import Dataset, OfflineArgs, check_spaces, load_dataset
 from utils.spaces import to_env, to_unit
@@ -139,6 +139,38 @@ def test_d4rl_columns_of_other_forms(tmp_path):
     data = load(write(tmp_path / "hopper_b.hdf5", **wide))
     assert_holds(data, {name: getattr(plain, name) for name in ("obs", "actions", "rewards", "terminated", "starts")})
     assert (data.known == plain.known).all()
+
+
+@pytest.mark.parametrize("name", ["Ant_maze_u-maze_noisy_multistart_False_multigoal_False_sparse_fixed", "pen-human-v1",
+                                  "antmaze-umaze-v2", "kitchen_microwave_kettle_light_slider-v0", "door-expert-v1",
+                                  "mini_kitchen_microwave_kettle_light_slider-v0", "hammer-cloned-v1"])  # fmt: skip
+def test_d4rl_files_of_environments_that_have_changed(name, tmp_path):
+    """They are refused, also with --env-id, and the sentence says where their data is; so does --help."""
+    path = write(tmp_path / f"{name}.hdf5", **d4rl_columns())
+    for args in ({}, {"env_id": "Any-v0"}):
+        refused(path, "Minari", "D4RL/antmaze/umaze-v1", **args)
+    collection(path)
+    assert load(path).env_id == WALK["env_id"], "a collection of that name is one of ours"
+
+
+def test_d4rl_s_last_trajectory_may_be_cut_off(tmp_path):
+    """dt.py leaves it out, as the authors' download script: its returns-to-go would be too small."""
+    for last in ("cut", "timeout", "terminal"):
+        columns = d4rl_columns(last=last)
+        data = load(write(tmp_path / "hopper_a.hdf5", **columns)).whole()
+        rows = sequences(columns)
+        kept = rows[:-1] if last == "cut" else rows
+        assert data.starts.tolist() == [trajectory[0] for trajectory in kept]
+        for name, column in {"obs": "observations", "actions": "actions", "rewards": "rewards"}.items():
+            np.testing.assert_array_equal(getattr(data, name), columns[column][: sum(map(len, kept))])
+        assert len(data.known) == len(data.terminated) == len(data.next_obs) == len(data.obs)
+        assert data.whole() is data
+    columns |= {key: np.zeros(60, bool) for key in ("terminals", "timeouts")}
+    with pytest.raises(UserError, match="hopper_a.hdf5 has no trajectory that ends"):
+        load(write(tmp_path / "hopper_a.hdf5", **columns)).whole()
+    collection(tmp_path / "b.hdf5")
+    whole = load(tmp_path / "b.hdf5")
+    assert whole.whole() is whole
 
 
 @pytest.mark.parametrize(
@@ -269,7 +301,7 @@ def test_minari_episodes(space, action, minari_home, tmp_path):
     for name in ("lines/test-v0", folder, folder / "data", tmp_path / "elsewhere"):
         data = load(name, env_id="Any-v0")
         assert_holds(data, expected)
-        assert data.known.all() and not data.d4rl and data.returns is None
+        assert data.known.all() and not data.d4rl and not data.returns
     assert expected["terminated"].tolist() == [False, False, True, True, False, False, False, False]
 
 
@@ -283,13 +315,12 @@ def test_minari_episodes_without_steps_are_left_out(minari_home):
     assert_holds(load(folder, env_id="Any-v0"), expected | {"starts": np.array([0, 3])})
 
 
-@pytest.mark.parametrize("limit, evaluated, env_kwargs", [
-    (200, None, ("g=9.0",)),  # the registered limit is what gym.make sets
-    (50, None, ("g=9.0", "max_episode_steps=50")),
-    (50, 200, ("g=8.0",)),
-    (200, 70, ("g=8.0", "max_episode_steps=70")),
-])  # fmt: skip
-def test_minari_s_environment_for_evaluation(limit, evaluated, env_kwargs, minari_home):
+def made(args: OfflineArgs) -> gym.Env:
+    return open_env(args)[0]()
+
+
+@pytest.mark.parametrize("limit, evaluated", [(200, None), (50, None), (50, 200), (200, 70)])
+def test_minari_s_environment_for_evaluation(limit, evaluated, minari_home):
     """It is scored in the one that the dataset names for evaluation, where it does, and with its time limit."""
     env = gym.make("Pendulum-v1", g=9.0, max_episode_steps=limit)
     for_evaluation = evaluated and gym.make("Pendulum-v1", g=8.0, max_episode_steps=evaluated)
@@ -299,8 +330,81 @@ def test_minari_s_environment_for_evaluation(limit, evaluated, env_kwargs, minar
     data = load_dataset(args)
     assert_holds(data, expected)
     assert data.returns == (-1500.0, -100.0) and data.score(-800) == {"eval/score": pytest.approx(50)}
-    assert (args.env_id, args.env_kwargs) == ("Pendulum-v1", env_kwargs)
-    assert make_env(args.env_id, args.env_kwargs).spec.max_episode_steps == (evaluated or limit)
+    assert (args.env_id, args.env_kwargs) == ("Pendulum-v1", ())
+    assert made(args).spec.max_episode_steps == (evaluated or limit)
+    assert made(args).unwrapped.g == (8 if evaluated else 9)
+    args = OfflineArgs(dataset=str(folder), env_kwargs=("g=7", "max_episode_steps=30"))  # typed ones go before
+    assert load_dataset(args).score(-800) == {}
+    assert (made(args).unwrapped.g, made(args).spec.max_episode_steps) == (7, 30)
+    args = OfflineArgs(dataset=str(folder), env_id="Pendulum-v1")
+    assert load_dataset(args).score(-800) == {} and made(args).unwrapped.g == 10
+
+
+def wrapped(env_id="Pendulum-v1", **kwargs) -> gym.Env:
+    env = gym.make(env_id, **kwargs)
+    return gym.wrappers.TimeAwareObservation(gym.wrappers.RescaleAction(env, -1.0, 1.0), flatten=True)
+
+
+def test_minari_s_wrappers_are_part_of_the_environment(minari_home, tmp_path, capsys):
+    """An agent is scored in the environment of the recording: the same actions get the same rewards, and a saved run
+    knows it without the dataset."""
+    env = wrapped()
+    folder, _ = minari_dataset(space=env.observation_space, action=env.action_space, env=env)
+    args = OfflineArgs(dataset=str(folder))
+    load_dataset(args)
+    ours = made(args)
+    assert ours.action_space == env.action_space and ours.observation_space == env.observation_space
+    for one in (env, ours):
+        one.reset(seed=1)
+    for action in np.linspace(-1, 1, 9, dtype=np.float32):
+        (obs, reward, *_), (their_obs, their_reward, *_) = ours.step(action[None]), env.step(action[None])
+        assert reward == their_reward and obs.tolist() == their_obs.tolist()
+    run = new_run(bc, tmp_path, *SMALL["bc"], "--dataset", folder)
+    shutil.rmtree(folder)
+    assert score(bc, run, capsys)["eval/return"] == metrics(run)[-1]["eval/return"]
+
+
+def test_minari_s_environment_need_not_be_registered(minari_home, monkeypatch):
+    """Its entry point is imported, also from the working directory; and specifications of Gymnasium 0.29 are read."""
+    env = gym.make("environments:Probe-v0")
+    folder, _ = minari_dataset(space=env.observation_space, action=env.action_space, env=env)
+    change_spec(folder, id="Elsewhere-v0", apply_api_compatibility=False)
+    args = OfflineArgs(dataset=str(folder))
+    assert load_dataset(args).env_id == "Elsewhere-v0" and made(args).unwrapped.LIMIT == 5
+
+
+def change_spec(folder, **changes) -> None:
+    metadata = folder / "data" / "metadata.json"
+    about = json.loads(metadata.read_text())
+    about["env_spec"] = json.dumps(changes | json.loads(about["env_spec"]) | changes)
+    metadata.write_text(json.dumps(about))
+
+
+WRAPPER = {"name": "Clip", "entry_point": "gymnasium.wrappers:ClipAction", "kwargs": {}}
+UNMADE = {  # what is wrong with a specification -> what the sentence says
+    "module": ({"entry_point": "gymnasium_robotics.nowhere:Maze"}, "install it"),
+    "class": ({"entry_point": "environments:Nothing"}, "Nothing"),
+    "function": ({"entry_point": "os:system", "kwargs": {"command": "touch executed"}}, "os:system is no Env"),
+    "class of another kind": ({"entry_point": "pathlib:Path"}, "pathlib:Path is no Env"),
+    "no entry point": ({"entry_point": None}, "Pendulum-v1 of the dataset"),
+    "wrapper": ({"additional_wrappers": [WRAPPER | {"entry_point": "os:system"}]}, "os:system is no Wrapper"),
+    "arguments of a wrapper": ({"additional_wrappers": [WRAPPER | {"kwargs": None}]}, "arguments are recorded"),
+    "arguments": ({"kwargs": {"nothing": 1}}, "nothing"),
+}
+
+
+@pytest.mark.parametrize("wrong", UNMADE)
+def test_minari_s_environment_that_cannot_be_made(wrong, minari_home, tmp_path, monkeypatch, capsys):
+    """It is refused before there is a run, and never replaced by the bare one. Nothing that a dataset names is run but
+    environments and wrappers."""
+    monkeypatch.chdir(tmp_path)
+    env = gym.make("Pendulum-v1")
+    folder, _ = minari_dataset(space=env.observation_space, action=env.action_space, env=env)
+    changes, words = UNMADE[wrong]
+    change_spec(folder, **changes)
+    with user_error(capsys, "cannot make --env-id Pendulum-v1 of the dataset", words):
+        command_line(bc, *SMALL["bc"], "--dataset", folder, "--output-dir", tmp_path / "runs")
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "executed").exists()
 
 
 def test_minari_without_jax(minari_home):
@@ -326,8 +430,8 @@ def test_published_scores(name, env_id, tmp_path):
     low, high = D4RL_CONSTANTS[env_id]
     for args in ({}, {"env_id": env_id}):
         data = load(path, **args)
-        for mean_return, score in ((low, 0), (high, 100), (low + 0.25 * (high - low), 25), (2 * low - high, -100)):
-            assert data.score(mean_return) == {"eval/d4rl_score": pytest.approx(score, abs=1e-9)}
+        for mean_return, wanted in ((low, 0), (high, 100), (low + 0.25 * (high - low), 25), (2 * low - high, -100)):
+            assert data.score(mean_return) == {"eval/d4rl_score": pytest.approx(wanted, abs=1e-9)}
     for other in (env_id.replace("4", "5"), env_id.replace("4", "3"), "Pendulum-v1"):
         assert load(path, env_id=other).score(100) == {}
 

@@ -149,8 +149,6 @@ def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
         args.online_steps = 16
     if dataset := getattr(args, "dataset", ""):  # what cannot be downloaded here stands in its place, small
         write_dataset(dataset, monkeypatch)
-    if (args.env_id or "").startswith("gymnasium_robotics"):
-        args.env_id = "Hopper-v4"
     steps = args.total_timesteps if hasattr(args, "total_timesteps") else args.max_steps
     assert module.train(args)[-1]["step"] == steps + getattr(args, "online_steps", 0)
     assert len(list(tmp_path.glob("runs/*/model/model.safetensors"))) == 1

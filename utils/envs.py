@@ -4,18 +4,21 @@ Shapes: N environments, D observation numbers, A action numbers.
 """
 
 import contextlib
+import dataclasses
 import importlib
+import json
 import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.envs.registration import EnvSpec, WrapperSpec, load_env_creator
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from utils.errors import NonNegativeInt, PositiveInt, UserError, parse_pairs
@@ -28,7 +31,7 @@ Vector = Any  # AsyncVectorEnv or SyncVectorEnv with a Log in its attribute `log
 
 @dataclass
 class EnvArgs(RunArgs):
-    longest_gap: ClassVar[int] = 50_000  # steps between evaluations that --eval-every leaves open
+    longest_gap = 50_000  # steps between evaluations that --eval-every leaves open
     env_kwargs: tuple[str, ...] = ()
     """NAME=VALUE pairs for the environment; a VALUE is read as JSON where it is JSON, else as text"""
     eval_every: NonNegativeInt | None = None
@@ -124,23 +127,25 @@ def make_env(
 ) -> gym.Env:
     """One environment, with `flatten` its observations flattened to a vector where they are not one: images,
     dictionaries, tuples, discrete numbers (one-hot). `module:Name-v0` imports `module` first, also from the working
-    directory.
+    directory. A specification in JSON (EnvSpec.to_json) stands for the environment with its arguments and wrappers.
 
     Raises UserError for an unknown name, arguments that it does not take, and spaces that have no vector form.
     """
-    module, _, name = env_id.rpartition(":")
+    is_spec = env_id.startswith("{")
+    shown = f"{json.loads(env_id)['id']} of the dataset" if is_spec else env_id
+    module, _, name = ("", "", env_id) if is_spec else env_id.rpartition(":")
     kwargs = parse_pairs(env_kwargs, "--env-kwargs") | ({"render_mode": render_mode} if render_mode else {})
     try:
-        with users_imports(Path.cwd()) if module else contextlib.nullcontext():  # as with python -m
+        with users_imports(Path.cwd()) if module or is_spec else contextlib.nullcontext():  # as with python -m
             if module:
                 importlib.import_module(module)
-            env = gym.make(name, disable_env_checker=True, **kwargs)
+            env = gym.make(read_spec(name) if is_spec else name, disable_env_checker=True, **kwargs)
     except ModuleNotFoundError as error:
         right = "install it, or start in the folder that holds it"
-        raise UserError(f"cannot make --env-id {env_id} ({error}): {right}") from error
+        raise UserError(f"cannot make --env-id {shown} ({error}): {right}") from error
     except (gym.error.Error, TypeError) as error:
         right = "give a registered Gymnasium name, or MODULE:NAME of a module that registers it"
-        raise UserError(f"cannot make --env-id {env_id} ({str(error).strip().splitlines()[0]}): {right}") from error
+        raise UserError(f"cannot make --env-id {shown} ({str(error).strip().splitlines()[0]}): {right}") from error
     space = env.observation_space
     if not flatten or isinstance(space, gym.spaces.Box) and len(space.shape) == 1:
         return env
@@ -149,12 +154,28 @@ def make_env(
     return gym.wrappers.FlattenObservation(env)
 
 
+def read_spec(text: str) -> EnvSpec:
+    """A specification of any version of Gymnasium. A dataset may name any function of any module in it, so what is no
+    environment or wrapper is refused."""
+    fields = json.loads(text)
+    known = {field.name for field in dataclasses.fields(EnvSpec) if field.init}  # 0.29 had one more
+    try:
+        wrappers = tuple(WrapperSpec(**wrapper) for wrapper in fields.pop("additional_wrappers", ()))
+        spec = EnvSpec(**{key: fields[key] for key in known & fields.keys()}, additional_wrappers=wrappers)
+        for part, kind in ((spec, gym.Env), *((wrapper, gym.Wrapper) for wrapper in wrappers)):
+            if kind not in getattr(load_env_creator(part.entry_point), "__mro__", ()) or part.kwargs is None:
+                raise TypeError(f"{part.entry_point} is no {kind.__name__} whose arguments are recorded")
+    except (AttributeError, TypeError, ValueError) as error:
+        raise gym.error.Error(str(error)) from error
+    return spec
+
+
 def open_env(args, make: Callable = make_env) -> tuple[Callable, int, Any]:
     """How the run makes an environment, how many numbers one observes (of images: how many are stacked), and its
     actions. Raises UserError where there is no such environment."""
     if args.capture_video and not args.evaluate:
         raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
-    make = partial(make, args.env_id, args.env_kwargs)
+    make = partial(make, getattr(args, "env_spec", "") or args.env_id, args.env_kwargs)
     env = make()
     env.close()
     return make, env.observation_space.shape[0], env.action_space

@@ -6,9 +6,8 @@ Shapes: n rows, D observation numbers, A action numbers; rows follow each other,
 import json
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -18,11 +17,10 @@ from utils.errors import UserError
 from utils.run import Run
 
 SHIPPED = Path(__file__).resolve().parent / "hopper.hdf5"
-D4RL_ENVIRONMENTS = {"halfcheetah": "HalfCheetah-v4", "hopper": "Hopper-v4", "walker2d": "Walker2d-v4"}
-D4RL_RETURNS = {  # of a random and of an expert policy, by D4RL's infos.py
-    "HalfCheetah-v4": (-280.178953, 12135.0),
-    "Hopper-v4": (-20.272305, 3234.3),
-    "Walker2d-v4": (1.629008, 4592.3),
+D4RL = {  # family -> environment, return of a random and of an expert policy (D4RL's infos.py); Ant observes less today
+    "halfcheetah": ("HalfCheetah-v4", (-280.178953, 12135.0)),
+    "hopper": ("Hopper-v4", (-20.272305, 3234.3)),
+    "walker2d": ("Walker2d-v4", (1.629008, 4592.3)),
 }
 KEYS = ("observations", "actions", "rewards", "terminals", "timeouts")
 
@@ -30,9 +28,12 @@ KEYS = ("observations", "actions", "rewards", "terminals", "timeouts")
 @dataclass
 class OfflineArgs(EnvArgs):
     dataset: str = ""
-    """an HDF5 file of D4RL's or of sac.py --record-dataset, a Minari folder or id; "": the collection that ships"""
+    """an HDF5 file of D4RL's locomotion or of sac.py --record-dataset, a Minari folder or id (also for D4RL's AntMaze,
+    kitchen and Adroit: D4RL/antmaze/umaze-v1); "": the collection that ships"""
     env_id: str | None = None
-    """environment that scores the policy, or MODULE:NAME; None: the dataset's own"""
+    """environment that scores the policy, or MODULE:NAME; None: the dataset's own, with its wrappers and arguments"""
+    env_spec: str = ""
+    """filled in from a Minari dataset: its environment, as Gymnasium's EnvSpec.to_json writes it"""
 
 
 @dataclass
@@ -44,10 +45,12 @@ class Dataset:
     next_obs: np.ndarray  # (n, D) float32; meaningless where not `known`
     known: np.ndarray  # (n,) bool: whether the next observation is known; not at D4RL's time-outs
     starts: np.ndarray  # (k,) first row of each trajectory; starts[0] = 0
+    cut_off: bool = False  # whether the file ends within the last trajectory
     env_id: str | None = None
     env_kwargs: tuple[str, ...] = ()
+    env_spec: str = ""
     d4rl: bool = False
-    returns: tuple[float, float] | None = None  # of a random and of an expert policy, where recorded
+    returns: tuple[float, ...] = ()  # of a random and of an expert policy, where known
     name: str = field(default="", repr=False)
 
     def lengths(self) -> np.ndarray:
@@ -63,16 +66,23 @@ class Dataset:
         rewards = self.rewards.astype(np.float64)
         return np.add.reduceat(rewards if rows is None else rewards * rows, self.starts)
 
+    def whole(self) -> "Dataset":
+        """Without a last trajectory that the file cuts off. Raises UserError where nothing is left."""
+        if not self.cut_off:
+            return self
+        if len(self.starts) == 1:
+            raise UserError(f"--dataset {self.name} has no trajectory that ends: there must be terminals or timeouts")
+        columns = ("obs", "actions", "rewards", "terminated", "next_obs", "known")
+        rows = {name: getattr(self, name)[: self.starts[-1]] for name in columns}
+        return replace(self, **rows, starts=self.starts[:-1], cut_off=False)
+
     def score(self, mean_return: float) -> dict[str, float]:
         """eval/d4rl_score: D4RL's, only for its files on its environments. eval/score: the same formula with the
         random and expert returns that were recorded with the data; not to be compared with published scores."""
-        if self.d4rl and self.env_id in D4RL_RETURNS:
-            name, (low, high) = "eval/d4rl_score", D4RL_RETURNS[self.env_id]
-        elif not self.d4rl and self.returns is not None and self.returns[0] < self.returns[1]:
-            name, (low, high) = "eval/score", self.returns
-        else:
+        if len(self.returns) != 2 or not self.returns[0] < self.returns[1]:
             return {}
-        return {name: 100 * (mean_return - low) / (high - low)}
+        low, high = self.returns
+        return {"eval/d4rl_score" if self.d4rl else "eval/score": 100 * (mean_return - low) / (high - low)}
 
 
 def compared(columns: dict[str, float], data: Dataset, run: Run, step: int) -> dict[str, float]:
@@ -100,13 +110,21 @@ def load_dataset(args: OfflineArgs) -> Dataset:
     if args.env_id is None:
         if data.env_id is None:
             raise UserError(f"--dataset {data.name} does not say which environment it is of: name it with --env-id")
-        args.env_id, args.env_kwargs = data.env_id, args.env_kwargs or data.env_kwargs
-    named, wanted = (data.env_id, data.env_kwargs), (args.env_id, args.env_kwargs)
-    if data.d4rl and (args.env_kwargs or data.env_id not in (None, args.env_id)) or not data.d4rl and named != wanted:
-        data.d4rl, data.returns = False, None  # the returns that a score divides by are those of another environment
-    data.env_id, data.env_kwargs = wanted
-    check_dataset(data)
+        args.env_id, args.env_spec = data.env_id, data.env_spec
+        args.env_kwargs = args.env_kwargs or data.env_kwargs
+    if (data.env_id, data.env_kwargs, data.env_spec) != (args.env_id, args.env_kwargs, args.env_spec):
+        data.returns = ()  # those of another environment
+    data.env_id = args.env_id
+    if not data.known.any():
+        raise UserError(f"--dataset {data.name} has no step with a known next observation: it is too short")
     return data
+
+
+def check_finite(name: str, columns: dict[str, np.ndarray]) -> None:
+    for key, column in columns.items():
+        for row in np.argwhere(~np.isfinite(column))[:1, 0]:
+            wrong = f"--dataset {name} has {column[row].tolist()} in row {row} of {key}"
+            raise UserError(f"{wrong}: all numbers must be finite")
 
 
 def read_hdf5(path: Path) -> Dataset:
@@ -117,55 +135,54 @@ def read_hdf5(path: Path) -> Dataset:
     try:
         with h5py.File(path) as file:
             if missing := [key for key in KEYS if key not in file]:
-                raise UserError(f"--dataset {path} lacks {', '.join(missing)}: it must have the keys of D4RL's v2 "
-                                f"files ({', '.join(KEYS)})")  # fmt: skip
-            columns = {key: np.asarray(file[key][()]) for key in (*KEYS, "last_observations") if key in file}
+                right = f"it must have the keys of D4RL's v2 files ({', '.join(KEYS)})"
+                raise UserError(f"--dataset {path} lacks {', '.join(missing)}: {right}")
+            names = [key for key in (*KEYS, "last_observations") if key in file]
+            columns = {key: np.asarray(file[key][()], np.float32) for key in names}
             about = dict(file.attrs)
     except (OSError, RuntimeError, KeyError, AttributeError, TypeError, ValueError) as error:  # all that h5py raises
         raise UserError(f"--dataset {path} cannot be read as HDF5 ({error}): it is cut off or another kind") from error
     for key, column in columns.items():
-        table = key in ("observations", "actions", "last_observations")
-        if column.dtype.kind not in "bfiu" or column.ndim < 1 or (column.ndim != 2 if table else column[:1].size > 1):
-            raise UserError(f"--dataset {path} has {key} of shape {column.shape} and type {column.dtype}: there "
-                            f"must be {'a row of numbers' if table else 'one number'} for each step")  # fmt: skip
-        if not np.isfinite(column).all():
-            row = np.argwhere(~np.isfinite(column))[0][0]
-            raise UserError(f"--dataset {path} has {column[row].tolist()} in row {row} of {key}: all numbers must "
-                            "be finite")  # fmt: skip
+        if key in ("rewards", "terminals", "timeouts"):
+            columns[key] = column.ravel()
+        elif column.ndim != 2:
+            wrong = f"--dataset {path} has {key} of shape {column.shape}"
+            raise UserError(f"{wrong}: there must be a row of numbers for each step")
     rows = {key: len(columns[key]) for key in KEYS}
     if len(set(rows.values())) > 1 or not rows["rewards"]:
         raise UserError(f"--dataset {path} must have as many rows in each column, and one at least: it has {rows}")
-    obs, actions, rewards = (columns[key].astype(np.float32) for key in KEYS[:3])
-    terminals, timeouts = (columns[key].reshape(-1) > 0 for key in KEYS[3:])
-    ends = terminals | timeouts
-    ends[-1] = True
-    next_obs = np.roll(obs, -1, 0)
-    shared: dict[str, Any] = dict(obs=obs, actions=actions, rewards=rewards.reshape(-1), terminated=terminals,
-                  starts=np.append(0, np.flatnonzero(ends[:-1]) + 1))  # fmt: skip
-    if "last_observations" in columns:
-        last = columns["last_observations"]
-        if last.shape != (ends.sum(), obs.shape[1]):
-            raise UserError(f"--dataset {path} has last_observations {last.shape}: its {ends.sum()} trajectories end "
-                            f"in {(int(ends.sum()), obs.shape[1])}")  # fmt: skip
-        next_obs[ends] = last
-        try:
-            env_kwargs = tuple(json.loads(about.get("env_kwargs", "[]")))
-            returns = tuple(float(about[key]) for key in ("random_return", "expert_return") if key in about)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"--dataset {path} has attributes that are not those of a collection ({error}): record it "
-                            "with sac.py --record-dataset") from error  # fmt: skip
-        return Dataset(**shared, next_obs=next_obs, known=np.ones(len(obs), bool), env_id=about.get("env_id"),
-                       env_kwargs=env_kwargs, returns=returns if len(returns) == 2 else None)  # fmt: skip
-    known = ~timeouts  # as D4RL's qlearning_dataset: the row after a time-out, and that after the last one, is not next
+    check_finite(str(path), columns)
+    obs, actions, rewards, terminals, timeouts = (columns[key] for key in KEYS)
+    ends = (terminals > 0) | (timeouts > 0)
+    cut_off, ends[-1] = not ends[-1], True
+    known = timeouts <= 0  # as D4RL's qlearning_dataset: the row after a time-out, and that after the last, is not next
     known[-1] = False
-    family = re.match(r"(halfcheetah|hopper|walker2d)[-_]", path.name.lower())
-    return Dataset(**shared, next_obs=next_obs, known=known, d4rl=True,
-                   env_id=D4RL_ENVIRONMENTS[family[1]] if family else None)  # fmt: skip
+    data = Dataset(obs, actions, rewards, terminals > 0, np.roll(obs, -1, 0), known,
+                   np.append(0, np.flatnonzero(ends[:-1]) + 1), cut_off)  # fmt: skip
+    if "last_observations" not in columns:
+        if re.match(r"ant_?maze|(mini_)?kitchen|(pen|door|hammer|relocate)[-_]", path.name.lower()):
+            wrong = f"--dataset {path} is of an environment of D4RL's that Gymnasium has made anew"
+            raise UserError(f"{wrong}: use Minari's data of the new one (D4RL/antmaze/umaze-v1, D4RL/kitchen/mixed-v2)")
+        if family := re.match(f"({'|'.join(D4RL)})[-_]", path.name.lower()):
+            data.d4rl, (data.env_id, data.returns) = True, D4RL[family[1]]
+        return data
+    wanted = (int(ends.sum()), obs.shape[1])
+    if (found := columns["last_observations"].shape) != wanted:
+        wrong = f"--dataset {path} has last_observations {found}"
+        raise UserError(f"{wrong}: its {wanted[0]} trajectories end in {wanted}")
+    data.next_obs[ends], data.known[:], data.cut_off = columns["last_observations"], True, False
+    try:
+        data.env_id, data.env_kwargs = about.get("env_id"), tuple(json.loads(about.get("env_kwargs", "[]")))
+        data.returns = tuple(float(about[key]) for key in ("random_return", "expert_return") if key in about)
+    except (TypeError, ValueError) as error:
+        wrong = f"--dataset {path} has attributes that are not those of a collection ({error})"
+        raise UserError(f"{wrong}: record it with sac.py --record-dataset") from error
+    return data
 
 
 def read_minari(name: str) -> Dataset:
     """A local folder (that of the dataset, or its data/), or the id of a dataset that is here or can be downloaded. The
-    environment is the one that the dataset names for evaluation, if any, with its time limit."""
+    environment is the one that the dataset names for evaluation, if any, else that of the recording."""
     try:
         import minari
     except ImportError as error:
@@ -177,34 +194,30 @@ def read_minari(name: str) -> Dataset:
         else:
             dataset = minari.load_dataset(name, download=True)
         about = dataset.storage.read_raw_metadata(dataset.storage.data_path)
-        spec = json.loads(about.get("eval_env_spec") or about.get("env_spec") or "{}")
-        registered = gym.registry.get(spec.get("id"))
-        if (limit := spec.get("max_episode_steps")) and not (registered and registered.max_episode_steps == limit):
-            spec["kwargs"]["max_episode_steps"] = limit
+        spec = about.get("eval_env_spec") or about.get("env_spec") or ""
         spaces = [json.loads(about[f"{which}_space"]) for which in ("observation", "action")]
         parts = []
         for episode in dataset:
-            steps = len(episode.rewards)
-            if steps:
+            if steps := len(episode.rewards):
                 obs, actions = flat(spaces[0], episode.observations), flat(spaces[1], episode.actions)
                 parts.append((obs[:-1], actions, episode.rewards, episode.terminations, obs[1:]))
                 if {np.shape(part)[0] for part in parts[-1]} != {steps} or np.ndim(episode.rewards) != 1:
-                    raise UserError(f"--dataset {name} has an episode of {len(obs)} observations, {len(actions)} "
-                                    f"actions and rewards {np.shape(episode.rewards)}: there must be one observation "
-                                    "more than actions, rewards and terminations")  # fmt: skip
+                    wrong = f"--dataset {name} has an episode of {len(obs)} observations, {len(actions)} actions and"
+                    right = "there must be one observation more than actions, rewards and terminations"
+                    raise UserError(f"{wrong} rewards {np.shape(episode.rewards)}: {right}")
         if not parts:
             raise UserError(f"--dataset {name} has no steps")
-        columns = [np.concatenate(column).astype(np.float32) for column in zip(*parts)]
+        obs, actions, rewards, terminated, next_obs = (np.concatenate(part).astype(np.float32) for part in zip(*parts))
+        starts = np.cumsum([0, *(len(part[2]) for part in parts[:-1])])
         returns = tuple(float(about[key]) for key in ("ref_min_score", "ref_max_score") if about.get(key) is not None)
+        env_id = json.loads(spec)["id"] if spec else None
     except UserError:
         raise
     except Exception as error:  # of disk, network, format: Minari raises what its libraries do
         raise UserError(f"--dataset {name} cannot be read by Minari ({type(error).__name__}: {error})") from error
-    obs, actions, rewards, terminated, next_obs = columns
-    return Dataset(obs, actions, rewards, terminated > 0, next_obs, np.ones(len(obs), bool),
-                   np.cumsum([0, *(len(part[2]) for part in parts[:-1])]), spec.get("id"),
-                   tuple(f"{key}={json.dumps(value)}" for key, value in spec.get("kwargs", {}).items()),
-                   returns=returns if len(returns) == 2 else None)  # fmt: skip
+    check_finite(name, {"observations": obs, "actions": actions, "rewards": rewards, "next observations": next_obs})
+    return Dataset(obs, actions, rewards, terminated > 0, next_obs, np.ones(len(obs), bool), starts, env_id=env_id,
+                   env_spec=spec, returns=returns)  # fmt: skip
 
 
 def flat(space: dict, values) -> np.ndarray:
@@ -217,18 +230,6 @@ def flat(space: dict, values) -> np.ndarray:
     if space["type"] != "Box":
         raise UserError(f"--dataset has a space {space['type']}: offline scripts need Box, or Dict and Tuple of Box")
     return np.asarray(values).reshape(len(values), int(np.prod(space["shape"])))
-
-
-def check_dataset(data: Dataset) -> None:
-    """Raises UserError where a number is not finite, or no transition is whole."""
-    for name, column in {"observations": data.obs, "actions": data.actions, "rewards": data.rewards[:, None],
-                         "next observations": data.next_obs}.items():  # fmt: skip
-        if not (finite := np.isfinite(column).all(1)).all():
-            row = np.flatnonzero(~finite)[0]
-            raise UserError(f"--dataset {data.name} has {column[row].tolist()} in row {row} of its {name}: all numbers "
-                            "must be finite")  # fmt: skip
-    if not data.known.any():
-        raise UserError(f"--dataset {data.name} has no step with a known next observation: it is too short")
 
 
 def check_spaces(data: Dataset, obs_size: int, action_space) -> None:

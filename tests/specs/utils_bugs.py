@@ -6,7 +6,7 @@ TESTS = {  # as Spec.tests
     "utils/checks.py": "checks",
     "utils/checkpoint.py": "resume_control runs",
     "utils/decode.py": "invariance",
-    "utils/envs.py": "exact_ppo exact_sac envs atari command_line_control resume_control",
+    "utils/envs.py": "exact_ppo exact_sac envs atari offline_data command_line_control resume_control",
     "utils/evaluation.py": "exact_grpo runs rewards",
     "utils/head.py": "invariance properties exact_grpo",
     "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs architectures",
@@ -226,6 +226,26 @@ stepped-beyond-the-episode: vectors go on after the first episode
 a-success-is-forgotten: only the last step is looked at, and many tasks go on after a success
 - success[i] = np.fmax(success[i], float(reported))
 + success[i] = float(reported)
+
+wrappers-left-out: a name and arguments look like a whole environment
+- additional_wrappers=wrappers)
++ additional_wrappers=())
+
+any-function-is-an-environment: what a file names is called
+- getattr(load_env_creator(part.entry_point), "__mro__", ())
++ [gym.Env, gym.Wrapper]
+
+evaluated-where-it-was-recorded: two specifications in one file, of which the first is always there
+- about.get("eval_env_spec") or about.get("env_spec") or ""
++ about.get("env_spec") or ""
+
+cut-off-trajectory-kept: the end of a file looks like an end of an episode
+- cut_off, ends[-1] = not ends[-1], True
++ cut_off, ends[-1] = False, True
+
+score-of-another-environment: what was recorded belongs to the environment of the recording
+-         data.returns = ()
++         pass
 
 replay-grows-for-ever: files are written and nobody deletes them
 -                 path.unlink()
