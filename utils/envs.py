@@ -162,7 +162,9 @@ def read_spec(text: str) -> EnvSpec:
     try:
         wrappers = tuple(WrapperSpec(**wrapper) for wrapper in fields.pop("additional_wrappers", ()))
         spec = EnvSpec(**{key: fields[key] for key in known & fields.keys()}, additional_wrappers=wrappers)
-        for part, kind in ((spec, gym.Env), *((wrapper, gym.Wrapper) for wrapper in wrappers)):
+        parts: list[Any] = [spec, *wrappers]
+        for part in parts:
+            kind = gym.Env if part is spec else gym.Wrapper
             if kind not in getattr(load_env_creator(part.entry_point), "__mro__", ()) or part.kwargs is None:
                 raise TypeError(f"{part.entry_point} is no {kind.__name__} whose arguments are recorded")
     except (AttributeError, TypeError, ValueError) as error:

@@ -76,6 +76,11 @@ class Dataset:
         rows = {name: getattr(self, name)[: self.starts[-1]] for name in columns}
         return replace(self, **rows, starts=self.starts[:-1], cut_off=False)
 
+    def check(self) -> None:
+        check_finite(observations=self.obs, actions=self.actions, rewards=self.rewards, next_observations=self.next_obs)
+        if not self.known.any():
+            raise UserError("has no step with a known next observation: it is too short")
+
     def score(self, mean_return: float) -> dict[str, float]:
         """eval/d4rl_score: D4RL's, only for its files on its environments. eval/score: the same formula with the
         random and expert returns that were recorded with the data; not to be compared with published scores."""
@@ -99,137 +104,115 @@ def load_dataset(args: OfflineArgs) -> Dataset:
     """Reads --dataset and chooses the environment for evaluation: --env-id if given, else the dataset's own. That one's
     name and arguments are written to `args`. Raises UserError where it is not a whole and finite dataset."""
     path = Path(args.dataset).expanduser() if args.dataset else SHIPPED
-    if os.path.isfile(path):  # unlike Path.is_file, False for what no file system takes as a name
-        data = read_hdf5(path)
-    elif os.path.isdir(path) or re.fullmatch(r"([-\w]+/)*[-\w]+-v\d+", args.dataset):
-        data = read_minari(str(path))
-    else:
-        wrong = f"--dataset {args.dataset or path} is neither a file or folder nor a Minari id"
-        raise UserError(f"{wrong} (mujoco/hopper/medium-v0)")
+    is_file = os.path.isfile(path)  # unlike Path.is_file, False for what no file system takes as a name
+    name, how = args.dataset or str(path), "as HDF5" if is_file else "by Minari"
+    if not (is_file or os.path.isdir(path) or re.fullmatch(r"([-\w]+/)*[-\w]+-v\d+", name)):
+        raise UserError(f"--dataset {name} is neither a file or folder nor a Minari id (mujoco/hopper/medium-v0)")
+    try:
+        data = read_hdf5(path) if is_file else read_minari(path)
+        data.check()
+    except UserError as error:
+        raise UserError(f"--dataset {name} {error}") from error
+    except ImportError as error:
+        raise UserError(f'--dataset {name} needs {error.name}: pip install h5py "minari[hdf5]"') from error
+    except Exception as error:  # of disk, network, format: libraries raise what they like
+        wrong = f"--dataset {name} cannot be read {how} ({type(error).__name__}: {error})"
+        raise UserError(f"{wrong}: it is cut off, out of reach, or of another kind") from error
     data.name = args.dataset or "the collection that ships"
     if args.env_id is None:
         if data.env_id is None:
-            raise UserError(f"--dataset {data.name} does not say which environment it is of: name it with --env-id")
+            raise UserError(f"--dataset {name} does not say which environment it is of: name it with --env-id")
         args.env_id, args.env_spec = data.env_id, data.env_spec
         args.env_kwargs = args.env_kwargs or data.env_kwargs
     if (data.env_id, data.env_kwargs, data.env_spec) != (args.env_id, args.env_kwargs, args.env_spec):
-        data.returns = ()  # those of another environment
-    data.env_id = args.env_id
-    if not data.known.any():
-        raise UserError(f"--dataset {data.name} has no step with a known next observation: it is too short")
+        data.env_id, data.returns = args.env_id, ()  # the returns are of another environment
     return data
 
 
-def check_finite(name: str, columns: dict[str, np.ndarray]) -> None:
-    for key, column in columns.items():
-        for row in np.argwhere(~np.isfinite(column))[:1, 0]:
-            wrong = f"--dataset {name} has {column[row].tolist()} in row {row} of {key}"
-            raise UserError(f"{wrong}: all numbers must be finite")
-
-
 def read_hdf5(path: Path) -> Dataset:
-    try:
-        import h5py
-    except ImportError as error:
-        raise UserError(f"--dataset {path} needs h5py: pip install h5py") from error
-    try:
-        with h5py.File(path) as file:
-            if missing := [key for key in KEYS if key not in file]:
-                right = f"it must have the keys of D4RL's v2 files ({', '.join(KEYS)})"
-                raise UserError(f"--dataset {path} lacks {', '.join(missing)}: {right}")
-            names = [key for key in (*KEYS, "last_observations") if key in file]
-            columns = {key: np.asarray(file[key][()], np.float32) for key in names}
-            about = dict(file.attrs)
-    except (OSError, RuntimeError, KeyError, AttributeError, TypeError, ValueError) as error:  # all that h5py raises
-        raise UserError(f"--dataset {path} cannot be read as HDF5 ({error}): it is cut off or another kind") from error
-    for key, column in columns.items():
-        if key in ("rewards", "terminals", "timeouts"):
-            columns[key] = column.ravel()
-        elif column.ndim != 2:
-            wrong = f"--dataset {path} has {key} of shape {column.shape}"
-            raise UserError(f"{wrong}: there must be a row of numbers for each step")
-    rows = {key: len(columns[key]) for key in KEYS}
-    if len(set(rows.values())) > 1 or not rows["rewards"]:
-        raise UserError(f"--dataset {path} must have as many rows in each column, and one at least: it has {rows}")
-    check_finite(str(path), columns)
-    obs, actions, rewards, terminals, timeouts = (columns[key] for key in KEYS)
+    """The columns KEYS, one row a step; of a collection also last_observations, and attributes."""
+    import h5py
+
+    with h5py.File(path) as file:
+        if missing := [key for key in KEYS if key not in file]:
+            raise UserError(f"lacks {', '.join(missing)}: it must have the keys of D4RL's v2 files ({', '.join(KEYS)})")
+        obs, actions, *flags = (np.asarray(file[key][()], np.float32) for key in KEYS)
+        last = np.asarray(file["last_observations"][()], np.float32) if "last_observations" in file else None
+        about = dict(file.attrs)
+    rewards, terminals, timeouts = (column.ravel() for column in flags)
+    for key, table in {"observations": obs, "actions": actions, "last_observations": last}.items():
+        if table is not None and table.ndim != 2:
+            raise UserError(f"has {key} of shape {table.shape}: there must be a row of numbers for each step")
+    rows = dict(zip(KEYS, map(len, (obs, actions, rewards, terminals, timeouts))))
+    if len(set(rows.values())) > 1 or not len(obs):
+        raise UserError(f"must have as many rows in each column, and one at least: it has {rows}")
+    check_finite(terminals=terminals, timeouts=timeouts)
     ends = (terminals > 0) | (timeouts > 0)
     cut_off, ends[-1] = not ends[-1], True
     known = timeouts <= 0  # as D4RL's qlearning_dataset: the row after a time-out, and that after the last, is not next
     known[-1] = False
     data = Dataset(obs, actions, rewards, terminals > 0, np.roll(obs, -1, 0), known,
                    np.append(0, np.flatnonzero(ends[:-1]) + 1), cut_off)  # fmt: skip
-    if "last_observations" not in columns:
-        if re.match(r"ant_?maze|(mini_)?kitchen|(pen|door|hammer|relocate)[-_]", path.name.lower()):
-            wrong = f"--dataset {path} is of an environment of D4RL's that Gymnasium has made anew"
-            raise UserError(f"{wrong}: use Minari's data of the new one (D4RL/antmaze/umaze-v1, D4RL/kitchen/mixed-v2)")
-        if family := re.match(f"({'|'.join(D4RL)})[-_]", path.name.lower()):
-            data.d4rl, (data.env_id, data.returns) = True, D4RL[family[1]]
-        return data
-    wanted = (int(ends.sum()), obs.shape[1])
-    if (found := columns["last_observations"].shape) != wanted:
-        wrong = f"--dataset {path} has last_observations {found}"
-        raise UserError(f"{wrong}: its {wanted[0]} trajectories end in {wanted}")
-    data.next_obs[ends], data.known[:], data.cut_off = columns["last_observations"], True, False
-    try:
+    if last is not None:
+        check_finite(last_observations=last)
+        if last.shape != (wanted := (len(data.starts), obs.shape[1])):
+            raise UserError(f"has last_observations {last.shape}: its {wanted[0]} trajectories end in {wanted}")
+        data.next_obs[ends], data.known[:], data.cut_off = last, True, False
         data.env_id, data.env_kwargs = about.get("env_id"), tuple(json.loads(about.get("env_kwargs", "[]")))
         data.returns = tuple(float(about[key]) for key in ("random_return", "expert_return") if key in about)
-    except (TypeError, ValueError) as error:
-        wrong = f"--dataset {path} has attributes that are not those of a collection ({error})"
-        raise UserError(f"{wrong}: record it with sac.py --record-dataset") from error
+    elif family := re.match(f"({'|'.join(D4RL)})[-_]", path.name.lower()):
+        data.d4rl, (data.env_id, data.returns) = True, D4RL[family[1]]
+    elif re.match(r"ant_?maze|(mini_)?kitchen|(pen|door|hammer|relocate)[-_]", path.name.lower()):
+        right = "use Minari's data of the new one (D4RL/antmaze/umaze-v1, D4RL/kitchen/mixed-v2, D4RL/door/human-v2)"
+        raise UserError(f"is of an environment that D4RL had and Gymnasium has made anew: {right}")
     return data
 
 
-def read_minari(name: str) -> Dataset:
+def read_minari(path: Path) -> Dataset:
     """A local folder (that of the dataset, or its data/), or the id of a dataset that is here or can be downloaded. The
     environment is the one that the dataset names for evaluation, if any, else that of the recording."""
-    try:
-        import minari
-    except ImportError as error:
-        raise UserError(f'--dataset {name} needs minari: pip install "minari[hdf5]"') from error
-    try:
-        if os.path.isdir(name):
-            folder = Path(name) / "data" if (Path(name) / "data").is_dir() else Path(name)
-            dataset = minari.MinariDataset(folder)
-        else:
-            dataset = minari.load_dataset(name, download=True)
-        about = dataset.storage.read_raw_metadata(dataset.storage.data_path)
-        spec = about.get("eval_env_spec") or about.get("env_spec") or ""
-        spaces = [json.loads(about[f"{which}_space"]) for which in ("observation", "action")]
-        parts = []
-        for episode in dataset:
-            if steps := len(episode.rewards):
-                obs, actions = flat(spaces[0], episode.observations), flat(spaces[1], episode.actions)
-                parts.append((obs[:-1], actions, episode.rewards, episode.terminations, obs[1:]))
-                if {np.shape(part)[0] for part in parts[-1]} != {steps} or np.ndim(episode.rewards) != 1:
-                    wrong = f"--dataset {name} has an episode of {len(obs)} observations, {len(actions)} actions and"
-                    right = "there must be one observation more than actions, rewards and terminations"
-                    raise UserError(f"{wrong} rewards {np.shape(episode.rewards)}: {right}")
-        if not parts:
-            raise UserError(f"--dataset {name} has no steps")
-        obs, actions, rewards, terminated, next_obs = (np.concatenate(part).astype(np.float32) for part in zip(*parts))
-        starts = np.cumsum([0, *(len(part[2]) for part in parts[:-1])])
-        returns = tuple(float(about[key]) for key in ("ref_min_score", "ref_max_score") if about.get(key) is not None)
-        env_id = json.loads(spec)["id"] if spec else None
-    except UserError:
-        raise
-    except Exception as error:  # of disk, network, format: Minari raises what its libraries do
-        raise UserError(f"--dataset {name} cannot be read by Minari ({type(error).__name__}: {error})") from error
-    check_finite(name, {"observations": obs, "actions": actions, "rewards": rewards, "next observations": next_obs})
-    return Dataset(obs, actions, rewards, terminated > 0, next_obs, np.ones(len(obs), bool), starts, env_id=env_id,
-                   env_spec=spec, returns=returns)  # fmt: skip
+    import minari
+
+    folder = path / "data" if (path / "data").is_dir() else path
+    dataset = minari.MinariDataset(folder) if path.is_dir() else minari.load_dataset(str(path), download=True)
+    about = dataset.storage.read_raw_metadata(dataset.storage.data_path)
+    spec = about.get("eval_env_spec") or about.get("env_spec") or ""
+    spaces = [json.loads(about[f"{which}_space"]) for which in ("observation", "action")]
+    parts = []
+    for episode in dataset:
+        if steps := len(episode.rewards):
+            obs, actions = flat(spaces[0], episode.observations), flat(spaces[1], episode.actions)
+            parts.append((obs[:-1], actions, episode.rewards, episode.terminations, obs[1:]))
+            if {np.shape(part)[0] for part in parts[-1]} != {steps} or np.ndim(episode.rewards) != 1:
+                has = f"{len(obs)} observations, {len(actions)} actions and rewards {np.shape(episode.rewards)}"
+                right = "there must be one observation more than actions, rewards and terminations"
+                raise UserError(f"has an episode of {has}: {right}")
+    if not parts:
+        raise UserError("has no steps")
+    obs, actions, rewards, terminated, next_obs = (np.concatenate(part).astype(np.float32) for part in zip(*parts))
+    return Dataset(obs, actions, rewards, terminated > 0, next_obs, np.ones(len(obs), bool),
+                   np.cumsum([0, *(len(part[2]) for part in parts[:-1])]),
+                   env_id=json.loads(spec)["id"] if spec else None, env_spec=spec,
+                   returns=tuple(float(about[key]) for key in ("ref_min_score", "ref_max_score")
+                                 if about.get(key) is not None))  # fmt: skip
 
 
 def flat(space: dict, values) -> np.ndarray:
     """Values of many steps as a table, as gymnasium's FlattenObservation does it for one. `space` as Minari writes it:
     read back as a gymnasium space, a Dict's keys would come in another order."""
-    if space["type"] == "Dict":
-        return np.concatenate([flat(part, values[key]) for key, part in space["subspaces"].items()], 1)
-    if space["type"] == "Tuple":
-        return np.concatenate([flat(part, value) for part, value in zip(space["subspaces"], values)], 1)
+    if space["type"] in ("Dict", "Tuple"):
+        parts = space["subspaces"]
+        keys = parts if space["type"] == "Dict" else range(len(parts))
+        return np.concatenate([flat(parts[key], values[key]) for key in keys], 1)
     if space["type"] != "Box":
-        raise UserError(f"--dataset has a space {space['type']}: offline scripts need Box, or Dict and Tuple of Box")
+        raise UserError(f"has a space {space['type']}: offline scripts need Box, or Dict and Tuple of Box")
     return np.asarray(values).reshape(len(values), int(np.prod(space["shape"])))
+
+
+def check_finite(**columns: np.ndarray) -> None:
+    for key, column in columns.items():
+        for row in np.argwhere(~np.isfinite(column))[:1, 0]:
+            raise UserError(f"has {column[row].tolist()} in row {row} of {key}: all numbers must be finite")
 
 
 def check_spaces(data: Dataset, obs_size: int, action_space) -> None:
@@ -237,15 +220,13 @@ def check_spaces(data: Dataset, obs_size: int, action_space) -> None:
     and this action space."""
     bounded = isinstance(action_space, gym.spaces.Box) and action_space.is_bounded() and action_space.dtype.kind == "f"
     if not bounded or (action_space.low >= action_space.high).any():
-        raise UserError(f"the environment has the action space {action_space}: it must be a Box of floats with finite "
-                        "bounds, the upper above the lower")  # fmt: skip
+        right = "it must be a Box of floats with finite bounds, the upper above the lower"
+        raise UserError(f"the environment has the action space {action_space}: {right}")
     sizes, wanted = (data.obs.shape[1], data.actions.shape[1]), (obs_size, int(np.prod(action_space.shape)))
     if sizes != wanted:
-        raise UserError(f"--dataset {data.name} has {sizes[0]} observation and {sizes[1]} action numbers a step, but "
-                        f"the environment has {wanted[0]} and {wanted[1]}: name its own with --env-id")  # fmt: skip
-    low, high = (np.broadcast_to(bound, action_space.shape).ravel() for bound in (action_space.low, action_space.high))
-    outside = ((data.actions < low - 1e-4) | (data.actions > high + 1e-4)).any(1)
-    if outside.any():
-        row = np.flatnonzero(outside)[0]
-        raise UserError(f"--dataset {data.name} has the action {data.actions[row].tolist()} in row {row}: the "
-                        f"environment's bounds are {low.tolist()} and {high.tolist()}")  # fmt: skip
+        wrong = f"--dataset {data.name} has {sizes[0]} observation and {sizes[1]} action numbers a step"
+        raise UserError(f"{wrong}, but the environment has {wanted[0]} and {wanted[1]}: name its own with --env-id")
+    low, high = action_space.low.ravel(), action_space.high.ravel()
+    for row in np.argwhere((data.actions < low - 1e-4) | (data.actions > high + 1e-4))[:1, 0]:
+        wrong = f"--dataset {data.name} has the action {data.actions[row].tolist()} in row {row}"
+        raise UserError(f"{wrong}: the environment's bounds are {low.tolist()} and {high.tolist()}")

@@ -5,7 +5,6 @@ Shapes: N environments, D observation numbers, A action numbers.
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -48,8 +47,8 @@ def rollouts(make: Callable, act: Callable, episodes: int, seed: int, video: Pat
     """
     before = rng_state()  # an environment may draw from the global generators, which are the training's
     try:
-        makers = [make] * episodes if video is None else [partial(recorded, make, video), *[make] * (episodes - 1)]
-        envs = [Episode(maker(), seed + 2**31, i % (starts or episodes)) for i, maker in enumerate(makers)]
+        made = [recorded(make, video) if video and i == 0 else make() for i in range(episodes)]
+        envs = [Episode(env, seed + 2**31, i % (starts or episodes)) for i, env in enumerate(made)]
         obs = np.stack([env.reset()[0] for env in envs]).astype(envs[0].observation_space.dtype)
         (rewards, returns, lengths), success = np.zeros((3, episodes)), np.full(episodes, np.nan)
         running = np.ones(episodes, bool)

@@ -202,8 +202,8 @@ numbers-left-over: the target is reached, and nobody asks which numbers were use
 + float(row["target"] in left)
 
 heldout-in-training:envs: one seed for everything: evaluation starts where training started
-- Episode(maker(), seed + 2**31, i % (starts or episodes))
-+ Episode(maker(), seed, i % (starts or episodes))
+- Episode(env, seed + 2**31, i % (starts or episodes))
++ Episode(env, seed, i % (starts or episodes))
 
 no-bootstrap-at-truncation:envs: one flag `done` of the old interface: time limits look like failures
 (vwxyzjn/cleanrl#198)
