@@ -101,10 +101,8 @@ class Log:
     def step(self, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> list[tuple[float, int]]:
         """Adds a step that all have taken. Returns (return, length) of the episodes that it ended."""
         for i in np.flatnonzero(self.length <= LONGEST_LOG):
-            kept = self.length[i]
-            if kept == len(
-                self.actions[i]
-            ):  # doubles: PPO asks for `state` in every iteration, and a list converts slowly
+            kept = self.length[i]  # an array that doubles: PPO asks for `state` in every iteration, a list is slow
+            if kept == len(self.actions[i]):
                 self.actions[i] = np.resize(self.actions[i] if kept else actions, (2 * kept + 8, *actions.shape[1:]))
             self.actions[i][kept] = actions[i]
         self.total += rewards

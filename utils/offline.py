@@ -157,7 +157,8 @@ def read_hdf5(path: Path) -> Dataset:
         check_finite(last_observations=last)
         if last.shape != (wanted := (len(data.starts), obs.shape[1])):
             raise UserError(f"has last_observations {last.shape}: its {wanted[0]} trajectories end in {wanted}")
-        data.next_obs[ends], data.known[:], data.cut_off = last, True, False
+        data.next_obs[ends] = last
+        data.known[:], data.cut_off = True, False
         data.env_id, data.env_kwargs = about.get("env_id"), tuple(json.loads(about.get("env_kwargs", "[]")))
         data.returns = tuple(float(about[key]) for key in ("random_return", "expert_return") if key in about)
     elif family := re.match(f"({'|'.join(D4RL)})[-_]", path.name.lower()):

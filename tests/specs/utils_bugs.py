@@ -244,8 +244,8 @@ cut-off-trajectory-kept: the end of a file looks like an end of an episode
 + cut_off, ends[-1] = False, True
 
 score-of-another-environment: what was recorded belongs to the environment of the recording
--         data.returns = ()
-+         pass
+- data.env_id, data.returns = args.env_id, ()
++ data.env_id = args.env_id
 
 replay-grows-for-ever: files are written and nobody deletes them
 -                 path.unlink()
@@ -377,11 +377,11 @@ warm-up-begins-at-zero: steps count from 1 here and from 0 there; the first step
 
 no-bootstrap-at-truncation:offline: datasets have terminals, timeouts and ends of trajectories
 (Farama-Foundation/D4RL#162: time-outs mislabelled)
-- terminated=terminals,
-+ terminated=ends,
+- terminals > 0, np.roll(
++ ends, np.roll(
 
 next-observation-of-the-reset:offline: the row after is the next observation but for the last row of a trajectory
--         next_obs[ends] = last
+-         data.next_obs[ends] = last
 
 variance-without-the-means: variances of batches are averaged, and that between their means is forgotten
 - (self.var * self.count + squares + delta * delta * (self.count * rows / total)) / total
