@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -61,6 +62,8 @@ def played(envs, steps: int, seed: int = 0) -> list:
         ("CartPole-v77", (), "CartPole"),
         ("environments:Absent-v0", (), "Absent.*registers"),
         ("nowhere.at.all:Name-v0", (), "nowhere.*folder"),
+        ('{"id": "Pendulum-v1", "entry', (), "Pendulum-v1 of the dataset"),
+        ("{", (), "registered"),
         ("CartPole-v1", ("=5",), "=5 is not NAME=VALUE"),
         ("CartPole-v1", ("a b=5",), "a b=5 is not NAME=VALUE"),
     ],
@@ -366,6 +369,14 @@ def test_success_is_that_of_any_step(name):
         last.append(reported[-1])
     assert numbers["eval/success"] == np.mean(expected) != np.mean(last)
     assert 0 < numbers["eval/success"] < 1
+
+
+def test_a_return_that_is_no_number_is_not_left_out(tmp_path):
+    """The run names it in the terminal: utils/run.py."""
+    (tmp_path / "broken").touch()
+    make = partial(make_env, "environments:Walk-v0", (f"broken={tmp_path}/broken", "at=2", "how=reward"))
+    numbers = evaluate(make, lambda obs, *_: np.zeros((4, 1), np.float32), 2, 1, CPU)
+    assert np.isnan(numbers["eval/return"]) and np.isnan(numbers["eval/return_stochastic"])
 
 
 @pytest.mark.parametrize("script", ["ppo", "ppo_atari", "sac", "bc", "iql", "dt"])

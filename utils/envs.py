@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -129,8 +130,8 @@ def make_env(
 
     Raises UserError for an unknown name, arguments that it does not take, and spaces that have no vector form.
     """
-    is_spec = env_id.startswith("{")
-    shown = f"{json.loads(env_id)['id']} of the dataset" if is_spec else env_id
+    is_spec = re.match(r'{.*?"id": *"([^"]*)"', env_id)
+    shown = f"{is_spec[1]} of the dataset" if is_spec else env_id
     module, _, name = ("", "", env_id) if is_spec else env_id.rpartition(":")
     kwargs = parse_pairs(env_kwargs, "--env-kwargs") | ({"render_mode": render_mode} if render_mode else {})
     try:
@@ -155,9 +156,9 @@ def make_env(
 def read_spec(text: str) -> EnvSpec:
     """A specification of any version of Gymnasium. A dataset may name any function of any module in it, so what is no
     environment or wrapper is refused."""
-    fields = json.loads(text)
     known = {field.name for field in dataclasses.fields(EnvSpec) if field.init}  # 0.29 had one more
     try:
+        fields = json.loads(text)
         wrappers = tuple(WrapperSpec(**wrapper) for wrapper in fields.pop("additional_wrappers", ()))
         spec = EnvSpec(**{key: fields[key] for key in known & fields.keys()}, additional_wrappers=wrappers)
         parts: list[Any] = [spec, *wrappers]

@@ -32,8 +32,9 @@ def evaluate(make: Callable, act: Callable, episodes: int, seed: int, device: to
     scale = torch.cat([torch.zeros(episodes, 1), torch.ones(episodes, 1)]).to(device)
     returns, lengths, success = rollouts(make, lambda obs, *_: act(obs, scale, generator), 2 * episodes, seed, video)
     columns = {"eval/return": returns[:episodes], "eval/return_stochastic": returns[episodes:],
-               "eval/length": lengths[:episodes], "eval/success": success[:episodes]}  # fmt: skip
-    return {name: column.mean().item() for name, column in columns.items() if not np.isnan(column).any()}
+               "eval/length": lengths[:episodes]}  # fmt: skip
+    columns |= {} if np.isnan(success).any() else {"eval/success": success[:episodes]}
+    return {name: column.mean().item() for name, column in columns.items()}
 
 
 def rollouts(make: Callable, act: Callable, episodes: int, seed: int, video: Path | None = None,
