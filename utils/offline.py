@@ -77,7 +77,7 @@ class Dataset:
         return replace(self, **rows, starts=self.starts[:-1], cut_off=False)
 
     def check(self) -> None:
-        check_columns(observations=self.obs, actions=self.actions, rewards=self.rewards, next_observations=self.next_obs)
+        check_rows(observations=self.obs, actions=self.actions, rewards=self.rewards, next_observations=self.next_obs)
         if not self.known.any():
             raise UserError("has no step with a known next observation: it is too short")
 
@@ -146,7 +146,7 @@ def read_hdf5(path: Path) -> Dataset:
     rows = dict(zip(KEYS, map(len, (obs, actions, rewards, terminals, timeouts))))
     if len(set(rows.values())) > 1 or not len(obs):
         raise UserError(f"must have as many rows in each column, and one at least: it has {rows}")
-    check_columns(terminals=terminals, timeouts=timeouts)
+    check_rows(terminals=terminals, timeouts=timeouts)
     ends = (terminals > 0) | (timeouts > 0)
     cut_off, ends[-1] = not ends[-1], True
     known = timeouts <= 0  # as D4RL's qlearning_dataset: the row after a time-out, and that after the last, is not next
@@ -154,7 +154,7 @@ def read_hdf5(path: Path) -> Dataset:
     data = Dataset(obs, actions, rewards, terminals > 0, np.roll(obs, -1, 0), known,
                    np.append(0, np.flatnonzero(ends[:-1]) + 1), cut_off)  # fmt: skip
     if last is not None:
-        check_columns(last_observations=last)
+        check_rows(last_observations=last)
         if last.shape != (wanted := (len(data.starts), obs.shape[1])):
             raise UserError(f"has last_observations {last.shape}: its {wanted[0]} trajectories end in {wanted}")
         data.next_obs[ends] = last
@@ -210,7 +210,7 @@ def flat(space: dict, values) -> np.ndarray:
     return np.asarray(values).reshape(len(values), int(np.prod(space["shape"])))
 
 
-def check_columns(**columns: np.ndarray) -> None:
+def check_rows(**columns: np.ndarray) -> None:
     for key, column in columns.items():
         for row in np.argwhere(~np.isfinite(column))[:1, 0]:
             raise UserError(f"has {column[row].tolist()} in row {row} of {key}: all numbers must be finite")
