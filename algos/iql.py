@@ -31,7 +31,7 @@ Run
 
 Expect
     The default run, Hopper-v5's collection: a return of 936 (seed 1, one thread, mean actions, 10 episodes), from 352
-    at the first evaluation. It takes about a minute on 2 CPU cores. Over 20 episodes, seeds 1 to 3 end at 937, 970 and
+    after 1,000 updates. It takes about a minute on 2 CPU cores. Over 20 episodes, seeds 1 to 3 end at 937, 970 and
     1,150. bc.py gets 210 there, and 937 with --top-fraction 0.1.
 
 Metrics
