@@ -93,9 +93,10 @@ from utils.models import (
     trained_state,
     without_dropout,
 )
-from utils.preferences import Batches, encode_rows, load_unpaired, usable
+from utils.preferences import Batches, check_labels, encode_rows, load_unpaired, usable
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
+from utils.tasks import Lazy
 from utils.text import encode_row
 
 NAME, TITLE = "kto", "KTO"
@@ -251,20 +252,25 @@ def train(args: Args) -> list[dict]:
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
                                   fused=True)  # fmt: skip
     eos = eos_ids(model, tokenizer)
-    data = usable(data, encode_row, tokenizer, eos, args)
+    data, cut = usable(data, encode_row, tokenizer, eos, args)
+    desirable = check_labels(data)
     settings += check_memory(model, args, prompt=0 if data.task else None)
-    rows, batches = data.train + data.heldout[: args.eval_prompts], Batches(len(data.train), args.batch_size, args.seed)
-    heldout, first_epoch = list(range(len(data.train), len(rows))), batches.first_epoch(args.max_steps)
-    tokens, cut = encode_rows(rows, [heldout, *first_epoch], encode_row, tokenizer, eos, args.max_length)
-    examples = {row: Example(*ids, rows[row]["label"]) for row, ids in tokens.items()}
+    rows, batches = data.train + data.heldout, Batches(len(data.train), args.batch_size, args.seed)
+    heldout = list(range(len(data.train), len(rows)))
+    tokens = encode_rows(rows, encode_row, tokenizer, eos, args.max_length)
+
+    def example(row: int) -> Example:
+        prompt, completion = tokens[row]
+        return Example(prompt, completion, rows[row]["label"])
+
+    examples = Lazy(example, range(len(rows)))
     run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "z", "eval/margin", "eval/greedy"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(settings)
-    desirable = sum(row["label"] for row in data.train)
     balance = desirable * args.desirable_weight / ((len(data.train) - desirable) * args.undesirable_weight)
     run.print(f"{len(data.train)} rows, {desirable} of them desirable, {len(heldout)} held-out ones; {cut} are cut off")
     run.print(f"desirable rows weigh {balance:.2f} times as much as undesirable ones in all; 1 to 1.5 is advised")
-    shown = examples[first_epoch[0][0]]
+    shown = examples[batches(1)[0]]
     run.print(show(tokenizer, shown.prompt, [shown.completion], [shown.label], {}))
     model.train()
 
@@ -276,20 +282,21 @@ def train(args: Args) -> list[dict]:
     by_step = torch.full((args.max_steps, args.batch_size), torch.nan)
     if run.state is not None:
         by_step[: len(run.state["by_step"])] = run.state["by_step"][: args.max_steps]
-    for some in (heldout, *first_epoch):
+    for some in (heldout, *batches.first_epoch(args.max_steps)):
         run.save_early({"reference": reference, "by_step": by_step})
         if reference[some].isnan().any():
             reference[some] = score_examples(model, [examples[row] for row in some], args)[0].cpu()
-    for row in examples:
-        examples[row] = examples[row]._replace(ref_logp=reference[row].item())
     for step in range(1, args.max_steps + 1):
         run.save_early({"reference": reference, "by_step": by_step})
         if by_step[step - 1].isnan().any():
             batch = mismatched([examples[row] for row in batches(step)], args)
             by_step[step - 1] = score_examples(model, batch, args)[0].cpu()
 
+    def with_reference(some: list[int]) -> list[Example]:
+        return [examples[row]._replace(ref_logp=reference[row].item()) for row in some]
+
     def evaluation() -> dict[str, float]:
-        some = [examples[row] for row in heldout]
+        some = with_reference(heldout)
         labels = torch.tensor([example.label for example in some], device=device)
         ratios = score_examples(model, some, args)[1]
         columns = {f"eval/{name}": value for name, value in label_metrics(ratios, labels, args.beta).items()}
@@ -311,8 +318,8 @@ def train(args: Args) -> list[dict]:
         rate = set_learning_rate(optimizer, step, args)
 
         # update
-        some = zip(batches(step), by_step[step - 1].tolist())
-        batch = [examples[row]._replace(mismatched_ref_logp=logp) for row, logp in some]
+        some = zip(with_reference(batches(step)), by_step[step - 1].tolist())
+        batch = [example._replace(mismatched_ref_logp=logp) for example, logp in some]
         columns = update(model, optimizer, batch, args)
         columns |= {"learning_rate": rate, "time/step": time.perf_counter() - start}
 

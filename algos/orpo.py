@@ -82,6 +82,7 @@ from utils.models import (
 from utils.preferences import Batches, encode_rows, load_preferences, usable
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
+from utils.tasks import Lazy
 from utils.text import encode_pair
 
 NAME, TITLE = "orpo", "ORPO"
@@ -219,17 +220,16 @@ def train(args: Args) -> list[dict]:
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
                                   fused=True)  # fmt: skip
     eos = eos_ids(model, tokenizer)
-    data = usable(data, encode_pair, tokenizer, eos, args)
+    data, cut = usable(data, encode_pair, tokenizer, eos, args)
     settings += check_memory(model, args, prompt=0 if data.task else None, pairs=2)
-    rows, batches = data.train + data.heldout[: args.eval_prompts], Batches(len(data.train), args.batch_size, args.seed)
-    heldout, first_epoch = list(range(len(data.train), len(rows))), batches.first_epoch(args.max_steps)
-    tokens, cut = encode_rows(rows, [heldout, *first_epoch], encode_pair, tokenizer, eos, args.max_length)
-    pairs = {row: Pair(*ids) for row, ids in tokens.items()}
+    rows, batches = data.train + data.heldout, Batches(len(data.train), args.batch_size, args.seed)
+    heldout = list(range(len(data.train), len(rows)))
+    pairs = Lazy(lambda ids: Pair(*ids), encode_rows(rows, encode_pair, tokenizer, eos, args.max_length))
     run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "eval/pair_accuracy", "eval/greedy"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(settings)
     run.print(f"{len(data.train)} pairs, {len(heldout)} held-out ones; {cut} pairs have a completion cut off")
-    shown = pairs[first_epoch[0][0]]
+    shown = pairs[batches(1)[0]]
     run.print(show(tokenizer, shown.prompt, [shown.chosen, shown.rejected], [1, 0], {}))
     model.train()
 

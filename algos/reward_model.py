@@ -75,7 +75,8 @@ import math
 import random
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -103,6 +104,7 @@ from utils.preferences import Batches, load_preferences
 from utils.reward_models import encode_answer, load_reward_model, sequence_scores
 from utils.run import Run, main, prepare
 from utils.schedule import set_learning_rate
+from utils.tasks import Lazy, remembered
 from utils.text import usable_rows
 
 NAME, TITLE = "reward_model", "reward model"
@@ -251,11 +253,19 @@ def score_pairs(model, pairs: list[Pair], args: Args) -> Tensor:
     return in_order([pair_scores(model, [pairs[row] for row in rows], args) for rows in batches], batches)
 
 
-def with_noise(rows: list[dict], share: float, seed: int) -> list[dict]:
+def with_noise(rows: Sequence[dict], share: float, seed: int) -> Lazy:
     """The rows, with chosen and rejected exchanged in exactly this share of them; the seed chooses which."""
     flipped = set(random.Random(f"label noise/{seed}").sample(range(len(rows)), round(share * len(rows))))
-    swapped = lambda row: row | {"chosen": row["rejected"], "rejected": row["chosen"]}  # noqa: E731
-    return [swapped(row) if i in flipped else row for i, row in enumerate(rows)]
+
+    def labelled(i: int) -> dict:
+        return rows[i] | ({"chosen": rows[i]["rejected"], "rejected": rows[i]["chosen"]} if i in flipped else {})
+
+    return Lazy(labelled, range(len(rows)))
+
+
+def cut_to(ids: list[int], max_length: int) -> list[int]:
+    """The last token, where the score is read, stays."""
+    return ids[: max_length - 1] + ids[-1:] if len(ids) > max_length else ids
 
 
 def margin_of(row: dict, args: Args) -> float:
@@ -315,34 +325,37 @@ def train(args: Args) -> list[dict]:
         torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
         for model in members
     ]
-    train, heldout_rows = usable_rows(
-        [data.train, data.heldout[: args.eval_prompts]],
-        lambda row: (encode_answer(row, row["chosen"], tokenizer), encode_answer(row, row["rejected"], tokenizer)),
-        math.inf, None, "",
-    )  # fmt: skip
-    data = replace(data, train=train, heldout=heldout_rows)
+    cut = equal = 0
+
+    def encode(row: dict) -> tuple[list[int], list[int]]:
+        return encode_answer(row, row["chosen"], tokenizer), encode_answer(row, row["rejected"], tokenizer)
+
+    def pair(row: dict) -> Pair:
+        chosen, rejected = (cut_to(ids, args.max_length) for ids in encode(row))
+        return Pair(chosen, rejected, margin_of(row, args))
+
+    def looked_at(row: dict) -> tuple[list[int]]:
+        nonlocal cut, equal
+        whole, left = encode(row), pair(row)
+        cut += whole != left[:2]
+        equal += left.chosen == left.rejected != whole[1]
+        return ([],)  # no prompt is too long
+
+    train, some, _ = usable_rows((data.train, data.heldout[: args.eval_prompts]), looked_at, math.inf, None, "",
+                                 data.name)  # fmt: skip
     settings += check_memory(members[0], args, members[1:], pairs=2)
-    rows = with_noise(data.train, args.label_noise, args.seed) + data.heldout[: args.eval_prompts]
-    batches = [Batches(len(data.train), args.batch_size, seed) for seed in seeds]
-    heldout, first_epochs = list(range(len(data.train), len(rows))), [b.first_epoch(args.max_steps) for b in batches]
-    seen = dict.fromkeys(row for first_epoch in first_epochs for some in first_epoch for row in some)
-    pairs, cut, equal = {}, 0, 0
-    for row in [*seen, *heldout]:
-        chosen, rejected = whole = [encode_answer(rows[row], rows[row][c], tokenizer) for c in ("chosen", "rejected")]
-        if max(map(len, whole)) > args.max_length:
-            cut += 1
-            chosen, rejected = (s[: args.max_length - 1] + s[-1:] if len(s) > args.max_length else s for s in whole)
-            equal += chosen == rejected != whole[1]
-        pairs[row] = Pair(chosen, rejected, margin_of(rows[row], args))
-    if equal == len(pairs):
+    rows = with_noise(train, args.label_noise, args.seed) + some
+    batches = [Batches(len(train), args.batch_size, seed) for seed in seeds]
+    heldout, pairs = list(range(len(train), len(rows))), remembered(Lazy(pair, rows))
+    if equal == len(rows):
         raise UserError(f"all pairs are equal in their first {args.max_length} tokens: raise --max-length")
     run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "eval/pair_accuracy", "eval/ece"),
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(settings)
-    run.print(f"{len(data.train)} pairs, {len(heldout)} held-out ones; {cut} pairs have a completion cut off")
+    run.print(f"{len(train)} pairs, {len(heldout)} held-out ones; {cut} pairs have a completion cut off")
     if equal:
         run.print(f"{equal} pairs are equal in what is left of them, and teach nothing: raise --max-length")
-    for name, ids in zip(("chosen", "rejected"), pairs[next(iter(seen))]):
+    for name, ids in zip(("chosen", "rejected"), pairs[batches[0](1)[0]]):
         run.print(f"{name:8} {tokenizer.decode(ids)!r}")
     if tokenizer.pad_token == tokenizer.eos_token:
         run.print("the tokenizer pads with EOS: scores are read at the last token before it")

@@ -46,7 +46,7 @@ def test_embedded_pairs(name):
 
 def test_embedded_pairs_depend_on_the_seed_alone():
     one, more, other = load_preferences("sort", 20, 1), load_preferences("sort", 40, 1), load_preferences("sort", 20, 2)
-    assert one.train == more.train[:20] != other.train and one.heldout == other.heldout
+    assert [*one.train] == [*more.train[:20]] != [*other.train] and [*one.heldout] == [*other.heldout]
 
 
 @both
@@ -64,9 +64,9 @@ def test_files(load, rows, kind, tmp_path, own_cache):
 @both
 def test_own_test_split(load, rows, monkeypatch, own_cache):
     splits = {name: own_cache.Dataset.from_list(rows(n)) for name, n in (("train", 19), ("test", 2))}
-    monkeypatch.setattr("utils.preferences.read_splits", lambda spec: splits)
+    monkeypatch.setattr("utils.tasks.read_splits", lambda spec: splits)
     data = load("org/name", 1, 1)
-    assert data.heldout == rows(2) and data.train == rows(19)[2:]
+    assert [*data.heldout] == rows(2) and [*data.train] == rows(19)[2:]
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,13 @@ def test_tokens():
 
 
 def test_rows_are_cut_at_their_end():
-    """Prompt and completion together hold max_length tokens. A row counts once as cut, and a wanted row comes once."""
+    """Prompt and completion together hold max_length tokens. A row is encoded when it is asked for, and once while it
+    is remembered."""
     rows = [([1], [2, 3, 4], [5]), ([6, 7], [2, 3, 4], [5, 6, 7]), ([9] * 9, [1], [1]), ([1, 2, 3], [4], [5, 6])]
-    encode = lambda row, tokenizer, eos: row  # noqa: E731
-    tokens, cut = encode_rows(rows, [[3], [1, 0], [3]], encode, None, [], 4)
-    assert tokens == {3: ([1, 2, 3], [4], [5]), 1: ([6, 7], [2, 3], [5, 6]), 0: rows[0]} and cut == 2
+    encoded = []
+    tokens = encode_rows(rows, lambda row, tokenizer, eos: encoded.append(row) or row, None, [], 4)
+    assert not encoded
+    assert [tokens[i] for i in (3, 1, 0, 3)] == [
+        ([1, 2, 3], [4], [5]), ([6, 7], [2, 3], [5, 6]), rows[0], ([1, 2, 3], [4], [5])
+    ]  # fmt: skip
+    assert encoded == [rows[3], rows[1], rows[0]] and len(tokens) == 4

@@ -8,15 +8,13 @@ completion, and label, which is true where the completion is desirable.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, TypeVar
 
 from utils.errors import UserError
-from utils.tasks import Task, epochs, is_kind, numbered, procedural, read_splits, train_and_heldout
+from utils.tasks import Lazy, Task, check_columns, check_kind, epochs, is_kind, load_rows, procedural, remembered
 from utils.text import usable_rows
-
-Tokens = TypeVar("Tokens", bound=tuple)  # token ids of a prompt and of its completions
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,8 @@ class Preferences:
     """`heldout` shares no prompt with `train`. `task` scores answers of the model's own; None for a dataset."""
 
     name: str
-    train: list[dict]
-    heldout: list[dict]
+    train: Lazy
+    heldout: Lazy
     task: Task | None = None
 
 
@@ -40,41 +38,44 @@ def load_preferences(spec: str, num_pairs: int, seed: int) -> Preferences:
         made = (right_and_wrong(spec, task.train(i, seed)) for i in count())
         train = list(islice((row for row in made if row["chosen"] != row["rejected"]), num_pairs))
         heldout = [right_and_wrong(spec, row) for row in task.heldout]
-        return Preferences(spec, train, [row for row in heldout if row["chosen"] != row["rejected"]], task)
-    data = load_rows(spec, as_pairs)
-    if equal := sum(row["chosen"] == row["rejected"] for row in data.train):
-        print(
-            f"{spec}: in {equal} of {len(data.train)} pairs chosen equals rejected: they teach nothing about preference"
-        )
-    return data
+        heldout = [row for row in heldout if row["chosen"] != row["rejected"]]
+        return Preferences(spec, Lazy(dict, train), Lazy(dict, heldout), task)
+    train, heldout = load_rows(spec, "countdown, sort", partial(as_pairs, spec))
+    if equal := sum(row["chosen"] == row["rejected"] for row in train):
+        print(f"{spec}: in {equal} of {len(train)} pairs chosen equals rejected: they teach nothing about preference")
+    return Preferences(Path(spec).stem, train, heldout)
 
 
 def load_unpaired(spec: str, num_pairs: int, seed: int) -> Preferences:
     """Unpaired rows from the same sources. A dataset may have them as they are. A pair, also of `countdown` and `sort`,
     makes two: its chosen completion is desirable, its rejected one is not. Raises UserError as load_preferences does,
     and where all rows to train on have the same label."""
+
+    def parse(rows: Lazy, columns: set[str]) -> Lazy:
+        if {"chosen", "rejected"} <= columns:
+            return unpair(as_pairs(spec, rows, columns))
+        wanted = {"prompt", "completion", "label"}
+        check_columns(columns, wanted, spec, "unpaired rows need these three, and pairs chosen and rejected")
+        return Lazy(lambda row: as_example(row, row.where), rows)
+
     if spec in ("countdown", "sort"):
         data = load_preferences(spec, num_pairs, seed)
         data = replace(data, train=unpair(data.train), heldout=unpair(data.heldout))
     else:
-        data = load_rows(spec, as_examples)
-    if len(kinds := {row["label"] for row in data.train}) < 2:
-        raise UserError(
-            f"all labels of {spec} are {kinds.pop()}: desirable and undesirable completions are needed, some of each"
-        )
+        data = Preferences(Path(spec).stem, *load_rows(spec, "countdown, sort", parse))
+    check_labels(data)
     return data
 
 
-def load_rows(spec: str, parse: Callable) -> Preferences:
-    """The rows of a dataset, turned into pairs or unpaired rows by `parse(rows, spec, split)`. Raises UserError."""
-    path = Path(spec).expanduser()
-    if path.suffix not in (".jsonl", ".json", ".parquet") and "/" not in spec:
+def check_labels(data: Preferences) -> int:
+    """The number of desirable rows to train on. Raises UserError where that is all of them or none."""
+    desirable = sum(row["label"] for row in data.train)
+    if desirable in (0, len(data.train)):
         raise UserError(
-            f"unknown source of preferences {spec!r}: give countdown, sort, a .jsonl or .parquet file, or a hub "
-            "dataset ORG/NAME"
+            f"all labels of {data.name} are {desirable > 0}: desirable and undesirable completions are needed, some of "
+            "each"
         )
-    splits = {split: parse(rows, spec, split) for split, rows in read_splits(spec).items()}
-    return Preferences(path.stem, *train_and_heldout(splits, spec))
+    return desirable
 
 
 def right_and_wrong(name: str, row: dict) -> dict:
@@ -89,40 +90,29 @@ def right_and_wrong(name: str, row: dict) -> dict:
     return row | {"chosen": right, "rejected": wrong}
 
 
-def as_pairs(rows, spec: str, split: str) -> list[dict]:
-    """The rows of a datasets.Dataset as pairs. Raises UserError for missing columns and rows that are no pairs."""
-    if missing := {"chosen", "rejected"} - set(rows.column_names):
-        raise UserError(
-            f"{spec} has no column {' and no column '.join(sorted(missing))}: pairs need chosen and rejected, and "
-            f"prompt where those two do not hold it; there are {', '.join(sorted(rows.column_names))}"
-        )
-    return [as_pair(row, row.where) for row in numbered(rows, spec, split)]
+def as_pairs(spec: str, rows: Lazy, columns: set[str]) -> Lazy:
+    """The rows of a dataset as pairs. Raises UserError for missing columns; later, for rows that are no pairs."""
+    remedy = "pairs need chosen and rejected, and prompt where those two do not hold it"
+    check_columns(columns, {"chosen", "rejected"}, spec, remedy)
+    return Lazy(lambda row: as_pair(row, row.where), rows)
 
 
-def as_examples(rows, spec: str, split: str) -> list[dict]:
-    """The same as unpaired rows; a dataset of pairs gives two for each."""
-    columns = set(rows.column_names)
-    if {"chosen", "rejected"} <= columns:
-        return unpair(as_pairs(rows, spec, split))
-    if missing := {"prompt", "completion", "label"} - columns:
-        raise UserError(
-            f"{spec} has no column {' and no column '.join(sorted(missing))}: unpaired rows need prompt, completion "
-            f"and label, and pairs chosen and rejected; there are {', '.join(sorted(columns))}"
-        )
-    return [as_example(row, row.where) for row in numbered(rows, spec, split)]
-
-
-def unpair(pairs: list[dict]) -> list[dict]:
+def unpair(pairs: Lazy) -> Lazy:
     """Two rows for each pair: chosen with the label True, then rejected with False."""
     sides = (("chosen", True), ("rejected", False))
-    return [row | {"completion": row[side], "label": label} for row in pairs for side, label in sides]
+
+    def half(i: int) -> dict:
+        pair, (side, label) = pairs[i // 2], sides[i % 2]
+        return pair | {"completion": pair[side], "label": label}
+
+    return Lazy(half, range(2 * len(pairs)))
 
 
 def as_pair(row: dict, where: str) -> dict:
     """The row with prompt, chosen and rejected of one kind. Raises UserError, which names the row as `where`."""
     chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
-    for name in ("chosen", "rejected"):
-        check_completion(row, name, where)
+    check_kind(chosen, "chosen", where)
+    check_kind(rejected, "rejected", where)
     kind = type(chosen)
     if not is_kind(rejected, kind):
         raise UserError(f"{where} has text beside chat messages: chosen and rejected must be of one kind")
@@ -131,28 +121,17 @@ def as_pair(row: dict, where: str) -> dict:
         prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
         if not prompt:
             raise UserError(f"{where} has no prompt, and chosen and rejected do not begin alike: give a column prompt")
-    check_prompt(prompt, kind, where)
+    check_kind(prompt, "the prompt", where, [kind])
     return row | {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def as_example(row: dict, where: str) -> dict:
     """The row with its label as bool; 0 and 1 are taken for labels too. Raises UserError."""
-    check_completion(row, "completion", where)
-    check_prompt(row["prompt"], type(row["completion"]), where)
+    check_kind(row["completion"], "completion", where)
+    check_kind(row["prompt"], "the prompt", where, [type(row["completion"])])
     if row["label"] not in (False, True):
         raise UserError(f"{where} has the label {row['label']!r}: it must be true (desirable) or false, or 1 or 0")
     return row | {"label": bool(row["label"])}
-
-
-def check_completion(row: dict, name: str, where: str) -> None:
-    if not row[name] or not is_kind(row[name], str) and not is_kind(row[name], list):
-        raise UserError(f"{where} has {name} {row[name]!r}: it must be text or a list of chat messages, not empty")
-
-
-def check_prompt(prompt, kind: type, where: str) -> None:
-    if not prompt or not is_kind(prompt, kind):
-        wanted = "text" if kind is str else "a list of chat messages"
-        raise UserError(f"{where} has the prompt {prompt!r}: beside its completions it must be {wanted}, not empty")
 
 
 def shared_prefix(chosen: str | list[dict], rejected: str | list[dict]) -> int:
@@ -183,24 +162,21 @@ class Batches:
         return [self(step)[: left if step == steps[-1] else None] for step in steps]
 
 
-def usable(data: Preferences, encode: Callable[..., Tokens], tokenizer, eos: list[int], args) -> Preferences:
+def usable(data: Preferences, encode: Callable[..., tuple], tokenizer, eos: list[int], args) -> tuple[Preferences, int]:
     """The rows that `encode` (`encode_pair` or `encode_row` of utils/text.py) can make into tokens and whose prompts
-    leave room for a completion, as `usable_rows` says."""
-    parts = [data.train, data.heldout[: args.eval_prompts]]
-    train, heldout = usable_rows(parts, lambda row: encode(row, tokenizer, eos), args.max_length - 1,
-                                 args.max_prompt_length, "raise --max-length")  # fmt: skip
-    return replace(data, train=train, heldout=heldout)
+    leave room for a completion, as `usable_rows` says; and how many of them have a completion that will be cut."""
+    parts = data.train, data.heldout[: args.eval_prompts]
+    *kept, cut = usable_rows(parts, lambda row: encode(row, tokenizer, eos), args.max_length - 1,
+                             args.max_prompt_length, "raise --max-length", data.name)  # fmt: skip
+    return replace(data, train=kept[0], heldout=kept[1]), cut
 
 
-def encode_rows(rows: list[dict], wanted: list[list[int]], encode: Callable[..., Tokens], tokenizer,
-                eos: list[int], max_length: int) -> tuple[dict[int, Tokens], int]:  # fmt: skip
-    """Row number -> token ids of its prompt and its completions, for the rows in `wanted`, which are usable; and in how
-    many of them a completion was cut. A completion and its prompt may have `max_length` tokens together."""
-    tokens: dict[int, Any] = {}
-    cut = 0
-    for row in dict.fromkeys(row for some in wanted for row in some):
-        prompt, *completions = encode(rows[row], tokenizer, eos)
-        room = max_length - len(prompt)
-        cut += any(len(completion) > room for completion in completions)
-        tokens[row] = (prompt, *(completion[:room] for completion in completions))
-    return tokens, cut
+def encode_rows(rows: Lazy, encode: Callable[..., tuple], tokenizer, eos: list[int], max_length: int) -> Lazy:
+    """Token ids of each row's prompt and its completions, made when they are asked for. A completion and its prompt may
+    have `max_length` tokens together."""
+
+    def tokens(row: dict) -> tuple:
+        prompt, *completions = encode(row, tokenizer, eos)
+        return prompt, *(completion[: max_length - len(prompt)] for completion in completions)
+
+    return remembered(Lazy(tokens, rows))

@@ -5,11 +5,14 @@ demonstration where there is one; every other column is handed to reward functio
 compact notation for the tiny character model and `plain_prompt` in words for every other model.
 """
 
+import hashlib
 import random
 import re
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +21,36 @@ from utils.errors import UserError
 HELDOUT_ROWS = 256  # held-out rows of procedural tasks, and the most that is kept of a dataset's (gsm8k: all)
 WRONG_SHARE = 0.75  # of the demonstrations of countdown and sort
 CHARACTERS = "0123456789+-*/=,:CS"  # the alphabet of the compact notation, hence of the tiny model's tokenizer
+KEPT = 4096  # encoded rows that are kept in memory; others are encoded anew
+KINDS: dict[type, str] = {str: "text", list: "a list of chat messages"}  # of prompts and completions
 Item = TypeVar("Item")
+
+
+class Lazy(Sequence):
+    """`function` of each of `items`, called whenever that one is asked for. So rows stay on the disk, from where Arrow
+    maps them into memory, and a dataset may be larger than the memory."""
+
+    def __init__(self, function: Callable, items: Sequence):
+        self.function, self.items = function, items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i):
+        return Lazy(self.function, self.items[i]) if isinstance(i, slice) else self.function(self.items[i])
+
+    def __add__(self, more: Sequence) -> "Lazy":
+        return Lazy(lambda i: self[i] if i < len(self) else more[i - len(self)], range(len(self) + len(more)))
+
+
+def remembered(rows: Sequence) -> Lazy:
+    """The same, of which the newest are kept in memory."""
+    return Lazy(lru_cache(KEPT)(rows.__getitem__), range(len(rows)))
+
+
+def selected(rows: Sequence[Item], condition: Callable[[Item], bool]) -> Lazy:
+    """The rows for which the condition holds; only their numbers are kept."""
+    return Lazy(rows.__getitem__, array("q", (i for i, row in enumerate(rows) if condition(row))))
 
 
 class Row(dict):
@@ -41,105 +73,54 @@ class Task:
 
     name: str
     train: Callable[[int, int], dict]
-    heldout: list[dict]
+    heldout: Sequence[dict]
     score: Callable[[dict, str], dict[str, float]] | None = None
-    rows: list[dict] | None = None
+    rows: Sequence[dict] | None = None
 
 
 def load_task(spec: str, prompt_column: str = "prompt") -> Task:
     """`countdown`, `sort`, `gsm8k`, `gsm8k:FOLDER`, a .jsonl/.json/.parquet file, or a dataset of the hub.
 
-    Of a dataset's own test or validation split the first HELDOUT_ROWS rows are held out, and training rows with a
-    prompt of that split are dropped; without one, a twentieth of the prompts is held out. Where there is no prompt but
-    a column messages, an assistant's last message is the completion, and what is before it the prompt. Raises UserError
-    for an unknown name, a file that is missing, empty or unreadable, a missing prompt column, or a prompt that is none.
+    Where there is no prompt but a column messages, an assistant's last message is the completion, and what is before it
+    the prompt. Raises UserError as `load_rows` does, and for a prompt that is none.
     """
     name, _, rest = spec.partition(":")
     if name in ("countdown", "sort"):
         return procedural(name)
     if name == "gsm8k":
         return gsm8k(rest)
-    path = Path(spec).expanduser()
-    if path.suffix not in (".jsonl", ".json", ".parquet") and "/" not in spec:
+
+    def with_prompt(row: Row) -> Row:
+        prompt = row.pop(prompt_column)
+        check_kind(prompt, "the prompt", row.where)
+        return row | {"prompt": prompt}
+
+    def parse(rows: Lazy, columns: set[str]) -> Lazy:
+        if prompt_column == "prompt" and "prompt" not in columns and "messages" in columns:
+            return Lazy(with_prompt, from_messages(rows, spec))
+        check_columns(columns, {prompt_column}, spec, "see --prompt-column")
+        return Lazy(with_prompt, rows)
+
+    train, heldout = load_rows(spec, "countdown, sort, gsm8k", parse)
+    return Task(Path(spec).stem, epochs(train), list(heldout), rows=train)
+
+
+def load_rows(spec: str, names: str, parse: Callable[[Lazy, set[str]], Lazy]) -> tuple[Lazy, Lazy]:
+    """Rows to train on and at most HELDOUT_ROWS held-out ones of a local file or hub dataset. `parse(rows, columns)`
+    makes prompts of a split's rows; it raises UserError for those that are wrong, and all are looked at here.
+
+    Of a dataset's own test or validation split the first rows are held out, and training rows with a prompt of that
+    split are dropped; without one, a twentieth of the prompts is held out. Raises UserError for a source that is
+    neither file nor hub name nor one of `names`, and for a file that is missing, empty or unreadable.
+    """
+    if Path(spec).suffix not in (".jsonl", ".json", ".parquet") and "/" not in spec:
         raise UserError(
-            f"unknown task {spec!r}: give countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset ORG/NAME"
+            f"unknown source of rows {spec!r}: give {names}, a .jsonl or .parquet file, or a hub dataset ORG/NAME"
         )
-    splits = read_splits(spec)
-    for rows in splits.values():
-        columns = sorted(rows.column_names)
-        if prompt_column not in columns and (prompt_column != "prompt" or "messages" not in columns):
-            raise UserError(f"{spec} has no column {prompt_column!r}: it has {', '.join(columns)}; see --prompt-column")
-    splits = {split: numbered(rows, spec, split) for split, rows in splits.items()}
-    if not any(prompt_column in row for rows in splits.values() for row in rows[:1]):
-        splits = {split: from_messages(rows, spec) for split, rows in splits.items()}
-    for row in [row for rows in splits.values() for row in rows]:
-        row["prompt"] = row.pop(prompt_column)
-        if not row["prompt"] or not is_kind(row["prompt"], str) and not is_kind(row["prompt"], list):
-            raise UserError(f"{row.where} has the prompt {row['prompt']!r}: it must be text or a list of chat messages")
-    train, heldout = train_and_heldout(splits, spec)
-    return Task(path.stem, epochs(train), heldout, rows=train)
-
-
-def read_splits(spec: str) -> dict:
-    """The splits of a local file or hub dataset, each a non-empty datasets.Dataset."""
-    import datasets  # slow to import, and the built-in tasks do without
-
-    datasets.disable_progress_bars()
-    path = Path(spec).expanduser()
-    try:
-        if path.suffix in (".jsonl", ".json", ".parquet"):
-            if not path.is_file():
-                raise UserError(f"there is no file {path}: --task names a dataset file that exists")
-            kind = "parquet" if path.suffix == ".parquet" else "json"
-            splits = datasets.load_dataset(kind, data_files=str(path)) if path.stat().st_size else {}
-        else:
-            name, _, config = spec.partition(":")
-            splits = datasets.load_dataset(name, config or None)
-    except UserError:
-        raise
-    except Exception as error:  # the library raises dozens of kinds, all of which mean the same to the user
-        reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"cannot read the dataset {spec} ({reason[0]}): give a readable file or hub name") from error
-    splits = {name: rows for name, rows in splits.items() if len(rows)}
-    if not splits:
-        raise UserError(f"the dataset {spec} is empty: it needs at least two rows")
-    return splits
-
-
-def numbered(rows, spec: str, split: str = "train") -> list:
-    """The rows of a datasets.Dataset, each a Row, counted from 0."""
-    of = spec if split == "train" else f"{spec}, split {split}"
-    return [Row(row, f"row {i} of {of}") for i, row in enumerate(rows)]
-
-
-def from_messages(rows: list, spec: str) -> list:
-    """Rows with prompt and completion made of the column messages; those where that cannot be are counted. Raises
-    UserError where none is left."""
-    made = []
-    for row in rows:
-        messages = row.pop("messages")
-        roles = [message["role"] for message in messages] if is_kind(messages, list) else []
-        if "assistant" in roles[1:]:
-            last = len(roles) - 1 - roles[::-1].index("assistant")
-            made.append(row | {"prompt": messages[:last], "completion": messages[last : last + 1]})
-    lost = f"{len(rows) - len(made)} of {len(rows)} rows of {spec} have no assistant's message behind another one"
-    if not made:
-        raise UserError(f"{lost}: the column messages must hold conversations, or give a column prompt")
-    if len(made) < len(rows):
-        kept = {row.where for row in made}
-        print(f"{lost} and are dropped, the first of them {next(row.where for row in rows if row.where not in kept)}")
-    return made
-
-
-def is_kind(value, kind: type) -> bool:
-    """Whether it is text (str), or a list of chat messages (list)."""
-    if kind is list and isinstance(value, list):
-        return all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
-    return kind is str and isinstance(value, str)
-
-
-def train_and_heldout(splits: dict[str, list[dict]], spec: str) -> tuple[list[dict], list[dict]]:
-    """The rows to train on and at most HELDOUT_ROWS to evaluate on, as `load_task` says."""
+    splits = {
+        split: parse(numbered(table, spec, split), set(table.column_names))
+        for split, table in read_splits(spec).items()
+    }
     train = named(splits, "train") or next(iter(splits.values()))
     heldout = named(splits, "test", "valid")
     if heldout is None or heldout is train:
@@ -149,16 +130,96 @@ def train_and_heldout(splits: dict[str, list[dict]], spec: str) -> tuple[list[di
     return train, heldout[:HELDOUT_ROWS]
 
 
-def named(splits: dict, *prefixes: str) -> list[dict] | None:
+def read_splits(spec: str) -> dict:
+    """The splits of a local file or hub dataset, each a non-empty datasets.Dataset."""
+    import datasets  # slow to import, and the built-in tasks do without
+
+    datasets.disable_progress_bars()
+    path = Path(spec).expanduser()
+    is_file = path.suffix in (".jsonl", ".json", ".parquet")
+    if is_file and not path.is_file():
+        raise UserError(f"there is no file {path}: --task names a dataset file that exists")
+    if is_file and not path.stat().st_size:
+        raise UserError(f"the dataset {spec} is empty: it needs at least two rows")
+    try:
+        if is_file:
+            splits = datasets.load_dataset("parquet" if path.suffix == ".parquet" else "json", data_files=str(path))
+        else:
+            name, _, config = spec.partition(":")
+            splits = datasets.load_dataset(name, config or None)
+    except Exception as error:  # the library raises dozens of kinds, all of which mean the same to the user
+        reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"cannot read the dataset {spec} ({reason[0]}): give a readable file or hub name") from error
+    splits = {name: rows for name, rows in splits.items() if len(rows)}
+    if not splits:
+        raise UserError(f"the dataset {spec} is empty: it needs at least two rows")
+    return splits
+
+
+def numbered(table, spec: str, split: str) -> Lazy:
+    """The rows of a datasets.Dataset, each a Row, counted from 0."""
+    of = spec if split == "train" else f"{spec}, split {split}"
+    return Lazy(lambda i: Row(table[i], f"row {i} of {of}"), range(len(table)))
+
+
+def from_messages(rows: Lazy, spec: str) -> Lazy:
+    """Rows with prompt and completion made of the column messages; those where that cannot be are counted. Raises
+    UserError where none is left."""
+
+    def answered(row: Row) -> int:
+        """The number of the assistant's last message; 0 where none stands behind another message."""
+        messages = row["messages"] if is_kind(row["messages"], list) else []
+        return max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+
+    def made(row: Row) -> Row:
+        last, messages = answered(row), row.pop("messages")
+        return row | {"prompt": messages[:last], "completion": messages[last : last + 1]}
+
+    kept = selected(rows, lambda row: answered(row) > 0)
+    lost = f"{len(rows) - len(kept)} of {len(rows)} rows of {spec} have no assistant's message behind another one"
+    if not kept:
+        raise UserError(f"{lost}: the column messages must hold conversations, or give a column prompt")
+    if len(kept) < len(rows):
+        print(f"{lost} and are dropped, the first of them {next(row.where for row in rows if not answered(row))}")
+    return Lazy(made, kept)
+
+
+def is_kind(value, kind: type) -> bool:
+    """Whether it is text (str), or a list of chat messages (list)."""
+    if kind is list and isinstance(value, list):
+        return all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
+    return kind is str and isinstance(value, str)
+
+
+def check_kind(value, name: str, where: str, kinds: Sequence[type] = (str, list)) -> None:
+    """Raises UserError where a value, called `name` and found at `where`, is empty or of none of these kinds."""
+    if not value or not any(is_kind(value, kind) for kind in kinds):
+        raise UserError(f"{where} has {name} {value!r}: it must be {' or '.join(KINDS[k] for k in kinds)}, not empty")
+
+
+def check_columns(columns: set[str], wanted: set[str], spec: str, remedy: str) -> None:
+    """Raises UserError where a dataset lacks some of the columns that are wanted."""
+    if missing := [repr(name) for name in sorted(wanted - columns)]:
+        raise UserError(
+            f"{spec} has no column {' and no column '.join(missing)}: {remedy}; there are {', '.join(sorted(columns))}"
+        )
+
+
+def named(splits: dict, *prefixes: str) -> Lazy | None:
     """The split of that name, else the first whose name begins so (train_sft); earlier prefixes win."""
     names = [name for prefix in prefixes for name in (prefix, *splits) if name in splits and name.startswith(prefix)]
     return splits[names[0]] if names else None
 
 
-def without(heldout: list[dict], rows: list[dict], spec: str) -> list[dict]:
+def key_of(row: dict) -> int:
+    """Equal for equal prompts; whatever they have in common, others are as far apart as random numbers."""
+    return int.from_bytes(hashlib.blake2b(repr(row["prompt"]).encode(), digest_size=8).digest())
+
+
+def without(heldout: Sequence[dict], rows: Sequence[dict], spec: str) -> Lazy:
     """The rows whose prompts are not held out."""
-    prompts = {repr(row["prompt"]) for row in heldout}
-    kept = [row for row in rows if repr(row["prompt"]) not in prompts]
+    prompts = set(map(key_of, heldout))
+    kept = selected(rows, lambda row: key_of(row) not in prompts)
     if not kept:
         raise UserError(f"the dataset {spec} trains on nothing but prompts of its test split: they must differ")
     if len(kept) < len(rows):
@@ -166,14 +227,15 @@ def without(heldout: list[dict], rows: list[dict], spec: str) -> list[dict]:
     return kept
 
 
-def hold_out(rows: list[dict], spec: str) -> tuple[list[dict], list[dict]]:
+def hold_out(rows: Sequence[dict], spec: str) -> tuple[Lazy, Lazy]:
     """Splits off one row in twenty by a hash of the prompt, so that equal prompts stay on one side."""
-    keys = [zlib.crc32(repr(row["prompt"]).encode()) for row in rows]
+    keys = array("Q", map(key_of, rows))
     unique = sorted(set(keys))
     if len(unique) < 2:
         raise UserError(f"the dataset {spec} has one prompt only: one to train on and one to hold out are needed")
-    held = set(unique[: min(max(1, len(unique) // 20), HELDOUT_ROWS)])
-    return [r for r, k in zip(rows, keys) if k not in held], [r for r, k in zip(rows, keys) if k in held]
+    last = unique[min(max(1, len(unique) // 20), HELDOUT_ROWS) - 1]
+    train, heldout = ([i for i, key in enumerate(keys) if (key <= last) == held] for held in (False, True))
+    return Lazy(rows.__getitem__, array("q", train)), Lazy(rows.__getitem__, array("q", heldout))
 
 
 def epochs(rows: Sequence[Item]) -> Callable[[int, int], Item]:
@@ -285,18 +347,18 @@ def gsm8k(folder: str = "") -> Task:
     `####` equals the solution's. Lenient: the last number in the text does. The reward is strict accuracy.
     """
     if folder:
-        files = [str(Path(folder) / f"{part}.jsonl") for part in ("train", "test")]
-        train, test = (numbered(read_splits(file)["train"], file) for file in files)
+        splits = {part: read_splits(str(Path(folder) / f"{part}.jsonl"))["train"] for part in ("train", "test")}
     else:
         splits = read_splits("openai/gsm8k:main")
-        train, test = (numbered(splits[part], "gsm8k", part) for part in ("train", "test"))
-    for row in train + test:
-        if not {"question", "answer"} <= row.keys():
-            raise UserError(f"gsm8k needs the columns question and answer: there are {', '.join(sorted(row))}")
-        row["prompt"] = f"{row.pop('question')}\n\n{GSM8K_INSTRUCTION}"
-        row["completion"] = row["answer"]
+
+    def problem(row: Row) -> Row:
+        return row | {"prompt": f"{row.pop('question')}\n\n{GSM8K_INSTRUCTION}", "completion": row["answer"]}
+
+    for table in splits.values():
+        check_columns(set(table.column_names), {"question", "answer"}, "gsm8k", "it needs both")
+    train, test = (Lazy(problem, numbered(splits[part], "gsm8k", part)) for part in ("train", "test"))
     train = without(test, train, "gsm8k")
-    return Task("gsm8k", epochs(train), test, gsm8k_score, train)
+    return Task("gsm8k", epochs(train), list(test), gsm8k_score, train)
 
 
 def gsm8k_score(row: dict, text: str) -> dict[str, float]:

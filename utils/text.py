@@ -1,11 +1,11 @@
 """Text to tokens: how a row's prompt is shown to a model, and how it and its completions become token ids."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from utils.errors import UserError
-from utils.tasks import CHARACTERS, Task, epochs
+from utils.tasks import CHARACTERS, Task, epochs, hold_out, selected
 
 TOO_MANY = 0.05  # of a dataset's prompts: where more are too long, the run goes on only if the user asked for it
 ENDLESS = 32  # rows of an endless task that are looked at
@@ -129,27 +129,33 @@ def encode_pair(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[i
     return prompt, chosen, rejected
 
 
-def usable_rows(parts: list[list[dict]], encode: Callable[[dict], tuple], room: float, max_prompt_length: int | None,
-                remedy: str) -> list[list[dict]]:  # fmt: skip
-    """The rows of each part that a run can use: `encode` makes them into tokens, the prompt's first, and the prompt has
-    at most --max-prompt-length tokens, and `room`. The others are counted, and the first of them shown.
+def usable_rows(parts: tuple[Sequence[dict], Sequence[dict]], encode: Callable[[dict], tuple], room: float,
+                max_prompt_length: int | None, remedy: str, name: str) -> tuple:  # fmt: skip
+    """The rows to train and to evaluate on that a run can use: `encode` makes them into tokens, the prompt's first, and
+    the prompt has at most --max-prompt-length tokens, and `room`. The others are counted, and the first of them shown.
+    And in how many of them a prompt and its completion have more than room + 1 tokens. Each row is encoded once, and
+    only its number is kept.
 
-    Raises UserError where nothing is left and where more than TOO_MANY of the prompts are too long, unless the user
-    gave --max-prompt-length, which asks to go on without them. `remedy`: what gives prompts more room.
+    Where no row to evaluate on is left, a twentieth of the others is held out in their place. Raises UserError where
+    nothing is left to train on, and where more than TOO_MANY of the prompts are too long, unless the user gave
+    --max-prompt-length, which asks to go on without them. `remedy`: what gives prompts more room.
     """
-    faults, long, limit = [], [], min(room, max_prompt_length or room)
+    faults, long, cut, limit = [], [], 0, min(room, max_prompt_length or room)
 
     def can_be_used(row: dict) -> bool:
+        nonlocal cut
         try:
-            prompt = encode(row)[0]
-            if len(prompt) > limit:
-                long.append(str(RowFault(row, f"has {len(prompt)}")))
-            return len(prompt) <= limit
+            prompt, *completions = encode(row)
         except RowFault as fault:
             faults.append(str(fault))
             return False
+        if len(prompt) > limit:
+            long.append(str(RowFault(row, f"has {len(prompt)}")))
+        elif any(len(prompt) + len(completion) > room + 1 for completion in completions):
+            cut += 1
+        return len(prompt) <= limit
 
-    kept = [[row for row in part if can_be_used(row)] for part in parts]
+    train, heldout = (selected(part, can_be_used) for part in parts)
     total = sum(map(len, parts))
     if faults:
         print(f"{len(faults)} of {total} rows cannot be used and are dropped, the first because {faults[0]}")
@@ -158,9 +164,12 @@ def usable_rows(parts: list[list[dict]], encode: Callable[[dict], tuple], room: 
         if max_prompt_length is None and len(long) > max(1, TOO_MANY * total):
             raise UserError(f"{too_long}: {remedy}, or give --max-prompt-length {limit} to go on without them")
         print(f"{too_long} and are dropped")
-    if any(part and not left for part, left in zip(parts, kept)):
-        raise UserError(f"no row is left to train or to evaluate on: {(faults + long)[0]}")
-    return kept
+    if not train:
+        raise UserError(f"no row is left to train on: {(faults + long)[0]}")
+    if parts[1] and not heldout:
+        print("no row is left to evaluate on: a twentieth of the prompts to train on is held out")
+        train, heldout = hold_out(train, name)
+    return train, heldout, cut
 
 
 def usable_task(task: Task, encode: Callable[[dict], tuple], room: float, max_prompt_length: int | None,
@@ -172,8 +181,8 @@ def usable_task(task: Task, encode: Callable[[dict], tuple], room: float, max_pr
         if longest > (limit := min(room, max_prompt_length or room)):
             raise UserError(f"prompts of {task.name} have up to {longest} tokens, and {limit} are allowed: {remedy}")
         return task
-    train, heldout = usable_rows([task.rows, task.heldout], encode, room, max_prompt_length, remedy)
-    return replace(task, train=epochs(train), heldout=heldout, rows=train)
+    train, heldout, _ = usable_rows((task.rows, task.heldout), encode, room, max_prompt_length, remedy, task.name)
+    return replace(task, train=epochs(train), heldout=list(heldout), rows=train)
 
 
 def usable_prompts(task: Task, model, tokenizer, args) -> Task:

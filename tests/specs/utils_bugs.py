@@ -190,8 +190,8 @@ heldout-in-training:splits: a test split is trusted to be one
 
 prompt-trained:likelihoods: labels are a copy of the inputs (ORPO's authors and TRL's ORPO trainer have the prompt in
 the likelihood)
-- tokens[row] = (prompt, *(completion[:room] for completion in completions))
-+ tokens[row] = (prompt[:1], *(prompt[1:] + completion[:room] for completion in completions))
+- return prompt, *(completion[: max_length - len(prompt)] for completion in completions)
++ return prompt[:1], *(prompt[1:] + completion[: max_length - len(prompt)] for completion in completions)
 
 same-order-every-epoch: a generator that is made anew in every epoch
 - random.Random(f"{seed}/{epoch}")
@@ -331,7 +331,7 @@ long-prompts-stay: they are counted and told of, which looks like all that is to
 + return True
 
 long-prompts-stay:heldout: evaluation samples, too
-- return replace(task, train=epochs(train), heldout=heldout, rows=train)
+- return replace(task, train=epochs(train), heldout=list(heldout), rows=train)
 + return replace(task, train=epochs(train), rows=train)
 
 seam-of-each-answer-alone: pairs are two rows of one kind; the prompt of one then is not that of the other
