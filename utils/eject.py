@@ -63,10 +63,10 @@ def read(path: Path, label: str) -> File:
     try:
         source = path.read_text(encoding="utf-8")
         tree = ast.parse(source)
-    except OSError as error:
-        raise EjectError(f"{label}: {error.strerror}; give the path of a script, as in algos/grpo.py.") from None
-    except (ValueError, SyntaxError) as error:
-        raise EjectError(f"{label} is not Python source in UTF-8: {error}.") from None
+    except (OSError, ValueError, SyntaxError) as error:
+        raise EjectError(
+            f"{label} is no Python source: {error}; give the path of a script, as in algos/grpo.py."
+        ) from None
     for node in (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)):
         text = ast.unparse(node)
         if OURS.match(text) and (node not in tree.body or not PLAIN.fullmatch(text)):
@@ -110,13 +110,6 @@ def import_block(wanted: set[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def joined(units: list[Unit]) -> str:
-    text = units[0].text
-    for previous, unit in zip(units, units[1:]):
-        text += ("\n\n\n" if unit.is_block or previous.is_block else "\n") + unit.text
-    return text
-
-
 def eject(path: Path) -> str:
     """The text of the self-contained file; raises EjectError where there cannot be one."""
     path = Path(path).resolve()
@@ -135,37 +128,38 @@ def eject(path: Path) -> str:
 
     def use(file: File, name: str) -> None:
         """Brings in what `name` stands for in `file`."""
-        if name in file.borrowed:
-            return use(load(file.borrowed[name]), name)
+        while name in file.borrowed:
+            file = load(file.borrowed[name])
         units, imports = [unit for unit in file.units if name in unit.binds], file.imports.get(name, set())
         if not (units or imports or hasattr(builtins, name)):
-            return None  # a property's own name in its class
+            return  # a property's own name in its class
         plain = all(head == "import" and " as " not in what for head, what in imports)  # `import a.b` binds a
         sense = [unit.text for unit in units] or (not plain and imports)
         other, where = senses.setdefault(name, (sense, file.label))
         if other != sense:
             raise EjectError(f"{name!r} means one thing in {where} and another in {file.label}: rename one of them.")
         wanted.update(imports)
-        return take(file, units)
-
-    def take(file: File, units: list[Unit]) -> None:
         for unit in (unit for unit in units if unit not in used):
             used.add(unit)
-            for name in sorted(unit.binds | unit.reads):
-                use(file, name)
+            for other in sorted(unit.binds | unit.reads):
+                use(file, other)
 
     script = read(path, label)
     for module in script.borrowed.values():
         load(module)
-    take(script, script.units)
-    for name in script.imports:  # also those that nothing mentions act by being there
+    used.update(script.units)
+    for name in sorted({*script.imports}.union(*(unit.binds | unit.reads for unit in script.units))):
         use(script, name)
     parts = []
     for file in [*files.values(), script]:
-        if units := [unit for unit in file.units if unit in used]:
+        text, previous = "", None
+        for unit in (unit for unit in file.units if unit in used):
+            near = previous is not None and not (unit.is_block or previous.is_block)
+            text, previous = text + ("\n" if near else "\n\n\n") + unit.text, unit
+        if text:
             notes = [f"# {line}".rstrip() for line in file.head.strip('"\n').splitlines()]
             lines = [f"# --- {file.label} ---"] if file is script else [f"# --- from {file.label} ---", *notes]
-            parts.append("\n".join(lines) + f"\n\n\n{joined(units)}")
+            parts.append("\n".join(lines) + text)
     note = f"# Ejected from plainrl: {label} and, inlined, the part of utils/ that it uses. One file, yours to change."
     return f"{note}\n{script.head}\n\n{import_block(wanted)}\n\n" + "\n\n\n".join(parts) + "\n"
 

@@ -6,13 +6,14 @@ the bytes that autograd keeps for them, and their cache, are counted. Left out: 
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from utils.errors import UserError, check_numbers
+from utils.errors import UserError
 from utils.head import CHUNK_ELEMENTS, body_and_head
 from utils.models import autocast
 
@@ -25,30 +26,9 @@ HEAD_BYTES = {"float32": (14, 8), "bfloat16": (10, 12)}  # for each logit of a c
 TOTALS = ("fixed", "all", "disk")
 
 
-@dataclass
-class Sizes:
-    """What `predict` knows of the models in memory."""
-
-    precision: str  # at which they were measured
-    weights: float  # bytes
-    trained: float  # bytes of the weights that are trained
-    others: float  # bytes of the weights that are not the policy's
-    count: float  # N of the policy
-    adapters: float  # numbers that LoRA of rank 1 would add
-    cast: float  # bytes of bfloat16 copies of weights, which autocast keeps for the backward pass
-    head: float  # numbers in the output layer
-    head_trained: bool
-    token: float  # bytes of activations for each token
-    square: float  # and for each pair of tokens of a row, where attention's probabilities are kept
-    hidden: float  # bytes of the residual stream, for each token
-    layers: int
-    vocab: int
-    cache: list[tuple[float, float, float]]  # of each layer: bytes of a row, of each of its tokens, most tokens
-
-
-def measure(model, precision: str, others: list | tuple = ()) -> Sizes:
-    """Runs 112 tokens through the model. All are alike, so that experts do not change with their number. others: what
-    else is trained."""
+def measure(model, precision: str, others: list | tuple = ()) -> SimpleNamespace:
+    """What `predict` knows of the models in memory. Runs 112 tokens through the model, all alike, so that experts do
+    not change with their number. others: what else is trained."""
     body, _, _ = body_and_head(model)
     config, training = model.config.get_text_config(), model.training
     parameters = {p.data_ptr(): p for part in (model, *others) for p in part.parameters()}  # some are shared
@@ -56,7 +36,8 @@ def measure(model, precision: str, others: list | tuple = ()) -> Sizes:
     head = {p.data_ptr(): p for p in layer.parameters()} if layer else {}
     looked_up = {p.data_ptr() for p in model.get_input_embeddings().parameters()} - head.keys()
 
-    def run(tokens: int, use_cache: bool) -> tuple[int, Any]:
+    def run(tokens: int, **how) -> tuple[int, Tensor, Any]:
+        """The bytes that autograd keeps, the hidden states, the cache."""
         kept = {}
 
         def pack(tensor: Tensor) -> Any:  # to return the tensor would tie it to its own graph, for ever
@@ -65,37 +46,42 @@ def measure(model, precision: str, others: list | tuple = ()) -> Sizes:
 
         ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed), autocast(model.device, precision):
-            hidden, cache = body(input_ids=ids, use_cache=use_cache)
-        layers = [[t for t in vars(part).values() if isinstance(t, Tensor)] for part in getattr(cache, "layers", ())]
-        held = [(sum(t.nbytes for t in tensors), getattr(part, "sliding_window", None) or torch.inf)
-                for part, tensors in zip(getattr(cache, "layers", ()), layers)]  # fmt: skip
-        return sum(storage.nbytes() for storage in kept.values()), held if use_cache else hidden
+            hidden, cache = body(input_ids=ids, **how)
+        return sum(storage.nbytes() for storage in kept.values()), hidden, cache
+
+    def held(layer) -> int:
+        return sum(value.nbytes for value in vars(layer).values() if isinstance(value, Tensor))
 
     model.eval()  # nothing is drawn, and nothing is checkpointed
-    (short, _), (middle, _), (long, hidden) = (run(tokens, False) for tokens in (16, 32, 64))
+    (short, _, _), (middle, _, _), (long, hidden, _) = (run(tokens, use_cache=False) for tokens in (16, 32, 64))
     with torch.no_grad():
-        caches = [run(tokens, True)[1] for tokens in (16, 32)]
+        caches = [getattr(run(tokens, use_cache=True)[2], "layers", ()) for tokens in (16, 32)]
     model.train(training)
     square = ((long - middle) / 32 - (middle - short) / 16) / 48
-    slopes = [(more - less) / 16 for (less, _), (more, _) in zip(*caches)]
+    slopes = [(held(more) - held(less)) / 16 for less, more in zip(*caches)]
     matrices = [p for ptr, p in parameters.items() if p.dim() > 1 and p.dtype == torch.float32 and ptr not in looked_up]
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not layer]
-    return Sizes(
-        precision=precision,
+    return SimpleNamespace(
+        precision=precision,  # at which it was measured
         weights=sum(p.nbytes for p in parameters.values()),
         trained=sum(p.nbytes for p in parameters.values() if p.requires_grad),
         others=sum(p.nbytes for p in parameters.values()) - sum(p.nbytes for p in model.parameters()),
         count=sum(p.numel() for p in model.parameters()),
-        adapters=sum(m.in_features + m.out_features for m in linear),
+        adapters=sum(m.in_features + m.out_features for m in linear),  # numbers that LoRA of rank 1 would add
+        # bfloat16 copies of weights, which autocast keeps for the backward pass
         cast=2 * sum(p.numel() for p in matrices) if precision == "bfloat16" else 0,
         head=sum(p.numel() for p in head.values()), head_trained=any(p.requires_grad for p in head.values()),
+        # bytes of activations for each token, and for each pair of tokens of a row, where attention's probabilities are
+        # kept; of the residual stream, for each token
         token=(middle - short) / 16 - 48 * square, square=square, hidden=hidden.element_size() * config.hidden_size,
         layers=config.num_hidden_layers, vocab=config.vocab_size if layer else 0,
-        cache=[(less - 16 * slope, slope, window) for (less, window), slope in zip(caches[0], slopes)],
+        # of each layer: bytes of a row, of each of its tokens, and the most tokens
+        cache=[(held(part) - 16 * slope, slope, getattr(part, "sliding_window", None) or torch.inf)
+               for part, slope in zip(caches[0], slopes)],
     )  # fmt: skip
 
 
-def predict(sizes: Sizes, args, prompt: int | None = None, pairs: int = 1, reference: bool = False,
+def predict(sizes: SimpleNamespace, args, prompt: int | None = None, pairs: int = 1, reference: bool = False,
             passes: int = 1) -> dict[str, float]:  # fmt: skip
     """Bytes of each part, `fixed` (what stays all the time) and `all` at the most, and a checkpoint on `disk`.
 
@@ -132,7 +118,7 @@ def predict(sizes: Sizes, args, prompt: int | None = None, pairs: int = 1, refer
                     "disk": 3 * trained}  # fmt: skip
 
 
-def remedies(sizes: Sizes, args, memory: float, **shapes) -> dict[str, Any] | None:
+def remedies(sizes: SimpleNamespace, args, memory: float, **shapes) -> dict[str, Any] | None:
     """Arguments to change so that the prediction fits into `memory`, the mildest first; None where none would do."""
 
     def halves(start: int, least: int) -> list[int]:
@@ -143,27 +129,18 @@ def remedies(sizes: Sizes, args, memory: float, **shapes) -> dict[str, Any] | No
 
     values: dict[str, list] = {
         "gradient_checkpointing": [True], "micro_batch_tokens": halves(args.micro_batch_tokens or 8192, 256),
-        "sample_batch_size": halves(getattr(args, "sample_batch_size", 1), 1), "beta": [0.0],
+        "sample_batch_size": halves(getattr(args, "sample_batch_size", 1), 1),
         "lora_rank": [] if args.lora_rank else [ADAPTERS], "precision": ["pure-bfloat16"],
         "max_completion_length": halves(getattr(args, "max_completion_length", 1), 64),
     }  # fmt: skip
     changes: dict[str, Any] = {}
     for name, value in [(name, value) for name, some in values.items() for value in some if hasattr(args, name)]:
-        if need(changes) > memory and allowed(replace(args, **{name: value})):
+        if need(changes) > memory:
             changes[name] = value
     for name in list(changes):
         fewer = {other: value for other, value in changes.items() if other != name}
         changes = fewer if need(fewer) <= memory else changes
     return changes if need(changes) <= memory else None
-
-
-def allowed(args) -> bool:
-    """Some scripts need a beta above 0."""
-    try:
-        check_numbers(args)
-    except UserError:
-        return False
-    return True
 
 
 def device_memory(device: torch.device) -> float:
@@ -181,24 +158,14 @@ def check_memory(model, args, others: list | tuple = (), **shapes) -> str:
     sizes, memory = measure(model, args.precision, others), device_memory(model.device)
     needs = predict(sizes, args, **shapes)
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in needs.items() if size and name not in TOTALS)
-    line = (
-        f"\nmemory in GB, predicted: {parts}; at most {needs['all'] / 1e9:.1f} at once, of {memory / 1e9:.1f}; a "
-        f"checkpoint on disk {needs['disk'] / 1e9:.1f}"
-    )
+    line = f"\nmemory in GB, predicted: {parts}; at most {needs['all'] / 1e9:.1f} at once, of {memory / 1e9:.1f}; a "
+    line += f"checkpoint on disk {needs['disk'] / 1e9:.1f}"
     if needs["all"] <= memory:
         return line
-    changes = remedies(sizes, args, memory, **shapes)
-    how = f"{flags(changes)} would make it fit" if changes else "no flags make it fit: take a smaller model"
-    if needs["fixed"] > memory:
-        raise UserError(
-            f"weights, gradients and optimizer need {needs['fixed'] / 1e9:.1f} GB, and --device {args.device} has "
-            f"{memory / 1e9:.1f}: {how}"
-        )
-    return f"{line}\nwarning: that is more than there is: {how}"
-
-
-def flags(changes: dict[str, Any]) -> str:
-    """As they are typed."""
-    return " ".join(
-        f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "") for name, value in changes.items()
-    )
+    changes = remedies(sizes, args, memory, **shapes) or {}
+    typed = (f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in changes.items())
+    how = f"{' '.join(typed)} would make it fit" if changes else "no flags make it fit: take a smaller model"
+    if needs["fixed"] <= memory:
+        return f"{line}\nwarning: that is more than there is: {how}"
+    there = f"--device {args.device} has {memory / 1e9:.1f}"
+    raise UserError(f"weights, gradients and optimizer need {needs['fixed'] / 1e9:.1f} GB, and {there}: {how}")

@@ -4,6 +4,8 @@ An ensemble is a folder with one such model in each of member-1, member-2, ... A
 """
 
 import math
+import re
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -111,19 +113,6 @@ def aggregate(scores: Tensor, how: str) -> Tensor:
     return scores.mean(0) - weight * scores.var(0, correction=0)
 
 
-def check_aggregation(how: str, spec: str) -> None:
-    """Raises UserError for what `aggregate` does not know."""
-    name, _, weight = how.partition("=")
-    try:
-        known = how in ("mean", "worst-case") or name == "uncertainty" and 0 <= float(weight) < math.inf
-    except ValueError:
-        known = False
-    if not known:
-        raise UserError(
-            f"--reward {spec} ends in :{how}: an ensemble takes mean, worst-case, or uncertainty=NUMBER, at least 0"
-        )
-
-
 def model_and_aggregation(spec: str) -> tuple[str, str] | None:
     """The folder or hub name and what follows its colon; None where `spec` names a function, FILE.py:NAME or
     PACKAGE.MODULE:NAME (also of a package that lies in a folder of that name)."""
@@ -144,11 +133,11 @@ class RewardModel:
         members = sorted(map(str, folder.glob("member-*")))
         if how and not members:
             raise UserError(f"--reward {spec} ends in :{how} but {path} is one model, no ensemble: leave :{how} away")
-        self.how = how or "mean"
-        check_aggregation(self.how, spec)
-        loaded = [
-            load_reward_model(member, device, trust_remote_code=trust_remote_code) for member in members or [path]
-        ]
+        self.how, kinds = how or "mean", "mean, worst-case, or uncertainty=NUMBER, at least 0"
+        if not re.fullmatch(r"mean|worst-case|uncertainty=\d*\.?\d+(e-?\d+)?", self.how):
+            raise UserError(f"--reward {spec} ends in :{how}: an ensemble takes {kinds}")
+        load = partial(load_reward_model, device=device, trust_remote_code=trust_remote_code)
+        loaded = [load(member) for member in members or [path]]
         self.members, self.tokenizer = [model for model, _, _ in loaded], loaded[0][1]
         for member in self.members:
             member.config.get_text_config().use_cache = False  # keys and values would outweigh the model

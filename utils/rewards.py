@@ -25,16 +25,6 @@ class Scored(NamedTuple):
     extra: dict[str, list]  # columns that reward functions attached to the samples by log_extra
 
 
-def load_file(path: Path) -> ModuleType:
-    """The file as a module."""
-    module_spec: Any = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look their module up there
-    with users_imports(path.parent):
-        module_spec.loader.exec_module(module)
-    return module
-
-
 def load_function(spec: str, loaded: dict[Path, ModuleType]) -> Callable:
     """`file.py:name` or `package.module:name`; a file that is in `loaded` is not run again, so its functions share what
     it holds. Raises UserError where there is no such file or function."""
@@ -48,7 +38,13 @@ def load_function(spec: str, loaded: dict[Path, ModuleType]) -> Callable:
         path = Path(source).expanduser().resolve()
         if not path.is_file():
             raise UserError(f"--reward {spec}: there is no file {path}")
-        module = loaded[path] = loaded.get(path) or load_file(path)
+        if path not in loaded:
+            module_spec: Any = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+            loaded[path] = importlib.util.module_from_spec(module_spec)
+            sys.modules[module_spec.name] = loaded[path]  # dataclasses look their module up there
+            with users_imports(path.parent):
+                module_spec.loader.exec_module(loaded[path])
+        module = loaded[path]
     else:
         try:
             with users_imports(Path.cwd()):
@@ -59,15 +55,6 @@ def load_function(spec: str, loaded: dict[Path, ModuleType]) -> Callable:
     if not callable(function):
         raise UserError(f"--reward {spec}: {source} has no function {name}")
     return function
-
-
-def load_reward(
-    spec: str, loaded: dict[Path, ModuleType], device: torch.device | str, trust_remote_code: bool
-) -> Callable:
-    """A reward function or, for a folder or hub name, a RewardModel. Raises UserError."""
-    if named := model_and_aggregation(spec):
-        return RewardModel(*named, spec, device, trust_remote_code)
-    return load_function(spec, loaded)
 
 
 async def awaited(values: list) -> list:
@@ -98,7 +85,10 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
     if not specs and task.score is None:
         raise UserError(f"the task {task.name} cannot score answers itself: give --reward FILE.py:FUNCTION")
     loaded = {}
-    functions = [load_reward(spec, loaded, device, trust_remote_code) for spec in specs]
+    functions = [
+        RewardModel(*named, spec, device, trust_remote_code) if named else load_function(spec, loaded)
+        for spec, named in zip(specs, map(model_and_aggregation, specs))
+    ]
     names = [getattr(f, "__name__", spec.rpartition(":")[2]) for f, spec in zip(functions, specs)]
     names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
     weight = torch.tensor(weights or [1.0] * len(specs))

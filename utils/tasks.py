@@ -114,13 +114,10 @@ def load_rows(spec: str, names: str, parse: Callable[[Lazy, set[str]], Lazy]) ->
     neither file nor hub name nor one of `names`, and for a file that is missing, empty or unreadable.
     """
     if Path(spec).suffix not in (".jsonl", ".json", ".parquet") and "/" not in spec:
-        raise UserError(
-            f"unknown source of rows {spec!r}: give {names}, a .jsonl or .parquet file, or a hub dataset ORG/NAME"
-        )
-    splits = {
-        split: parse(numbered(table, spec, split), set(table.column_names))
-        for split, table in read_splits(spec).items()
-    }
+        there = f"{names}, a .jsonl or .parquet file, or a hub dataset ORG/NAME"
+        raise UserError(f"unknown source of rows {spec!r}: give {there}")
+    tables = read_splits(spec).items()
+    splits = {split: parse(numbered(table, spec, split), set(table.column_names)) for split, table in tables}
     train = named(splits, "train") or next(iter(splits.values()))
     heldout = named(splits, "test", "valid")
     if heldout is None or heldout is train:
@@ -139,14 +136,13 @@ def read_splits(spec: str) -> dict:
     is_file = path.suffix in (".jsonl", ".json", ".parquet")
     if is_file and not path.is_file():
         raise UserError(f"there is no file {path}: --task names a dataset file that exists")
-    if is_file and not path.stat().st_size:
-        raise UserError(f"the dataset {spec} is empty: it needs at least two rows")
+    name, _, config = spec.partition(":")
+    kind = "parquet" if path.suffix == ".parquet" else "json"
     try:
-        if is_file:
-            splits = datasets.load_dataset("parquet" if path.suffix == ".parquet" else "json", data_files=str(path))
-        else:
-            name, _, config = spec.partition(":")
+        if not is_file:
             splits = datasets.load_dataset(name, config or None)
+        else:
+            splits = datasets.load_dataset(kind, data_files=str(path)) if path.stat().st_size else {}
     except Exception as error:  # the library raises dozens of kinds, all of which mean the same to the user
         reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"cannot read the dataset {spec} ({reason[0]}): give a readable file or hub name") from error
@@ -200,9 +196,8 @@ def check_kind(value, name: str, where: str, kinds: Sequence[type] = (str, list)
 def check_columns(columns: set[str], wanted: set[str], spec: str, remedy: str) -> None:
     """Raises UserError where a dataset lacks some of the columns that are wanted."""
     if missing := [repr(name) for name in sorted(wanted - columns)]:
-        raise UserError(
-            f"{spec} has no column {' and no column '.join(missing)}: {remedy}; there are {', '.join(sorted(columns))}"
-        )
+        there = ", ".join(sorted(columns))
+        raise UserError(f"{spec} has no column {' and no column '.join(missing)}: {remedy}; there are {there}")
 
 
 def named(splits: dict, *prefixes: str) -> Lazy | None:
