@@ -283,8 +283,6 @@ def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) ->
 
     token: 1 / sum of all T_i. constant: 1 / (B L_max), with which lambda = 1 and no whitening give the policy gradient.
     """
-    if aggregation == "sequence":
-        return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))
     if aggregation == "token":
         return mask / mask.sum().clamp(min=1)
     return mask / (len(mask) * max_completion_length)

@@ -341,8 +341,7 @@ def train(args: Args) -> list[dict]:
         equal += left.chosen == left.rejected != whole[1]
         return ([],)  # no prompt is too long
 
-    train, some, _ = usable_rows((data.train, data.heldout[: args.eval_prompts]), looked_at, math.inf, None, "",
-                                 data.name)  # fmt: skip
+    train, some, _ = usable_rows(data.train, data.heldout[: args.eval_prompts], looked_at, math.inf)
     settings += check_memory(members[0], args, members[1:], pairs=2)
     rows = with_noise(train, args.label_noise, args.seed) + some
     batches = [Batches(len(train), args.batch_size, seed) for seed in seeds]

@@ -17,7 +17,8 @@ table. Computed by utils/memory.py, never run: layers of the real width are meas
 them with few words, and the rest is extrapolated. Settings are grpo.py's own for such models, prompts of 200 tokens.
 """
 
-import dataclasses
+import ctypes
+import gc
 import json
 import os
 import resource
@@ -27,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import tyro
@@ -164,6 +166,8 @@ def worker(case: str, algo: Algo, side: Side) -> None:
     with tempfile.TemporaryDirectory() as directory:
         inputs = (algo, model, optimizer, prompts, completions)
         update = ours(*inputs) if side == "ours" else trl(*inputs, directory)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory that the process still has would be used again, unseen
         before, start, cpu = resident(), time.perf_counter(), time.process_time()
         norm = update()
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
@@ -224,9 +228,8 @@ def sizes_of(settings: dict, rank: int):
     grown |= {"count": grown["count"] + more, "weights": grown["weights"] + (2 if rank else 4) * more}
     if not rank:
         grown |= {"trained": grown["weights"], "cast": grown["cast"] + 2 * (head - one.head)}
-    return dataclasses.replace(
-        two, **grown, head=head, layers=layers, vocab=settings["vocab_size"], cache=two.cache[:1] * layers
-    )
+    whole = dict(head=head, layers=layers, vocab=settings["vocab_size"], cache=two.cache[:1] * layers)
+    return SimpleNamespace(**vars(two) | grown | whole)
 
 
 def table(output: Path = RESULTS / "memory_table.json") -> None:
@@ -249,7 +252,7 @@ def table(output: Path = RESULTS / "memory_table.json") -> None:
             cells.append(f"{needs['all'] / 1e9:.0f}")
             for card in CARDS:
                 changes = {} if needs["all"] <= card * 1e9 else remedies(sizes, args, card * 1e9, **shapes)
-                full = changes is None or "lora_rank" in changes
+                full = needs["all"] > card * 1e9 and not changes or "lora_rank" in changes
                 cells.append("no" if full else f"`{flags(changes)}`" if changes else "yes")
                 result[f"{preset}, {card} GB"] = None if full else changes
         disk = ", ".join(f"{result[preset]['disk']:.1f}" for preset in ("full", "lora"))

@@ -87,6 +87,8 @@ grpo --lora-rank -1 | --lora-rank | at least 0
 grpo --lora-modules q_proj | --lora-modules | --lora-rank
 grpo --lora-rank 2 --lora-modules nothing | nothing | --lora-modules | q_proj
 grpo --attn-implementation nothing | --attn-implementation nothing | sdpa
+grpo --attn-implementation ORG/kernel | --attn-implementation ORG/kernel | --trust-remote-code
+reward_model --attn-implementation ORG/kernel | --attn-implementation ORG/kernel | --trust-remote-code
 reward_model --attn-implementation nothing | --attn-implementation nothing | sdpa
 grpo --adam-beta2 1 | --adam-beta2 | below 1
 grpo --adam-beta2 -0.1 | --adam-beta2 | at least 0

@@ -85,7 +85,7 @@ def test_rows_keep_their_numbers(tmp_path, own_cache, capsys):
             raise RowFault(row, "is no good")
         return [1], [2]
 
-    train, heldout, cut = usable_rows((task.rows, task.heldout), encode, 9, None, "", "talk")
+    train, heldout, cut = usable_rows(task.rows, task.heldout, encode, 9)
     assert f"2 of 38 rows cannot be used and are dropped, the first because row 7 of {tmp_path}" in (
         capsys.readouterr().out
     )
@@ -106,7 +106,7 @@ def test_every_row_is_encoded_once_before_the_first_step_and_none_is_kept(tmp_pa
         seen.append(row["prompt"])
         return encode_row(row, tokenizer, [1])
 
-    train, heldout, _ = usable_rows((data.train, data.heldout), encode, 99, None, "", "rows")
+    train, heldout, _ = usable_rows(data.train, data.heldout, encode, 99)
     assert sorted(seen) == sorted(row["prompt"] for row in rows) and len(train) + len(heldout) == 50
     kept = remembered(train)
     assert kept[3] is kept[3] and train[3] is not train[3]  # made anew
@@ -121,13 +121,13 @@ def test_a_held_out_part_without_a_usable_row(capsys):
             raise RowFault(row, "is no good")
         return [1], [2]
 
-    train, heldout, _ = usable_rows((good, bad), encode, 9, None, "", "mine")
+    train, heldout, _ = usable_rows(good, bad, encode, 9)
     assert "held out" in capsys.readouterr().out and len(heldout) == 2 and len(train) == 38
     assert {row["prompt"] for row in [*train, *heldout]} == {row["prompt"] for row in good}
-    train, heldout, _ = usable_rows((good, []), encode, 9, None, "", "mine")
+    train, heldout, _ = usable_rows(good, [], encode, 9)
     assert len(train) == 40 and len(heldout) == 0  # nothing was to be held out
     with pytest.raises(UserError, match="no row is left to train on: .* is no good"):
-        usable_rows((bad, good), encode, 9, None, "", "mine")
+        usable_rows(bad, good, encode, 9)
 
 
 def test_rows_of_one_label_that_others_leave_behind(tmp_path, own_cache, capsys):

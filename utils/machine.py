@@ -1,6 +1,7 @@
 """What a run is made on: the cores that it may use, versions, commit, hardware."""
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -17,12 +18,9 @@ def cores() -> int:
 
 def environment() -> dict:
     """Where a number comes from: versions, commit, machine."""
+    packages = ("torch", "transformers", "datasets", "numpy", "peft", "gymnasium")
     versions = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "datasets", "numpy", "peft", "gymnasium"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions |= {name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name)}
     here = Path(__file__).resolve().parent
     try:
         git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)

@@ -7,6 +7,7 @@ the bytes that autograd keeps for them, and their cache, are counted. Left out: 
 
 import os
 from dataclasses import replace
+from itertools import chain, combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,29 +119,24 @@ def predict(sizes: SimpleNamespace, args, prompt: int | None = None, pairs: int 
                     "disk": 3 * trained}  # fmt: skip
 
 
-def remedies(sizes: SimpleNamespace, args, memory: float, **shapes) -> dict[str, Any] | None:
-    """Arguments to change so that the prediction fits into `memory`, the mildest first; None where none would do."""
+def remedies(sizes: SimpleNamespace, args, memory: float, **shapes) -> dict[str, Any]:
+    """The fewest arguments to change, the mildest first, so that the prediction fits into `memory`; none where nothing
+    would do."""
 
-    def halves(start: int, least: int) -> list[int]:
-        return [start >> i for i in range(1, start.bit_length()) if start >> i >= least]
+    def lowered(name: str, default: int, least: int) -> list[tuple[str, int]]:
+        now = getattr(args, name, None) or default
+        return [(name, now >> halvings) for halvings in (1, 2, 4) if now >> halvings >= least]
 
-    def need(changes: dict[str, Any]) -> float:
-        return predict(sizes, replace(args, **changes), **shapes)["all"]
-
-    values: dict[str, list] = {
-        "gradient_checkpointing": [True], "micro_batch_tokens": halves(args.micro_batch_tokens or 8192, 256),
-        "sample_batch_size": halves(getattr(args, "sample_batch_size", 1), 1),
-        "lora_rank": [] if args.lora_rank else [ADAPTERS], "precision": ["pure-bfloat16"],
-        "max_completion_length": halves(getattr(args, "max_completion_length", 1), 64),
-    }  # fmt: skip
-    changes: dict[str, Any] = {}
-    for name, value in [(name, value) for name, some in values.items() for value in some if hasattr(args, name)]:
-        if need(changes) > memory:
-            changes[name] = value
-    for name in list(changes):
-        fewer = {other: value for other, value in changes.items() if other != name}
-        changes = fewer if need(fewer) <= memory else changes
-    return changes if need(changes) <= memory else None
+    options = [
+        ("gradient_checkpointing", True), *lowered("micro_batch_tokens", 8192, 256),
+        *lowered("sample_batch_size", 1, 1), *[("lora_rank", ADAPTERS)] * (not args.lora_rank),
+        ("precision", "pure-bfloat16"), *lowered("max_completion_length", 1, 64),
+    ]  # fmt: skip
+    options = [option for option in options if hasattr(args, option[0])]
+    for some in chain.from_iterable(combinations(options, count) for count in range(1, 7)):
+        if predict(sizes, replace(args, **dict(some)), **shapes)["all"] <= memory:
+            return dict(some)
+    return {}
 
 
 def device_memory(device: torch.device) -> float:
@@ -162,10 +158,15 @@ def check_memory(model, args, others: list | tuple = (), **shapes) -> str:
     line += f"checkpoint on disk {needs['disk'] / 1e9:.1f}"
     if needs["all"] <= memory:
         return line
-    changes = remedies(sizes, args, memory, **shapes) or {}
-    typed = (f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in changes.items())
-    how = f"{' '.join(typed)} would make it fit" if changes else "no flags make it fit: take a smaller model"
+    changes = remedies(sizes, args, memory, **shapes)
+    how = f"{flags(changes)} would make it fit" if changes else "no flags make it fit: take a smaller model"
     if needs["fixed"] <= memory:
         return f"{line}\nwarning: that is more than there is: {how}"
     there = f"--device {args.device} has {memory / 1e9:.1f}"
     raise UserError(f"weights, gradients and optimizer need {needs['fixed'] / 1e9:.1f} GB, and {there}: {how}")
+
+
+def flags(changes: dict[str, Any]) -> str:
+    """As they are typed."""
+    typed = (f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in changes.items())
+    return " ".join(typed)

@@ -40,6 +40,11 @@ class ModelArgs(RunArgs):
     trust_remote_code: bool = False
     """run code that comes with the model, and with models of --reward"""
 
+    def __post_init__(self):
+        if "/" in (self.attn_implementation or "") and not self.trust_remote_code:
+            kernel = f"--attn-implementation {self.attn_implementation} names a kernel of the hub, whose code would run"
+            raise UserError(f"{kernel}: give --trust-remote-code too, or sdpa or eager")
+
 
 @dataclass
 class PolicyArgs(ModelArgs):
@@ -99,12 +104,10 @@ def weights_dtype(precision: str | None, lora_rank: int) -> torch.dtype:
 
 def cannot_load(path: str, flag: str, error: Exception, attn_implementation: str | None = None) -> UserError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    remedy = "give a model folder or a reachable hub name"
     if attn_implementation:
-        return UserError(
-            f"cannot load {flag} {path} with --attn-implementation {attn_implementation} ({reason}): leave that away, "
-            "or give sdpa or eager"
-        )
-    return UserError(f"cannot load {flag} {path} ({reason}): give a model folder or a reachable hub name")
+        remedy = f"leave --attn-implementation {attn_implementation} away, or give sdpa or eager"
+    return UserError(f"cannot load {flag} {path} ({reason}): {remedy}")
 
 
 def locate(path: str, flag: str) -> str:

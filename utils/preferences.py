@@ -71,10 +71,8 @@ def check_labels(data: Preferences) -> int:
     """The number of desirable rows to train on. Raises UserError where that is all of them or none."""
     desirable = sum(row["label"] for row in data.train)
     if desirable in (0, len(data.train)):
-        raise UserError(
-            f"all labels of {data.name} are {desirable > 0}: desirable and undesirable completions are needed, some of "
-            "each"
-        )
+        needed = "desirable and undesirable completions are needed, some of each"
+        raise UserError(f"all labels of {data.name} are {desirable > 0}: {needed}")
     return desirable
 
 
@@ -165,10 +163,11 @@ class Batches:
 def usable(data: Preferences, encode: Callable[..., tuple], tokenizer, eos: list[int], args) -> tuple[Preferences, int]:
     """The rows that `encode` (`encode_pair` or `encode_row` of utils/text.py) can make into tokens and whose prompts
     leave room for a completion, as `usable_rows` says; and how many of them have a completion that will be cut."""
-    parts = data.train, data.heldout[: args.eval_prompts]
-    *kept, cut = usable_rows(parts, lambda row: encode(row, tokenizer, eos), args.max_length - 1,
-                             args.max_prompt_length, "raise --max-length", data.name)  # fmt: skip
-    return replace(data, train=kept[0], heldout=kept[1]), cut
+    train, heldout, cut = usable_rows(
+        data.train, data.heldout[: args.eval_prompts], lambda row: encode(row, tokenizer, eos), args.max_length - 1,
+        args.max_prompt_length, "raise --max-length",
+    )  # fmt: skip
+    return replace(data, train=train, heldout=heldout), cut
 
 
 def encode_rows(rows: Lazy, encode: Callable[..., tuple], tokenizer, eos: list[int], max_length: int) -> Lazy:

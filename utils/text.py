@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from utils.errors import UserError
-from utils.tasks import CHARACTERS, Task, epochs, hold_out, selected
+from utils.tasks import CHARACTERS, Lazy, Task, epochs, hold_out, selected
 
 TOO_MANY = 0.05  # of a dataset's prompts: where more are too long, the run goes on only if the user asked for it
 ENDLESS = 32  # rows of an endless task that are looked at
@@ -129,10 +129,10 @@ def encode_pair(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[i
     return prompt, chosen, rejected
 
 
-def usable_rows(parts: tuple[Sequence[dict], Sequence[dict]], encode: Callable[[dict], tuple], room: float,
-                max_prompt_length: int | None, remedy: str, name: str) -> tuple:  # fmt: skip
+def usable_rows(train: Sequence[dict], heldout: Sequence[dict], encode: Callable[[dict], tuple], room: float,
+                longest: int | None = None, remedy: str = "") -> tuple[Lazy, Lazy, int]:  # fmt: skip
     """The rows to train and to evaluate on that a run can use: `encode` makes them into tokens, the prompt's first, and
-    the prompt has at most --max-prompt-length tokens, and `room`. The others are counted, and the first of them shown.
+    the prompt has at most `longest` (--max-prompt-length) and `room`. The others are counted, the first of them shown.
     And in how many of them a prompt and its completion have more than room + 1 tokens. Each row is encoded once, and
     only its number is kept.
 
@@ -140,7 +140,7 @@ def usable_rows(parts: tuple[Sequence[dict], Sequence[dict]], encode: Callable[[
     nothing is left to train on, and where more than TOO_MANY of the prompts are too long, unless the user gave
     --max-prompt-length, which asks to go on without them. `remedy`: what gives prompts more room.
     """
-    faults, long, cut, limit = [], [], 0, min(room, max_prompt_length or room)
+    faults, long, cut, limit, total = [], [], 0, min(room, longest or room), len(train) + len(heldout)
 
     def can_be_used(row: dict) -> bool:
         nonlocal cut
@@ -155,33 +155,31 @@ def usable_rows(parts: tuple[Sequence[dict], Sequence[dict]], encode: Callable[[
             cut += 1
         return len(prompt) <= limit
 
-    train, heldout = (selected(part, can_be_used) for part in parts)
-    total = sum(map(len, parts))
+    train, wanted, heldout = selected(train, can_be_used), len(heldout), selected(heldout, can_be_used)
     if faults:
         print(f"{len(faults)} of {total} rows cannot be used and are dropped, the first because {faults[0]}")
     if long:
         too_long = f"{len(long)} of {total} prompts have more than {limit} tokens (the first: {long[0]})"
-        if max_prompt_length is None and len(long) > max(1, TOO_MANY * total):
+        if longest is None and len(long) > max(1, TOO_MANY * total):
             raise UserError(f"{too_long}: {remedy}, or give --max-prompt-length {limit} to go on without them")
         print(f"{too_long} and are dropped")
     if not train:
         raise UserError(f"no row is left to train on: {(faults + long)[0]}")
-    if parts[1] and not heldout:
+    if wanted and not heldout:
         print("no row is left to evaluate on: a twentieth of the prompts to train on is held out")
-        train, heldout = hold_out(train, name)
+        train, heldout = hold_out(train, "with what can be used")
     return train, heldout, cut
 
 
-def usable_task(task: Task, encode: Callable[[dict], tuple], room: float, max_prompt_length: int | None,
-                remedy: str) -> Task:  # fmt: skip
+def usable_task(task: Task, encode: Callable[[dict], tuple], room: float, longest: int | None, remedy: str) -> Task:
     """The task with what `usable_rows` leaves of its rows. Of an endless task a few are looked at, and nothing can be
     dropped: raises UserError where one of them is too long."""
     if task.rows is None:
-        longest = max(len(encode(row)[0]) for row in [task.train(0, 0), *task.heldout[:ENDLESS]])
-        if longest > (limit := min(room, max_prompt_length or room)):
-            raise UserError(f"prompts of {task.name} have up to {longest} tokens, and {limit} are allowed: {remedy}")
+        most = max(len(encode(row)[0]) for row in [task.train(0, 0), *task.heldout[:ENDLESS]])
+        if most > (limit := min(room, longest or room)):
+            raise UserError(f"prompts of {task.name} have up to {most} tokens, and {limit} are allowed: {remedy}")
         return task
-    train, heldout, _ = usable_rows((task.rows, task.heldout), encode, room, max_prompt_length, remedy, task.name)
+    train, heldout, _ = usable_rows(task.rows, task.heldout, encode, room, longest, remedy)
     return replace(task, train=epochs(train), heldout=list(heldout), rows=train)
 
 
