@@ -336,9 +336,11 @@ def train(args: Args) -> list[dict]:
 
     def looked_at(row: dict) -> tuple[list[int]]:
         nonlocal cut, equal
-        whole, left = encode(row), pair(row)
-        cut += whole != left[:2]
-        equal += left.chosen == left.rejected != whole[1]
+        margin_of(row, args)
+        whole = encode(row)
+        chosen, rejected = (cut_to(ids, args.max_length) for ids in whole)
+        cut += (chosen, rejected) != whole
+        equal += chosen == rejected != whole[1]
         return ([],)  # no prompt is too long
 
     train, some, _ = usable_rows(data.train, data.heldout[: args.eval_prompts], looked_at, math.inf)

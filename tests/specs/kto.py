@@ -5,8 +5,8 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 labels-swapped:kto: a label may say that a completion is good or that it is harmful
-- Example(*ids, rows[row]["label"])
-+ Example(*ids, not rows[row]["label"])
+- Example(prompt, completion, rows[row]["label"])
++ Example(prompt, completion, not rows[row]["label"])
 
 undesirable-is-learnt-too: one formula for both kinds, told apart by their weights only
 - args.beta * torch.where(labels, ratios - z, z - ratios)

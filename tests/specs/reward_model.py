@@ -25,12 +25,12 @@ groups-interleaved:reward_model: other code puts all chosen ones first; both giv
 + for ids in (pair.chosen, pair.rejected)]).view(2, -1).T
 
 noise-on-heldout-pairs: labels are flipped where data are read: no model then gets more right than the labels are
-- rows = with_noise(data.train, args.label_noise, args.seed) + data.heldout[: args.eval_prompts]
-+ rows = with_noise(data.train + data.heldout[: args.eval_prompts], args.label_noise, args.seed)
+- rows = with_noise(train, args.label_noise, args.seed) + some
++ rows = with_noise(train + some, args.label_noise, args.seed)
 
 flipped-pairs-are-equal: an exchange in two assignments, the second of which is lost on the first
-- row | {"chosen": row["rejected"], "rejected": row["chosen"]}
-+ row | {"chosen": row["rejected"]}
+- {"chosen": rows[i]["rejected"], "rejected": rows[i]["chosen"]}
++ {"chosen": rows[i]["rejected"]}
 
 members-all-alike: one seed for everything: members that cannot disagree
 - seeds = [args.seed + 1_000_003 * k for k in range(args.ensemble)]
@@ -41,8 +41,8 @@ members-all-alike:heads: one seed for everything
 + loaded = [load_member(args.seed, device, args) for seed in seeds]
 
 members-all-alike:order: one data loader for all members
-- Batches(len(data.train), args.batch_size, seed) for seed in seeds]
-+ Batches(len(data.train), args.batch_size, args.seed) for seed in seeds]
+- Batches(len(train), args.batch_size, seed) for seed in seeds]
++ Batches(len(train), args.batch_size, args.seed) for seed in seeds]
 
 head-not-scaled: variance 1 is what randn gives: first scores then are far apart
 - torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1)
@@ -53,8 +53,8 @@ scores-in-bfloat16: autocast decides, and nothing fails: close scores become equ
 +             pass
 
 eos-cut-off: tokenizers cut at the end, where scores are read
-- s[: args.max_length - 1] + s[-1:] if len(s) > args.max_length
-+ s[: args.max_length] if len(s) > args.max_length
+- ids[: max_length - 1] + ids[-1:] if len(ids) > max_length
++ ids[:max_length] if len(ids) > max_length
 
 brier-of-the-other-answer: the error is 1 - p, which is the sigmoid of minus the difference
 - "brier": (-differences).sigmoid()
