@@ -19,7 +19,8 @@ class StaticDecoder:
     first L columns, `position` (B, 1) is that of the next token.
 
     On a GPU the first step runs as it is and the second is captured; all later ones replay it, which spares the CPU a
-    thousand launches a token. Under autocast the graph casts float32 weights in every step.
+    thousand launches a token. Under autocast linear layers get copies of their weights that are made once, here: a
+    graph would cast float32 weights in every step.
     """
 
     def __init__(self, model, cache, mask: Tensor, position: Tensor):
@@ -37,6 +38,13 @@ class StaticDecoder:
             layer.keys[:, :, :width] = filled.keys[:, :, :width]
             layer.values[:, :, :width] = filled.values[:, :, :width]
             layer.cumulative_length.fill_(width)
+        device = mask.device.type
+        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        layers = {
+            name: m for name, m in model.named_modules() if type(m) is torch.nn.Linear and "forward" not in vars(m)
+        }
+        self.weights = {f"{name}.{part}": p.to(low) for name, layer in layers.items()
+                        for part, p in layer.named_parameters() if p.dtype == torch.float32 != low}  # fmt: skip
         self.start(mask[:, None, None].bool(), position, torch.tensor([width], device=mask.device))
 
     def start(self, mask: Tensor, position: Tensor, column: Tensor) -> None:
@@ -47,8 +55,10 @@ class StaticDecoder:
 
     def run(self) -> Tensor:
         self.open.index_fill_(3, self.column, True)
-        logits = self.model(input_ids=self.token, attention_mask=self.open, position_ids=self.position,
-                            past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits  # fmt: skip
+        inputs = dict(input_ids=self.token, attention_mask=self.open, position_ids=self.position,
+                      past_key_values=self.cache, use_cache=True, logits_to_keep=1)  # fmt: skip
+        # an embedding that is tied to a layer keeps its own dtype
+        logits = torch.func.functional_call(self.model, self.weights, kwargs=inputs, tie_weights=False).logits
         self.column += 1
         self.position += 1
         return logits
