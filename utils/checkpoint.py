@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from utils.distributed import load_module, load_optimizer
 from utils.errors import UserError
 
 
@@ -52,16 +53,19 @@ def by_step(folder: Path) -> list[Path]:
 
 def restore(state: dict, **parts) -> None:
     """Brings modules, optimizers and generators back to what `state` holds under their names. A tuple of parts, some of
-    them perhaps None, is held as a list. Weights that were not saved (frozen ones of --model) stay as they are."""
+    them perhaps None, is held as a list. Weights that were not saved (frozen ones of --model) stay as they are. Of many
+    ranks only rank 0 has the states of modules and optimizers."""
     for name, part in parts.items():
         if isinstance(part, torch.Generator):
             part.set_state(state[name].cpu())
         elif isinstance(part, torch.nn.Module):
-            unknown = part.load_state_dict(state[name], strict=False).unexpected_keys
-            assert not unknown, f"the checkpoint has weights that the model lacks: {unknown}"
+            load_module(part, state.get(name, {}))
         elif isinstance(part, tuple):
-            for one, saved in zip((p for p in part if p is not None), state[name], strict=True):
+            there = [one for one in part if one is not None]
+            for one, saved in zip(there, state.get(name, [{}] * len(there)), strict=True):
                 restore({name: saved}, **{name: one})
+        elif isinstance(part, torch.optim.Optimizer):
+            load_optimizer(part, state.get(name, {}))
         else:
             part.load_state_dict(state[name])
 

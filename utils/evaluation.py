@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from utils.checkpoint import rng_state, set_rng_state
-from utils.lm import Samples, pad_left, sample, stream
+from utils.lm import Samples, sample_all
 from utils.models import autocast, eos_ids
 from utils.tasks import Task
 from utils.text import encode_prompt, present
@@ -31,23 +31,15 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: 
     before = rng_state()  # user code may draw from the global generators
 
     def scores(count: int, at: float) -> list[dict[str, float]]:
-        """Of `count` answers to each prompt, sampled in batches of up to `rows_at_once`."""
-        found: list[dict[str, float]] = []
-        at_once = max(1, rows_at_once // count)
-        for i in range(0, len(rows), at_once):
-            with autocast(model.device, precision):
-                ids = pad_left(tokens[i : i + at_once], model.device)
-                generator = stream(model.device, seed, "evaluation", i)
-                samples = sample(model, *ids, count, max_new_tokens, eos, at, generator)
-            texts, token_lists = decode(samples, tokenizer)
-            repeated = [row for row in rows[i : i + at_once] for _ in range(count)]
-            if task.score is None:
-                shown = [prompt for prompt in prompts[i : i + at_once] for _ in range(count)]
-                scored = score(repeated, shown, texts, token_lists, step)  # type: ignore[misc]
-                found += [{"reward": r} for r in scored.rewards.tolist()]
-            else:
-                found += [task.score(row, text) for row, text in zip(repeated, texts)]
-        return found
+        """Of `count` answers to each prompt."""
+        with autocast(model.device, precision):
+            samples = sample_all(model, tokens, count, max_new_tokens, eos, at, rows_at_once, (seed, "evaluation"))
+        texts, token_lists = decode(samples, tokenizer)
+        repeated = [row for row in rows for _ in range(count)]
+        if task.score is not None:
+            return [task.score(row, text) for row, text in zip(repeated, texts)]
+        shown = [prompt for prompt in prompts for _ in range(count)]
+        return [{"reward": r} for r in score(repeated, shown, texts, token_lists, step).rewards.tolist()]  # type: ignore[misc]
 
     try:
         greedy, sampled = scores(1, 0.0), [s["reward"] for s in scores(num_samples, temperature)]

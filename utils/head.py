@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from utils.distributed import is_sharded
+
 CHUNK_ELEMENTS = 2**25  # logits that are held at once: 128 MiB in float32
 
 
@@ -37,8 +39,12 @@ def find_parts(model) -> tuple[Callable, Callable, Any]:
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     layer: Any = getattr(model, "get_output_embeddings", lambda: None)()
     decoder: Any = getattr(model, "get_decoder", lambda: None)()
+    sharded = is_sharded(model)
 
     def body(**inputs) -> tuple[Tensor, Any]:
+        if sharded:  # FSDP gathers what the whole model's own forward pass needs
+            out = model(**inputs, output_hidden_states=True, logits_to_keep=1)
+            return out.hidden_states[-1], out.past_key_values
         out = decoder(**inputs)
         return out.last_hidden_state, out.past_key_values
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from utils.decode import StaticDecoder, can_be_static
+from utils.distributed import is_sharded, share, together, total_numbers, unsharded
 from utils.errors import UserError
 from utils.head import CHUNK_ELEMENTS, body_and_head, token_logps
 
@@ -165,13 +166,33 @@ def join(parts: list[Samples]) -> Samples:
     return Samples(*prompts, *completions, torch.cat([part.ended for part in parts]))
 
 
+def sample_all(model, prompts: list[list[int]], num_samples: int, max_new_tokens: int, eos: list[int],
+               temperature: float, rows_at_once: int, key: tuple, first: int = 0) -> Samples:  # fmt: skip
+    """`num_samples` completions of each of P prompts, on every rank. They are sampled in batches of up to
+    `rows_at_once` completions of whole prompts, each batch by one rank and with a stream of its own, `key` and the
+    number of its first prompt (that of the first batch is `first`): so all ranks together draw what one would."""
+    at_once = max(1, rows_at_once // num_samples)
+
+    def draw() -> dict[int, Samples]:
+        parts = {}
+        for i in share(range(0, len(prompts), at_once)):
+            part = sample(model, *pad_left(prompts[i : i + at_once], model.device), num_samples, max_new_tokens, eos,
+                          temperature, stream(model.device, *key, first + i))  # fmt: skip
+            parts[i] = Samples(*(x.cpu() for x in part))
+        return parts
+
+    with unsharded(model):
+        parts = {i: part for found in together(draw) for i, part in found.items()}
+    return Samples(*(x.to(model.device) for x in join([parts[i] for i in sorted(parts)])))
+
+
 def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor,
                      temperature: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log-probabilities of completion tokens at `temperature`, (B, T) with gradient, and entropies, (B, T) without.
 
     P may be smaller than B: then row i completes prompt i // (B / P), each prompt is run once, and its cache, gradient
-    included, is shared by its group. Prompts are repeated instead where `shares_cache` says no and with gradient
-    checkpointing, which excludes a cache.
+    included, is shared by its group. Prompts are repeated instead where `shares_cache` says no, with gradient
+    checkpointing, which excludes a cache, and under FSDP, where all ranks must run equally many passes.
 
     Logits of CHUNK_ELEMENTS are held at a time: the output layer runs on a chunk of hidden states, and once more in the
     backward pass. Padded positions have no logits and hold 0.
@@ -181,7 +202,7 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
     checkpointed = model.training and any(
         getattr(module, "gradient_checkpointing", False) for module in model.modules()
     )
-    if repeats > 1 and not checkpointed and shares_cache(model):
+    if repeats > 1 and not checkpointed and not is_sharded(model) and shares_cache(model):
         hidden = after_shared_prompts(body, prompt_ids, prompt_mask, completion_ids, completion_mask)
     else:
         prompts = prompt_ids.repeat_interleave(repeats, 0), prompt_mask.repeat_interleave(repeats, 0)
@@ -263,8 +284,8 @@ def micro_batches(samples: Samples, size: int, tokens: int | None = None,
 
 
 class Means:
-    """Means of per-token values over the micro-batches of an optimizer step. They stay on the device until the end: to
-    read them earlier would make the CPU wait."""
+    """Means of per-token values over the micro-batches of an optimizer step, on all ranks. They stay on the device
+    until the end: to read them earlier would make the CPU wait."""
 
     def __init__(self, count: Tensor | int):
         """count: how many values the whole step has, over all its micro-batches."""
@@ -277,4 +298,4 @@ class Means:
             self.sums[name] = self.sums.get(name, 0.0) + (value * mask).sum() / self.count
 
     def read(self) -> dict[str, float]:
-        return {name: total.item() for name, total in self.sums.items()}
+        return total_numbers({name: total.item() for name, total in self.sums.items()})

@@ -1,6 +1,8 @@
 """Language models: loading them for training, saving them, and the flags that say how."""
 
 import contextlib
+import copy
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from utils.distributed import at_rest, gathered, is_sharded, keep_shards, rank, shard_settings, world
 from utils.errors import NonNegativeInt, UserError, parse_pairs
 from utils.lm import rope_limit
 from utils.run import RunArgs, resolve
@@ -37,6 +40,9 @@ class ModelArgs(RunArgs):
     micro_batch_tokens: NonNegativeInt | None = None
     """most tokens, with padding, in one forward and backward pass: rows are sorted by length; 0: micro_batch_size rows
     in their order. Changes memory and speed, not the result"""
+    fsdp: bool = False
+    """under torchrun: shard weights, gradients and optimizer over the processes (FSDP2), for models that one device
+    cannot hold whole; --precision is bfloat16 where it is not given"""
     trust_remote_code: bool = False
     """run code that comes with the model, and with models of --reward"""
 
@@ -66,7 +72,8 @@ class PolicyArgs(ModelArgs):
 
 def load_model(path: str, device: torch.device | str = "cpu", precision: str | None = "float32", lora_rank: int = 0,
                gradient_checkpointing: bool = False, trust_remote_code: bool = False,
-               lora_modules: tuple[str, ...] = (), attn_implementation: str | None = None):  # fmt: skip
+               lora_modules: tuple[str, ...] = (), attn_implementation: str | None = None,
+               fsdp: bool = False):  # fmt: skip
     """Any causal language model and its tokenizer, from a folder or the hub, with LoRA adapters where lora_rank > 0.
     Weights are as `weights_dtype` says. Raises UserError for what cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -74,14 +81,16 @@ def load_model(path: str, device: torch.device | str = "cpu", precision: str | N
 
     logging.disable_progress_bar()
     path = locate(path, "--model")
+    shards = shard_settings(torch.device(device), precision) if fsdp else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         model, loading = AutoModelForCausalLM.from_pretrained(
             path, dtype=weights_dtype(precision, lora_rank), trust_remote_code=trust_remote_code,
-            attn_implementation=attn_implementation, output_loading_info=True,
+            attn_implementation=attn_implementation, output_loading_info=True, **shards,
         )  # fmt: skip
     except Exception as error:  # network, cache, format and architecture errors, each of its own type
         raise cannot_load(path, "--model", error, attn_implementation) from error
+    keep_shards(model)
     if getattr(config := model.config.get_text_config(), "output_router_logits", False):
         config.output_router_logits = False  # they do not go with a cache
     if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
@@ -167,8 +176,11 @@ def adapted(model) -> list[str]:
 def load_policy(args, device: torch.device):
     """The model to train and its tokenizer, by the flags of `args`. --precision may still be None: what it becomes,
     float32 or bfloat16 without LoRA and bfloat16 with it, does not change `weights_dtype`."""
+    if args.fsdp and args.precision is None:  # the precision of what is gathered is settled when it is loaded
+        args.precision = "bfloat16"
     model, tokenizer = load_model(args.model, device, args.precision, args.lora_rank, args.gradient_checkpointing,
-                                  args.trust_remote_code, args.lora_modules, args.attn_implementation)  # fmt: skip
+                                  args.trust_remote_code, args.lora_modules, args.attn_implementation,
+                                  args.fsdp)  # fmt: skip
     return model, with_policy_flags(model, tokenizer, args)
 
 
@@ -199,7 +211,7 @@ def load_reference(args, device: torch.device):
         return None
     precision = "float32" if args.precision == "float32" else "pure-bfloat16"
     model, _ = load_model(args.model, device, precision, trust_remote_code=args.trust_remote_code,
-                          attn_implementation=args.attn_implementation)  # fmt: skip
+                          attn_implementation=args.attn_implementation, fsdp=args.fsdp)  # fmt: skip
     if args.float32_head:
         with_float32_head(model)
     return model.eval().requires_grad_(False)
@@ -221,7 +233,9 @@ def resolve_for(model, args, presets: dict[str, dict]) -> str:
     """Fills in every argument that was left at None from the row of `presets` for this model: lora, tiny (below 10
     million parameters) or full. Returns what to print. Raises UserError where --max-length is beyond `rope_limit`."""
     size = sum(p.numel() for p in model.parameters())
+    size_is_open = args.micro_batch_size is None
     settings = resolve(args, presets, "lora" if args.lora_rank else "tiny" if size < 10e6 else "full")
+    settings += share_work(args, size_is_open)
     if getattr(args, "max_length", 0) > (limit := rope_limit(model.config)):
         raise UserError(
             f"--max-length is {args.max_length}, and the rotary embeddings of --model change with the length beyond "
@@ -237,9 +251,36 @@ def resolve_for(model, args, presets: dict[str, dict]) -> str:
     return f"{size / 1e6:.2f}M parameters, {settings}"
 
 
+def share_work(args, size_is_open: bool) -> str:
+    """For many processes: lowers the micro-batch size of the presets, which does not change the result, so that each
+    has work; returns what to print. Raises UserError where a step is sampled in fewer batches than there are processes:
+    other batches would be other samples, so that is for the user to change."""
+    online, group = hasattr(args, "num_prompts"), getattr(args, "num_generations", 1)
+    prompts = args.num_prompts if online else args.batch_size
+    if online and prompts < world():
+        raise UserError(f"--num-prompts {prompts} is too few for {world()} processes: give at least {world()}")
+    if online and math.ceil(prompts / max(1, args.sample_batch_size // group)) < world():
+        raise UserError(
+            f"--sample-batch-size {args.sample_batch_size} makes fewer batches of a step's {prompts * group} "
+            f"completions than there are processes: give --sample-batch-size {prompts // world() * group}"
+        )
+    most = max(1, prompts // (world() * getattr(args, "num_minibatches", 1))) * group
+    if world() == 1 or not size_is_open or args.micro_batch_size <= most:
+        return ""
+    args.micro_batch_size = most
+    return f"\nmicro_batch_size is {most}, so that each of {world()} processes has work"
+
+
 def save_model(model, tokenizer, folder: Path, args: ModelArgs) -> None:
     """The folder that anyone's `from_pretrained` loads. LoRA: merged in float32, on the CPU, for in bfloat16 small
-    changes would round away; and the adapters alone in folder/adapter, as peft saves them. Changes `model`."""
+    changes would round away; and the adapters alone in folder/adapter, as peft saves them. Changes `model`. All ranks
+    call it, rank 0 writes."""
+    if is_sharded(model):
+        at_rest(model)
+        weights = gathered(dict(model.named_parameters()))
+        model = model if rank() > 0 else unsharded_copy(model, weights)
+    if rank() > 0:
+        return
     if hasattr(model, "merge_and_unload"):
         model.save_pretrained(folder / "adapter", save_embedding_layers=False)
         model = model.to("cpu", torch.float32).merge_and_unload()
@@ -247,6 +288,24 @@ def save_model(model, tokenizer, folder: Path, args: ModelArgs) -> None:
         model = model.to(getattr(torch, args.save_dtype))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def unsharded_copy(model, weights: dict[str, Tensor]):
+    """A model like the sharded one, in the CPU's memory, with these weights."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kind = next(cls for cls in type(base).__mro__ if not hasattr(cls, "unshard"))  # FSDP puts a class before it
+    config = copy.deepcopy(base.config)
+    del config.distributed_config
+    with torch.device("meta"):
+        plain = kind(config)
+        if base is not model:
+            import peft
+
+            plain = peft.get_peft_model(plain, model.peft_config["default"])
+    plain.to_empty(device="cpu").load_state_dict(weights, strict=False, assign=True)
+    plain.tie_weights()
+    plain.generation_config = base.generation_config
+    return plain
 
 
 def without_dropout(model) -> None:
@@ -261,10 +320,12 @@ def without_dropout(model) -> None:
 
 def trained_state(model) -> dict[str, Tensor]:
     """What a checkpoint keeps of a model: the parameters that are trained. The frozen rest comes from --model again."""
+    at_rest(model)
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def trained_parameters(model) -> list[torch.nn.Parameter]:
+    at_rest(model)
     return [p for p in model.parameters() if p.requires_grad]
 
 

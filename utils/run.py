@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -28,13 +29,30 @@ import tyro
 from safetensors.torch import save_file
 
 from utils.checkpoint import load_newest, restore, rng_state, save_checkpoint, set_rng_state, write_atomically
+from utils.distributed import (
+    OtherRankError,
+    check_equal,
+    gathered,
+    let_rank_0_speak,
+    on_rank_0,
+    rank,
+    start,
+    stop,
+    together,
+    world,
+)
 from utils.errors import NonNegativeInt, PositiveInt, UserError, check_numbers
 from utils.machine import cores, environment
 from utils.plot import plot
 
 LOGGING_FLAGS = ("resume", "track", "save_every", "keep", "output_dir")  # none of them changes what is computed
 EARLY = 60  # seconds between saves of unfinished work before the first step
-MEMORY_FLAGS = ("gradient_checkpointing", "micro_batch_tokens", "micro_batch_size")  # nor these, but for rounding
+MEMORY_FLAGS = (
+    "gradient_checkpointing",
+    "micro_batch_tokens",
+    "micro_batch_size",
+    "fsdp",
+)  # nor these, but for rounding
 SMALLER_FLAGS = ("lora_rank", "sample_batch_size", "max_completion_length", "batch_size", "num_envs", "buffer_size")
 
 
@@ -61,7 +79,10 @@ class RunArgs:
 
 def main(args_class: type, train: Callable) -> None:
     """The command line of a script. Wrong input and too little memory end with one sentence and exit code 2; with
-    --resume or --evaluate the defaults are the saved run's arguments, so that only what is typed can differ."""
+    --resume or --evaluate the defaults are the saved run's arguments, so that only what is typed can differ. Of many
+    ranks only rank 0 prints."""
+    if rank() > 0:
+        sys.stdout = open(os.devnull, "w")
     try:
         early = dataclasses.make_dataclass("Early", [("resume", str, ""), ("evaluate", str, "")])
         given = tyro.cli(early, return_unknown_args=True, add_help=False, args=sys.argv[1:])[0]
@@ -71,13 +92,25 @@ def main(args_class: type, train: Callable) -> None:
             if foreign := saved.keys() - {field.name for field in dataclasses.fields(args_class)}:
                 raise UserError(f"{folder} is a run of another script or version: it has {', '.join(sorted(foreign))}")
             default = args_class(**saved)
-        train(tyro.cli(args_class, default=default, description=sys.modules["__main__"].__doc__))
+        try:
+            with contextlib.redirect_stderr(sys.stdout if rank() > 0 else sys.stderr):
+                args = tyro.cli(args_class, default=default, description=sys.modules["__main__"].__doc__)
+        except SystemExit as leaving:
+            let_rank_0_speak() if leaving.code else None
+            raise
+        train(args)
+        stop()
+    except OtherRankError:
+        let_rank_0_speak()
+        sys.exit(1)
     except UserError as error:
+        let_rank_0_speak()
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # a CPU's
             raise
+        let_rank_0_speak()
         there = {field.name for field in dataclasses.fields(args_class)}
         go_on, afresh = (
             ", ".join(f"--{name.replace('_', '-')}" for name in names if name in there)
@@ -114,7 +147,9 @@ def prepare(args: RunArgs) -> torch.device:
     if not found.get(args.device.partition(":")[0], False):
         names = ", ".join(name for name, there in found.items() if there)
         raise UserError(f"--device {args.device} is not available on this machine: use {names}")
-    return torch.device(args.device)
+    if world() > 1 and not hasattr(args, "fsdp"):
+        raise UserError("this script runs in one process: start it without torchrun")
+    return start(args.device)
 
 
 def resolve(args: RunArgs, presets: dict[str, dict], row: str) -> str:
@@ -136,7 +171,7 @@ class Run:
                  schedule_depends_on_budget: bool = False):  # fmt: skip
         if getattr(args, "eval_every", 0) is None:
             args.eval_every = min(max(total // 5, 1), args.longest_gap)
-        self.args, self.total, self.headline = args, total, headline
+        self.args, self.total, self.headline, self.writes = args, total, headline, rank() == 0
         self.history: list[dict] = []
         self.shown: dict[str, str] = {}  # the newest value of each headline column
         self.signal: int | None = None
@@ -156,29 +191,15 @@ class Run:
                         f"--{name.replace('_', '-')} is {value} but the run in {self.dir} has {saved[name]}: "
                         f"it cannot change on --resume{why}"
                     )
-            self.lock()
-            self.state = load_newest(self.dir / "checkpoints")
-            if self.state["step"] > total:
-                flag = f"--{budget.replace('_', '-')} is {total}"
-                raise UserError(f"{flag} but the run is at step {self.state['step']}: give no less")
         else:
             name = f"{algo}-{task}-{args.seed}-{datetime.now().strftime('%Y%m%d-%H%M%S-%f')}"
             name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # wandb's ids and other people's file systems take no more
             self.dir = Path(args.output_dir).expanduser().resolve() / name
-            try:
-                self.dir.mkdir(parents=True)
-            except OSError as error:
-                raise UserError(
-                    f"cannot write to --output-dir {args.output_dir} ({error.strerror}): name a writable folder"
-                ) from error
-            self.lock()
-        write_atomically(self.dir / "config.json", lambda path: path.write_text(config))
-        self.metrics = open(self.dir / "metrics.jsonl", "a+b")
-        if self.state is not None:
-            self.rewind_metrics(self.state["metrics_bytes"])
+        self.dir, self.history, state = on_rank_0(lambda: self.open(config, total, budget))
+        self.state = self.state or state
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
-        if args.track:
+        if args.track and self.writes:
             import wandb  # an extra, and never needed for anything but --track
 
             name = self.dir.name  # also the id, so that a resumed run goes on where it was
@@ -189,8 +210,36 @@ class Run:
 
         self.step = self.state["step"] if self.state is not None else 0  # where the last iteration ended
         self.logged = self.step  # the last row's
-        self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True, disable=None)
+        self.bar = tqdm(
+            total=total, initial=self.step, unit="step", dynamic_ncols=True, disable=None if self.writes else True
+        )
         self.print(f"run folder: {self.dir}")
+
+    def open(self, config: str, total: int, budget: str) -> tuple:
+        """What rank 0 does alone: makes the run's folder, or takes up what is in it. Returns the folder, the rows of
+        the metrics, and the checkpoint without weights and optimizers, which can be large and which `restore` brings to
+        the other ranks."""
+        if self.args.resume:
+            self.lock()
+            self.state = load_newest(self.dir / "checkpoints")
+            if self.state["step"] > total:
+                flag = f"--{budget.replace('_', '-')} is {total}"
+                raise UserError(f"{flag} but the run is at step {self.state['step']}: give no less")
+        else:
+            try:
+                self.dir.mkdir(parents=True)
+            except OSError as error:
+                raise UserError(
+                    f"cannot write to --output-dir {self.args.output_dir} ({error.strerror}): name a writable folder"
+                ) from error
+            self.lock()
+        write_atomically(self.dir / "config.json", lambda path: path.write_text(config))
+        self.metrics = open(self.dir / "metrics.jsonl", "a+b")
+        if self.state is None:
+            return self.dir, [], None
+        self.rewind_metrics(self.state["metrics_bytes"])
+        small = {name: x for name, x in self.state.items() if name == "rng" or not isinstance(x, dict | list)}
+        return self.dir, self.history, small
 
     def lock(self) -> None:
         self.lock_file = open(self.dir / ".lock", "w")
@@ -226,8 +275,9 @@ class Run:
         columns = {name: value for name, value in columns.items() if name not in left_out}
         row = {"step": step, **columns}
         self.history.append(row)
-        self.metrics.write((json.dumps(row) + "\n").encode())
-        self.metrics.flush()
+        if self.writes:
+            self.metrics.write((json.dumps(row) + "\n").encode())
+            self.metrics.flush()
         if self.wandb is not None:
             self.wandb.log(columns, step=step)
         self.shown |= {name: f"{columns[name]:.3g}" for name in self.headline if name in columns}
@@ -243,12 +293,17 @@ class Run:
 
     def save(self, step: int, state: dict, rng: dict | None = None) -> None:
         """One checkpoint: the script's own state, the generators (`rng` where they are to be those of an earlier
-        moment) and how long the metrics file is."""
+        moment) and how long the metrics file is. All ranks call it, rank 0 writes."""
         if step == self.saved_step:
             return
-        os.fsync(self.metrics.fileno())
-        state = state | {"step": step, "rng": rng or rng_state(), "metrics_bytes": self.metrics.seek(0, os.SEEK_END)}
-        save_checkpoint(self.dir / "checkpoints", step, state, self.args.keep)
+        state = gathered(state) | {"step": step, "rng": rng or rng_state()}
+
+        def write() -> None:
+            os.fsync(self.metrics.fileno())
+            size = self.metrics.seek(0, os.SEEK_END)
+            save_checkpoint(self.dir / "checkpoints", step, state | {"metrics_bytes": size}, self.args.keep)
+
+        on_rank_0(write)
         self.saved_step = step
 
     @contextlib.contextmanager
@@ -270,38 +325,44 @@ class Run:
         return step >= self.total or (every > 0 and crosses(step, self.step, every))
 
     def end_step(self, step: int, state: Callable[[], dict]) -> None:
-        """At the end of an iteration: saves if it is due, and exits if a signal asked for it."""
-        if self.due(step, self.args.save_every) or self.signal is not None:
+        """At the end of an iteration: saves if it is due, and exits if a signal asked any rank for it."""
+        asked = max(number or 0 for number in together(lambda: self.signal))
+        if self.due(step, self.args.save_every) or asked:
             self.save(step, state())
         self.step = step
-        if self.signal is not None and step < self.total:
-            self.bar.close()
-            print(f"stopped after step {step}; continue with --resume {self.dir}", flush=True)
-            sys.exit(128 + self.signal)
+        if asked and step < self.total:
+            self.leave(asked, f"after step {step}")
+
+    def leave(self, number: int, when: str) -> NoReturn:
+        self.bar.close()
+        print(f"stopped {when}; continue with --resume {self.dir}", flush=True)
+        stop()
+        sys.exit(128 + number)
 
     def save_early(self, state: dict) -> None:
         """Called in the middle of long work before the first step: once in EARLY seconds, and when a signal asks to
         leave, saves `state`, what is known so far. Resumed from there, a run starts from the beginning with it."""
-        if self.signal is None and time.monotonic() < self.early + EARLY:
+        found = together(lambda: (self.signal or 0, time.monotonic() >= self.early + EARLY))
+        asked, due = max(number for number, _ in found), found[0][1]
+        if not asked and not due:
             return
         if self.state is None or "early" in self.state:  # else a larger budget made the work, and all is saved
             self.save(0, state | {"early": True})
             self.saved_step = -1
         self.early = time.monotonic()
-        if self.signal is not None:
-            self.bar.close()
-            print(f"stopped before the first step; continue with --resume {self.dir}", flush=True)
-            sys.exit(128 + self.signal)
+        if asked:
+            self.leave(asked, "before the first step")
 
     def restore(self, **parts) -> bool:
         """With --resume: brings `parts` (modules, optimizers, generators) and the global generators back to the
         checkpoint. Else returns False. Call it last, behind everything that draws random numbers before the loop."""
         self.begun = time.perf_counter()
-        if self.state is None or "early" in self.state:
-            return False
-        restore(self.state, **parts)
-        set_rng_state(self.state["rng"])
-        return True
+        state = self.state if self.state is not None and "early" not in self.state else None
+        if state is not None:
+            restore(state, **parts)
+            set_rng_state(state["rng"])
+        check_equal(*parts.values())
+        return state is not None
 
     def finish(self, model: Callable[[Path], None] | dict[str, torch.Tensor], curves: dict, title: str) -> list[dict]:
         """Writes RUN/model and RUN/curve.png. Returns the history. model: a function that fills the folder, or the
@@ -309,17 +370,22 @@ class Run:
         row's numbers over x."""
         self.bar.close()
         part, folder = self.dir / "model.tmp", self.dir / "model"
-        part.mkdir(exist_ok=True)
-        model(part) if callable(model) else save_file(model, part / "model.safetensors")
-        if folder.exists():  # a resumed run that had already finished
-            folder.rename(self.dir / f"model.{time.time_ns()}.old")
-        part.rename(folder)
-        plot(self.history, curves, title, self.dir / "curve.png")
+
+        def publish() -> None:
+            if folder.exists():  # a resumed run that had already finished
+                folder.rename(self.dir / f"model.{time.time_ns()}.old")
+            part.rename(folder)
+            plot(self.history, curves, title, self.dir / "curve.png")
+
+        on_rank_0(lambda: part.mkdir(exist_ok=True))
+        together(lambda: model(part) if callable(model) else save_file(model, part / "model.safetensors"))
+        on_rank_0(publish)
         if self.wandb is not None:
             self.wandb.finish()
         print(f"model: {folder}\ncurve: {self.dir / 'curve.png'}", flush=True)
-        self.metrics.close()
-        self.lock_file.close()
+        if self.writes:
+            self.metrics.close()
+            self.lock_file.close()
         for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
             signal.signal(number, handler)
         return self.history
