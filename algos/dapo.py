@@ -99,9 +99,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
 from utils.checks import check_model
+from utils.distributed import clip_gradients, deal, share, total, unsharded
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import advice, decode, evaluate, mean, show_samples
-from utils.lm import Means, Samples, completion_logps, join, micro_batches, pad_left, sample, stream
+from utils.lm import Means, Samples, completion_logps, join, micro_batches, sample_all
 from utils.memory import check_memory
 from utils.models import (
     PolicyArgs,
@@ -126,10 +127,10 @@ PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-4, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=512,
                  micro_batch_size=256, micro_batch_tokens=0, max_completion_length=20, overlong_buffer=4,
                  precision="float32"),
-    "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=16, num_generations=16, sample_batch_size=64,
+    "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=32, num_generations=16, sample_batch_size=32,
                  micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512, overlong_buffer=102,
                  precision="bfloat16"),
-    "lora": dict(learning_rate=1e-5, adam_beta2=0.999, num_prompts=16, num_generations=16, sample_batch_size=64,
+    "lora": dict(learning_rate=1e-5, adam_beta2=0.999, num_prompts=32, num_generations=16, sample_batch_size=32,
                  micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512, overlong_buffer=102,
                  precision="bfloat16"),
 }  # fmt: skip
@@ -281,22 +282,23 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     for epoch in range(args.num_iterations):
         means = Means(tokens)
         optimizer.zero_grad(set_to_none=True)
-        for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens):
+        parts = micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens)
+        for (rows, inputs), counts in deal(parts, model):  # to this process, of perhaps several
             with autocast(model.device, args.precision):
                 logps, entropy = completion_logps(model, *inputs, args.temperature)
             width = logps.shape[1]
-            old_logps, valid = samples.logps[rows, :width], mask[rows, :width]
+            old_logps, valid = samples.logps[rows, :width], counts * mask[rows, :width]
             loss, clipped = policy_loss(logps, old_logps, advantage[rows], args.epsilon, args.epsilon_high)
             if batch.ref_logps is not None:
                 kl = k3(logps, batch.ref_logps[rows, :width])
                 loss = loss + args.beta * kl
                 means.add(valid, kl=kl)
-            (loss * weights[rows, :width]).sum().backward()
+            (counts * loss * weights[rows, :width]).sum().backward()
             logps = logps.detach()
             means.add(valid, clip_fraction=clipped, approx_kl=k3(old_logps, logps), entropy=entropy)
             if epoch == 0:
                 first.add(valid, sampler_gap=(logps - old_logps).abs())
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
         optimizer.step()
     return first.read() | means.read() | {"grad_norm": grad_norm.item()}
 
@@ -304,17 +306,13 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
 def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args,
             first: int) -> tuple[Samples, Scored]:  # fmt: skip
     """Samples and scores G completions for each of P prompts, from row `first` of the task on."""
-    at_once = max(1, args.sample_batch_size // args.num_generations)
     rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
     prompts = [present(row, tokenizer) for row in rows]
     tokens = [encode_prompt(row, tokenizer) for row in rows]
     with autocast(model.device, args.precision):
-        samples = join([
-            sample(model, *pad_left(tokens[i : i + at_once], model.device), args.num_generations,
-                   args.max_completion_length, eos_ids(model, tokenizer), args.temperature,
-                   stream(model.device, args.seed, "train", step, first + i))
-            for i in range(0, len(tokens), at_once)
-        ])  # fmt: skip
+        samples = sample_all(model, tokens, args.num_generations, args.max_completion_length,
+                             eos_ids(model, tokenizer), args.temperature, args.sample_batch_size,
+                             (args.seed, "train", step), first)  # fmt: skip
     texts, token_lists = decode(samples, tokenizer)
     repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
     return samples, lowered(score(repeated, shown, texts, token_lists, step), samples.ended, args.missing_eos_penalty)
@@ -354,10 +352,11 @@ def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
     """Log-probabilities (B, T) under the reference: `ref_model`, or the policy without its LoRA adapters."""
     out = torch.zeros_like(batch.samples.logps)
     with autocast(model.device, args.precision), nullcontext() if ref_model else model.disable_adapter():
-        for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens):
-            logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
-            out[rows, : logps.shape[1]] = logps
-    return out
+        with unsharded(model, ref_model):
+            for rows, inputs in share(micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens)):
+                logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
+                out[rows, : logps.shape[1]] = logps
+    return total(out)
 
 
 def check_groups(args: Args) -> None:
@@ -405,7 +404,7 @@ def train(args: Args) -> list[dict]:
         run.save(0, state())
     model.train()
     while run.step < args.max_steps:
-        start, before = time.perf_counter(), (run.step, state(), rng_state())
+        start, before = time.perf_counter(), (run.step, state, rng_state())
         step = run.step + 1
         rate = set_learning_rate(optimizer, step, args)
 

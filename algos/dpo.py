@@ -76,9 +76,10 @@ from torch.nn.functional import logsigmoid, relu, sigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checks import check_model
+from utils.distributed import clip_gradients, deal, share, total, unsharded
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate, show
-from utils.lm import completion_logps, in_order, pad_left, split_rows
+from utils.lm import completion_logps, pad_left, split_rows
 from utils.memory import check_memory
 from utils.models import (
     PolicyArgs,
@@ -305,33 +306,33 @@ def micro_batches(pairs: list[Pair], args: Args) -> list[list[int]]:
 
 def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
     """One optimizer step on pairs whose reference log-probabilities are known. Returns metrics."""
-    ratios = []
+    ratios = torch.zeros(len(batch), 2, device=model.device)
     optimizer.zero_grad(set_to_none=True)
-    for rows in micro_batches(batch, args):
+    for rows, counts in deal(micro_batches(batch, args), model):  # to this process, of perhaps several
         pairs = [batch[row] for row in rows]
         logps, lengths = pair_logps(model, pairs, args)
-        ratios.append(log_ratios(logps, pairs, lengths, args))
-        chosen, rejected = ratios[-1].unbind(1)
+        some = log_ratios(logps, pairs, lengths, args)
+        chosen, rejected = some.unbind(1)
         loss = LOSSES[args.loss](chosen, rejected, args)
         if args.sft_coef:  # per token of each completion; RPO (arXiv 2405.16436) sums, TRL's "sft" averages over all
             loss = loss - args.sft_coef * logps[:, 0] / lengths[:, 0]
-        (loss.sum() / len(batch)).backward()
-        ratios[-1] = ratios[-1].detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        (counts * loss.sum() / len(batch)).backward()
+        ratios[rows] += counts * some.detach()
+    grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
     optimizer.step()
-    return preference_metrics(torch.cat(ratios), args.beta) | {"grad_norm": grad_norm.item()}
+    return preference_metrics(total(ratios), args.beta) | {"grad_norm": grad_norm.item()}
 
 
 @torch.no_grad()
 def score_pairs(model, pairs: list[Pair], args: Args) -> tuple[Tensor, Tensor]:
     """Summed log-probabilities and log-ratios of all pairs, (N, 2) each, in micro-batches as `update` makes them."""
-    logps, ratios, batches = [], [], micro_batches(pairs, args)
-    for rows in batches:
-        some = [pairs[row] for row in rows]
-        sums, lengths = pair_logps(model, some, args)
-        logps.append(sums)
-        ratios.append(log_ratios(sums, some, lengths, args))
-    return in_order(logps, batches), in_order(ratios, batches)
+    logps, ratios = torch.zeros(2, len(pairs), 2, device=model.device)
+    with unsharded(model):
+        for rows in share(micro_batches(pairs, args)):
+            some = [pairs[row] for row in rows]
+            logps[rows], lengths = pair_logps(model, some, args)
+            ratios[rows] = log_ratios(logps[rows], some, lengths, args)
+    return total(logps), total(ratios)
 
 
 def check_loss(args: Args) -> None:

@@ -27,6 +27,9 @@ Run
                                                                                 memory, 40 of them the cache
     python algos/grpo.py --aggregation constant --scale-rewards none --beta 0       Dr. GRPO (arXiv 2503.20783)
     python algos/grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
+    torchrun --nproc-per-node=8 algos/grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --task gsm8k
+                                                                                eight GPUs, the same numbers; --fsdp for
+                                                                                models that one GPU cannot hold
     python algos/grpo.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy rewards.py:format \
         --reward-weights 1 0.2
 
@@ -108,10 +111,10 @@ NAME, TITLE = "grpo", "GRPO"
 PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-4, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=512,
                  micro_batch_size=256, micro_batch_tokens=0, max_completion_length=20, beta=0.0, precision="float32"),
-    "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=16, num_generations=8, sample_batch_size=64,
+    "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=32,
                  micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512, beta=0.04,
                  precision="bfloat16"),
-    "lora": dict(learning_rate=1e-5, adam_beta2=0.999, num_prompts=16, num_generations=8, sample_batch_size=64,
+    "lora": dict(learning_rate=1e-5, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=32,
                  micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512, beta=0.04,
                  precision="bfloat16"),
 }  # fmt: skip

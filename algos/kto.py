@@ -78,9 +78,10 @@ from torch.nn.functional import sigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checks import check_model
+from utils.distributed import clip_gradients, deal, share, total, unsharded
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate, show
-from utils.lm import completion_logps, in_order, pad_left, split_rows
+from utils.lm import completion_logps, pad_left, split_rows
 from utils.memory import check_memory
 from utils.models import (
     PolicyArgs,
@@ -214,18 +215,18 @@ def update(model, optimizer, batch: list[Example], args: Args) -> dict[str, floa
     """One optimizer step on rows whose reference log-probabilities are known. Returns metrics."""
     z = score_examples(model, mismatched(batch, args), args)[1].mean().clamp(min=0)
     labels = torch.tensor([example.label for example in batch], device=model.device)
-    ratios, batches = [], micro_batches(batch, args)
+    ratios = torch.zeros(len(batch), device=model.device)
     optimizer.zero_grad(set_to_none=True)
-    for rows in batches:
+    for rows, counts in deal(micro_batches(batch, args), model):  # to this process, of perhaps several
         examples = [batch[row] for row in rows]
         logps = example_logps(model, examples, args)
-        ratios.append(logps - logps.new_tensor([example.ref_logp for example in examples]))
-        loss = kto_loss(ratios[-1], labels[rows], z, args)
-        (loss.sum() / len(batch)).backward()
-        ratios[-1] = ratios[-1].detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        some = logps - logps.new_tensor([example.ref_logp for example in examples])
+        loss = kto_loss(some, labels[rows], z, args)
+        (counts * loss.sum() / len(batch)).backward()
+        ratios[rows] += counts * some.detach()
+    grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
     optimizer.step()
-    ratios = in_order(ratios, batches)
+    ratios = total(ratios)
     gains = torch.where(labels, ratios - z, z - ratios)
     accuracy = (gains > 0).to(gains.dtype) + (gains == 0) / 2
     return {"accuracy": accuracy.mean().item(), **label_metrics(ratios, labels, args.beta), "z": z.item(),
@@ -235,8 +236,11 @@ def update(model, optimizer, batch: list[Example], args: Args) -> dict[str, floa
 @torch.no_grad()
 def score_examples(model, examples: list[Example], args: Args) -> tuple[Tensor, Tensor]:
     """Summed log-probabilities and log-ratios of all rows, (N,) each, in micro-batches as `update` makes them."""
-    batches = micro_batches(examples, args)
-    logps = in_order([example_logps(model, [examples[row] for row in rows], args) for rows in batches], batches)
+    logps = torch.zeros(len(examples), device=model.device)
+    with unsharded(model):
+        for rows in share(micro_batches(examples, args)):
+            logps[rows] = example_logps(model, [examples[row] for row in rows], args)
+    logps = total(logps)
     return logps, logps - logps.new_tensor([example.ref_logp for example in examples])
 
 

@@ -93,9 +93,10 @@ from torch.nn.functional import logsigmoid
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
 from utils.checks import check_model
+from utils.distributed import clip_gradients, deal, share, total, unsharded
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import advice, decode, evaluate, show_samples
-from utils.lm import Means, Samples, completion_logps, join, micro_batches, pad_left, sample, stream
+from utils.lm import Means, Samples, completion_logps, join, micro_batches, sample_all
 from utils.memory import check_memory
 from utils.models import (
     PolicyArgs,
@@ -119,9 +120,9 @@ NAME, TITLE = "online_dpo", "Online DPO"
 PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-4, num_prompts=128, sample_batch_size=512, micro_batch_size=256,
                  micro_batch_tokens=0, max_completion_length=20, precision="float32"),
-    "full": dict(learning_rate=5e-7, num_prompts=64, sample_batch_size=64, micro_batch_size=64,
+    "full": dict(learning_rate=5e-7, num_prompts=256, sample_batch_size=32, micro_batch_size=64,
                  micro_batch_tokens=4096, max_completion_length=512, precision="bfloat16"),
-    "lora": dict(learning_rate=5e-6, num_prompts=64, sample_batch_size=64, micro_batch_size=64,
+    "lora": dict(learning_rate=5e-6, num_prompts=256, sample_batch_size=32, micro_batch_size=64,
                  micro_batch_tokens=4096, max_completion_length=512, precision="bfloat16"),
 }  # fmt: skip
 
@@ -217,23 +218,24 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     tokens = from_policy(mask, args).sum().clamp(min=1)
     means, log_ratios = Means(tokens), torch.zeros_like(samples.logps[:, 0])
     optimizer.zero_grad(set_to_none=True)
-    for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens, together=2):
+    parts = micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens, together=2)
+    for (rows, inputs), counts in deal(parts, model):  # to this process, of perhaps several
         with autocast(model.device, args.precision):
             logps, entropy = completion_logps(model, *inputs, args.temperature)
         width, pairs = logps.shape[1], rows[::2] // 2
-        valid = mask[rows, :width]
+        valid = counts * mask[rows, :width]
         log_ratio = ((logps - batch.ref_logps[rows, :width]) * valid).sum(1)
         first, second = log_ratio.view(-1, 2).unbind(1)
         loss = preference_loss(label[pairs] * (first - second), args)  # constant where there is no preference
         if args.xpo_alpha:
             loss = loss + args.xpo_alpha * (logps * valid).sum(1)[1::2]
-        (loss.sum() / len(label)).backward()
-        log_ratios[rows] = log_ratio.detach()
+        (counts * loss.sum() / len(label)).backward()
+        log_ratios[rows] += log_ratio.detach()
         gap = (logps.detach() - samples.logps[rows, :width]).abs()
         means.add(from_policy(valid, args), sampler_gap=from_policy(gap, args), entropy=from_policy(entropy, args))
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
     optimizer.step()
-    first, second = log_ratios.view(-1, 2).unbind(1)
+    first, second = total(log_ratios).view(-1, 2).unbind(1)
     margin = (label * (first - second))[decided > 0]
     return means.read() | {
         "accuracy": ((margin > 0).to(margin.dtype) + (margin == 0) / 2).mean().item(),
@@ -244,18 +246,19 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     }
 
 
-def draw(model, ref_model, prompts: list[list[int]], eos: list[int], generator, args: Args) -> Samples:
+def draw(model, ref_model, prompts: list[list[int]], eos: list[int], step: int, args: Args) -> Samples:
     """G completions of each prompt, from the policy; with --xpo-alpha, every second one is from the reference."""
 
-    def some(of, count: int) -> Samples:
-        return sample(of, *pad_left(prompts, model.device), count, args.max_completion_length, eos, args.temperature,
-                      generator)  # fmt: skip
+    def some(of, count: int, purpose: str) -> Samples:
+        rows_at_once = args.sample_batch_size * count // args.num_generations
+        return sample_all(of, prompts, count, args.max_completion_length, eos, args.temperature, rows_at_once,
+                          (args.seed, purpose, step))  # fmt: skip
 
     if not args.xpo_alpha:
-        return some(model, args.num_generations)
-    ours = some(model, args.num_generations // 2)
+        return some(model, args.num_generations, "train")
+    ours = some(model, args.num_generations // 2, "train")
     with nullcontext() if ref_model else model.disable_adapter():
-        theirs = some(ref_model or model, args.num_generations // 2)
+        theirs = some(ref_model or model, args.num_generations // 2, "reference")
     both = join([ours, theirs])
     in_turn = torch.arange(len(both.ended), device=model.device).view(2, -1).T.flatten()
     return Samples(*ours[:2], *(x[in_turn] for x in both[2:]))
@@ -264,16 +267,12 @@ def draw(model, ref_model, prompts: list[list[int]], eos: list[int], generator, 
 def collect(model, ref_model, tokenizer, task: Task, score: Callable, step: int,
             args: Args) -> tuple[Samples, Scored]:  # fmt: skip
     """Samples and scores G completions for each of the step's P prompts."""
-    first, at_once = (step - 1) * args.num_prompts, max(1, args.sample_batch_size // args.num_generations)
+    first = (step - 1) * args.num_prompts
     rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
     prompts = [present(row, tokenizer) for row in rows]
     tokens = [encode_prompt(row, tokenizer) for row in rows]
     with autocast(model.device, args.precision):
-        samples = join([
-            draw(model, ref_model, tokens[i : i + at_once], eos_ids(model, tokenizer),
-                 stream(model.device, args.seed, "train", step, i), args)
-            for i in range(0, len(tokens), at_once)
-        ])  # fmt: skip
+        samples = draw(model, ref_model, tokens, eos_ids(model, tokenizer), step, args)
     texts, token_lists = decode(samples, tokenizer)
     repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
     return samples, lowered(score(repeated, shown, texts, token_lists, step), samples.ended, args.missing_eos_penalty)
@@ -290,10 +289,11 @@ def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
     """Log-probabilities (B, T) under the reference: `ref_model`, or the policy without its LoRA adapters."""
     out = torch.zeros_like(batch.samples.logps)
     with autocast(model.device, args.precision), nullcontext() if ref_model else model.disable_adapter():
-        for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens):
-            logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
-            out[rows, : logps.shape[1]] = logps
-    return out
+        with unsharded(model, ref_model):
+            for rows, inputs in share(micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens)):
+                logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
+                out[rows, : logps.shape[1]] = logps
+    return total(out)
 
 
 def check_groups(args: Args) -> None:
@@ -337,7 +337,7 @@ def train(args: Args) -> list[dict]:
         run.save(0, state())
     model.train()
     while run.step < args.max_steps:
-        start, before = time.perf_counter(), (run.step, state(), rng_state())
+        start, before = time.perf_counter(), (run.step, state, rng_state())
         step = run.step + 1
         rate = set_learning_rate(optimizer, step, args)
 

@@ -64,9 +64,10 @@ from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checks import check_model
+from utils.distributed import clip_gradients, deal, share, total, unsharded
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from utils.evaluation import evaluate, show
-from utils.lm import completion_logps, in_order, pad_left, split_rows
+from utils.lm import completion_logps, pad_left, split_rows
 from utils.memory import check_memory
 from utils.models import (
     PolicyArgs,
@@ -189,25 +190,28 @@ def micro_batches(pairs: list[Pair], args: Args) -> list[list[int]]:
 
 def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
     """One optimizer step on pairs. Returns metrics."""
-    logps = []
+    logps = torch.zeros(len(batch), 2, device=model.device)
     optimizer.zero_grad(set_to_none=True)
-    for rows in micro_batches(batch, args):
+    for rows, counts in deal(micro_batches(batch, args), model):  # to this process, of perhaps several
         pairs = [batch[row] for row in rows]
-        logps.append(pair_logps(model, pairs, args))
-        chosen, rejected = logps[-1].unbind(1)
+        some = pair_logps(model, pairs, args)
+        chosen, rejected = some.unbind(1)
         loss = orpo_loss(chosen, rejected, args)
-        (loss.sum() / len(batch)).backward()
-        logps[-1] = logps[-1].detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        (counts * loss.sum() / len(batch)).backward()
+        logps[rows] += counts * some.detach()
+    grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
     optimizer.step()
-    return preference_metrics(torch.cat(logps)) | {"grad_norm": grad_norm.item()}
+    return preference_metrics(total(logps)) | {"grad_norm": grad_norm.item()}
 
 
 @torch.no_grad()
 def score_pairs(model, pairs: list[Pair], args: Args) -> Tensor:
     """Averaged log-probabilities of all pairs, (N, 2), in micro-batches as `update` makes them."""
-    batches = micro_batches(pairs, args)
-    return in_order([pair_logps(model, [pairs[row] for row in rows], args) for rows in batches], batches)
+    logps = torch.zeros(len(pairs), 2, device=model.device)
+    with unsharded(model):
+        for rows in share(micro_batches(pairs, args)):
+            logps[rows] = pair_logps(model, [pairs[row] for row in rows], args)
+    return total(logps)
 
 
 def train(args: Args) -> list[dict]:

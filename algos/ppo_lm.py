@@ -85,24 +85,16 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
 from utils.checks import check_model
+from utils.distributed import clip_gradients, deal, is_sharded, share, total, unsharded
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.evaluation import advice, decode, evaluate, show_samples
-from utils.lm import (
-    Means,
-    Samples,
-    completion_logps,
-    join,
-    micro_batches,
-    pad_left,
-    positions,
-    sample,
-    stream,
-)
+from utils.lm import Means, Samples, completion_logps, micro_batches, positions, sample_all, stream
 from utils.memory import check_memory
 from utils.models import (
     PolicyArgs,
     autocast,
     eos_ids,
+    load_critic,
     load_policy,
     load_reference,
     resolve_for,
@@ -122,11 +114,11 @@ PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-4, critic_learning_rate=1e-3, adam_beta2=0.999, num_prompts=512,
                  sample_batch_size=512, micro_batch_size=256, micro_batch_tokens=0, max_completion_length=20,
                  precision="float32"),
-    "full": dict(learning_rate=1e-6, critic_learning_rate=1e-5, adam_beta2=0.999, num_prompts=128,
-                 sample_batch_size=64, micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512,
+    "full": dict(learning_rate=1e-6, critic_learning_rate=1e-5, adam_beta2=0.999, num_prompts=512,
+                 sample_batch_size=32, micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512,
                  precision="bfloat16"),
-    "lora": dict(learning_rate=1e-5, critic_learning_rate=1e-5, adam_beta2=0.999, num_prompts=128,
-                 sample_batch_size=64, micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512,
+    "lora": dict(learning_rate=1e-5, critic_learning_rate=1e-5, adam_beta2=0.999, num_prompts=512,
+                 sample_batch_size=32, micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512,
                  precision="bfloat16"),
 }  # fmt: skip
 
@@ -221,8 +213,11 @@ class Critic(torch.nn.Module):
 
     def __init__(self, model, shared: bool):
         super().__init__()
+        self.sharded = is_sharded(model)  # then the whole model is run, for that is what gathers its shards
         backbone = model.get_base_model().base_model if hasattr(model, "get_base_model") else model.base_model
-        backbone = backbone if shared else copy.deepcopy(backbone).requires_grad_(True).float()
+        if not shared and not self.sharded:
+            backbone = copy.deepcopy(backbone).requires_grad_(True).float()
+        backbone = model if self.sharded else backbone
         self.backbone = [backbone] if shared else torch.nn.ModuleList([backbone])  # a list hides the policy's weights
         self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
         torch.nn.init.zeros_(self.head.weight)
@@ -235,8 +230,10 @@ class Critic(torch.nn.Module):
         repeats = len(completion_ids) // len(prompt_ids)
         ids = torch.cat([prompt_ids.repeat_interleave(repeats, 0), completion_ids], 1)[:, :-1]
         mask = torch.cat([prompt_mask.repeat_interleave(repeats, 0), completion_mask], 1)[:, :-1]
-        hidden = self.backbone[0](input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask),
-                                  use_cache=False).last_hidden_state  # fmt: skip
+        more = dict(output_hidden_states=True, logits_to_keep=1) if self.sharded else {}
+        out = self.backbone[0](input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask),
+                               use_cache=False, **more)  # fmt: skip
+        hidden = out.hidden_states[-1] if self.sharded else out.last_hidden_state
         hidden = hidden[:, -completion_ids.shape[1] :].to(self.head.weight.dtype)
         values = (hidden * self.head.weight).sum(-1) + self.head.bias  # float32 also under autocast
         return values.masked_fill(~completion_mask, 0.0)
@@ -329,20 +326,21 @@ def update(model, critic, optimizer, batch: Batch, generator: torch.Generator, a
                 first = Means(mask.sum().clamp(min=1))
             weights = token_weights(mask.to(returns.dtype), args.aggregation, args.max_completion_length)
             optimizer.zero_grad(set_to_none=True)
-            for rows, inputs in micro_batches(minibatch.samples, args.micro_batch_size, args.micro_batch_tokens):
+            parts = micro_batches(minibatch.samples, args.micro_batch_size, args.micro_batch_tokens)
+            for (rows, inputs), counts in deal(parts, model):  # to this process, of perhaps several
                 with autocast(model.device, args.precision):
                     logps, entropy = completion_logps(model, *inputs, args.temperature)
                     values = critic(*inputs)
                 here, width = chosen[rows], logps.shape[1]
-                old_logps, valid = batch.samples.logps[here, :width], mask[rows, :width]
+                old_logps, valid = batch.samples.logps[here, :width], counts * mask[rows, :width]
                 loss, clipped = policy_loss(logps, old_logps, advantages[here, :width], args.epsilon, high)
                 errors = value_loss(values, batch.values[here, :width], returns[here, :width], args.clip_value)
-                ((loss + args.vf_coef * errors) * weights[rows, :width]).sum().backward()
+                (counts * (loss + args.vf_coef * errors) * weights[rows, :width]).sum().backward()
                 logps = logps.detach()
                 means.add(valid, clip_fraction=clipped, approx_kl=k3(old_logps, logps), entropy=entropy)
                 if not norms:
                     first.add(valid, sampler_gap=(logps - old_logps).abs())
-            norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm))
+            norms.append(clip_gradients(parameters, args.max_grad_norm))
             optimizer.step()
     unexplained = (returns - batch.values)[known].var() / returns[known].var().clamp(min=1e-12)
     metrics = first.read() | means.read()
@@ -354,17 +352,14 @@ def update(model, critic, optimizer, batch: Batch, generator: torch.Generator, a
 
 def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args) -> tuple[Samples, Scored]:
     """Samples and scores G completions for each of the step's P prompts."""
-    first, at_once = (step - 1) * args.num_prompts, max(1, args.sample_batch_size // args.num_generations)
+    first = (step - 1) * args.num_prompts
     rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
     prompts = [present(row, tokenizer) for row in rows]
     tokens = [encode_prompt(row, tokenizer) for row in rows]
     with autocast(model.device, args.precision):
-        samples = join([
-            sample(model, *pad_left(tokens[i : i + at_once], model.device), args.num_generations,
-                   args.max_completion_length, eos_ids(model, tokenizer), args.temperature,
-                   stream(model.device, args.seed, "train", step, i))
-            for i in range(0, len(tokens), at_once)
-        ])  # fmt: skip
+        samples = sample_all(model, tokens, args.num_generations, args.max_completion_length,
+                             eos_ids(model, tokenizer), args.temperature, args.sample_batch_size,
+                             (args.seed, "train", step))  # fmt: skip
     texts, token_lists = decode(samples, tokenizer)
     repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
     return samples, lowered(score(repeated, shown, texts, token_lists, step), samples.ended, args.missing_eos_penalty)
@@ -374,10 +369,10 @@ def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args
 def old_values(model, critic: Critic, batch: Batch, args: Args) -> Tensor:
     """V_old (B, T)."""
     out = torch.zeros_like(batch.samples.logps)
-    with autocast(model.device, args.precision):
-        for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens):
+    with autocast(model.device, args.precision), unsharded(model, critic):
+        for rows, inputs in share(micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens)):
             out[rows, : inputs[2].shape[1]] = critic(*inputs)
-    return out
+    return total(out)
 
 
 @torch.no_grad()
@@ -385,10 +380,11 @@ def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
     """Log-probabilities (B, T) under the reference: `ref_model`, or the policy without its LoRA adapters."""
     out = torch.zeros_like(batch.samples.logps)
     with autocast(model.device, args.precision), nullcontext() if ref_model else model.disable_adapter():
-        for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens):
-            logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
-            out[rows, : logps.shape[1]] = logps
-    return out
+        with unsharded(model, ref_model):
+            for rows, inputs in share(micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens)):
+                logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
+                out[rows, : logps.shape[1]] = logps
+    return total(out)
 
 
 def check_groups(args: Args) -> None:
@@ -411,7 +407,9 @@ def train(args: Args) -> list[dict]:
     check_model(model, args.precision)
     task = usable_prompts(task, model, tokenizer, args)
     ref_model = load_reference(args, device) if args.beta > 0 else None
-    critic = Critic(model, args.critic == "shared").to(device)
+    shared = args.critic == "shared"
+    started = load_critic(args, device) if args.fsdp and not shared else model
+    critic = Critic(started, shared).to(device)
     parts = [{"params": trained_parameters(part)} for part in (model, critic)]
     optimizer = torch.optim.AdamW(parts, lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
@@ -433,7 +431,7 @@ def train(args: Args) -> list[dict]:
     model.train()
     critic.train()  # a copy of a model in evaluation mode, in which gradient checkpointing does nothing
     while run.step < args.max_steps:
-        start, before = time.perf_counter(), (run.step, state(), rng_state())
+        start, before = time.perf_counter(), (run.step, state, rng_state())
         step = run.step + 1
         for group, peak in zip(optimizer.param_groups, (args.learning_rate, args.critic_learning_rate)):
             group["lr"] = learning_rate(step, peak, args.lr_schedule, args.warmup_steps, args.max_steps)

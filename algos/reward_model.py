@@ -85,8 +85,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.distributed import clip_gradients, deal, keep_shards, placed, shard_settings, share, total, unsharded
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
-from utils.lm import in_order, split_rows
+from utils.lm import split_rows
 from utils.memory import check_memory
 from utils.models import (
     TINY_MODEL,
@@ -232,25 +233,28 @@ def micro_batches(pairs: list[Pair], args: Args) -> list[list[int]]:
 
 def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
     """One optimizer step of one model. Returns metrics."""
-    scores = []
+    scores = torch.zeros(len(batch), 2, device=model.device)
     optimizer.zero_grad(set_to_none=True)
-    for rows in micro_batches(batch, args):
+    for rows, counts in deal(micro_batches(batch, args), model):  # to this process, of perhaps several
         pairs = [batch[row] for row in rows]
-        scores.append(pair_scores(model, pairs, args))
-        margins = scores[-1].new_tensor([pair.margin for pair in pairs])
-        loss = reward_loss(scores[-1], margins, args.center_coef)
-        (loss.sum() / len(batch)).backward()
-        scores[-1] = scores[-1].detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        some = pair_scores(model, pairs, args)
+        margins = some.new_tensor([pair.margin for pair in pairs])
+        loss = reward_loss(some, margins, args.center_coef)
+        (counts * loss.sum() / len(batch)).backward()
+        scores[rows] += counts * some.detach()
+    grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
     optimizer.step()
-    return preference_metrics(torch.cat(scores)) | {"grad_norm": grad_norm.item()}
+    return preference_metrics(total(scores)) | {"grad_norm": grad_norm.item()}
 
 
 @torch.no_grad()
 def score_pairs(model, pairs: list[Pair], args: Args) -> Tensor:
     """Scores of all pairs, (N, 2), in micro-batches as `update` makes them."""
-    batches = micro_batches(pairs, args)
-    return in_order([pair_scores(model, [pairs[row] for row in rows], args) for rows in batches], batches)
+    scores = torch.zeros(len(pairs), 2, device=model.device)
+    with unsharded(model):
+        for rows in share(micro_batches(pairs, args)):
+            scores[rows] = pair_scores(model, [pairs[row] for row in rows], args)
+    return total(scores)
 
 
 def with_noise(rows: Sequence[dict], share: float, seed: int) -> Lazy:
@@ -291,13 +295,17 @@ def in_float32(head: torch.nn.Linear):
 def load_member(seed: int, device: torch.device, args: Args):
     """The model of --model, with a head drawn from `seed` if it has none, and its tokenizer."""
     dtype = weights_dtype(args.precision, args.lora_rank)
+    shards = shard_settings(device, args.precision or "bfloat16") if args.fsdp else {}
+    if args.fsdp and args.lora_rank:
+        raise UserError("--fsdp shards a head that --lora-rank would train whole: give one of the two")
     model, tokenizer, is_new = load_reward_model(args.model, device, "--model", dtype, True, args.trust_remote_code,
-                                                 args.attn_implementation)  # fmt: skip
+                                                 args.attn_implementation, **shards)  # fmt: skip
+    keep_shards(model)
     head = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == 1][-1]
     if is_new:
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1)  # as Stiennon
-        head.weight.data.copy_(weight)
+        head.weight.data.copy_(placed(weight, head.weight))
     if args.lora_rank:
         head.float()  # it is trained beside the adapters
     model = for_training(model, args.lora_rank, args.gradient_checkpointing, "SEQ_CLS", args.lora_modules)

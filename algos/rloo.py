@@ -78,9 +78,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
 from utils.checks import check_model
+from utils.distributed import clip_gradients, deal, share, total, unsharded
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import advice, decode, evaluate, show_samples
-from utils.lm import Means, Samples, completion_logps, join, micro_batches, pad_left, sample, stream
+from utils.lm import Means, Samples, completion_logps, micro_batches, sample_all
 from utils.memory import check_memory
 from utils.models import (
     PolicyArgs,
@@ -104,10 +105,10 @@ NAME, TITLE = "rloo", "RLOO"
 PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-4, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=512,
                  micro_batch_size=256, micro_batch_tokens=0, max_completion_length=20, beta=0.05, precision="float32"),
-    "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=32, num_generations=4, sample_batch_size=64,
+    "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=128, num_generations=4, sample_batch_size=32,
                  micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512, beta=0.05,
                  precision="bfloat16"),
-    "lora": dict(learning_rate=1e-5, adam_beta2=0.999, num_prompts=32, num_generations=4, sample_batch_size=64,
+    "lora": dict(learning_rate=1e-5, adam_beta2=0.999, num_prompts=128, num_generations=4, sample_batch_size=32,
                  micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512, beta=0.05,
                  precision="bfloat16"),
 }  # fmt: skip
@@ -220,24 +221,25 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     for epoch in range(args.num_iterations):
         means, clips = Means(tokens), Means(len(mask))
         optimizer.zero_grad(set_to_none=True)
-        for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens):
+        parts = micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens)
+        for (rows, inputs), counts in deal(parts, model):  # to this process, of perhaps several
             with autocast(model.device, args.precision):
                 logps, entropy = completion_logps(model, *inputs, args.temperature)
             width = logps.shape[1]
-            old_logps, valid = samples.logps[rows, :width], mask[rows, :width]
+            old_logps, valid = samples.logps[rows, :width], counts * mask[rows, :width]
             if epoch == 0:
                 scorer_logps[rows, :width] = logps.detach()
             # pi_old is the scorer's, as in TRL. In bfloat16 the sampler's differs by about 0.01 nats a token: a long
             # completion would reach the clip before anything is learnt
             whole, old_whole = ((x * valid).sum(1, keepdim=True) for x in (logps, scorer_logps[rows, :width]))
             loss, clipped = policy_loss(whole, old_whole, advantage[rows], args.epsilon, high)
-            (loss.sum() / len(mask)).backward()
+            (counts * loss.sum() / len(mask)).backward()
             logps = logps.detach()
             clips.add(1, clip_fraction=clipped)
             means.add(valid, approx_kl=k3(old_logps, logps), entropy=entropy)
             if epoch == 0:
                 first.add(valid, sampler_gap=(logps - old_logps).abs())
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
         optimizer.step()
     metrics = first.read() | clips.read() | means.read() | {"grad_norm": grad_norm.item()}
     if batch.ref_logps is not None:
@@ -247,17 +249,14 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
 
 def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args) -> tuple[Samples, Scored]:
     """Samples and scores G completions for each of the step's P prompts."""
-    first, at_once = (step - 1) * args.num_prompts, max(1, args.sample_batch_size // args.num_generations)
+    first = (step - 1) * args.num_prompts
     rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
     prompts = [present(row, tokenizer) for row in rows]
     tokens = [encode_prompt(row, tokenizer) for row in rows]
     with autocast(model.device, args.precision):
-        samples = join([
-            sample(model, *pad_left(tokens[i : i + at_once], model.device), args.num_generations,
-                   args.max_completion_length, eos_ids(model, tokenizer), args.temperature,
-                   stream(model.device, args.seed, "train", step, i))
-            for i in range(0, len(tokens), at_once)
-        ])  # fmt: skip
+        samples = sample_all(model, tokens, args.num_generations, args.max_completion_length,
+                             eos_ids(model, tokenizer), args.temperature, args.sample_batch_size,
+                             (args.seed, "train", step))  # fmt: skip
     texts, token_lists = decode(samples, tokenizer)
     repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
     return samples, lowered(score(repeated, shown, texts, token_lists, step), samples.ended, args.missing_eos_penalty)
@@ -274,10 +273,11 @@ def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
     """Log-probabilities (B, T) under the reference: `ref_model`, or the policy without its LoRA adapters."""
     out = torch.zeros_like(batch.samples.logps)
     with autocast(model.device, args.precision), nullcontext() if ref_model else model.disable_adapter():
-        for rows, inputs in micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens):
-            logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
-            out[rows, : logps.shape[1]] = logps
-    return out
+        with unsharded(model, ref_model):
+            for rows, inputs in share(micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens)):
+                logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
+                out[rows, : logps.shape[1]] = logps
+    return total(out)
 
 
 def check_groups(args: Args) -> None:
@@ -319,7 +319,7 @@ def train(args: Args) -> list[dict]:
         run.save(0, state())
     model.train()
     while run.step < args.max_steps:
-        start, before = time.perf_counter(), (run.step, state(), rng_state())
+        start, before = time.perf_counter(), (run.step, state, rng_state())
         step = run.step + 1
         rate = set_learning_rate(optimizer, step, args)
 

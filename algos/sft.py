@@ -51,7 +51,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checks import check_model
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from utils.distributed import clip_gradients, deal, total_numbers
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate
 from utils.lm import completion_logps, pad_left, split_rows
 from utils.memory import check_memory
@@ -132,7 +133,8 @@ def update(model, optimizer, batch: list[tuple[list[int], list[int]]], args: Arg
     loss_sum = 0.0
     optimizer.zero_grad(set_to_none=True)
     lengths = [len(prompt) + len(completion) for prompt, completion in batch]
-    for rows in split_rows(lengths, args.micro_batch_size, args.micro_batch_tokens):
+    parts = split_rows(lengths, args.micro_batch_size, args.micro_batch_tokens)
+    for rows, counts in deal(parts, model):  # to this process, of perhaps several
         pairs = [batch[row] for row in rows]
         prompt_ids, prompt_mask = pad_left([prompt for prompt, _ in pairs], device)
         length = max(len(completion) for _, completion in pairs)
@@ -140,12 +142,12 @@ def update(model, optimizer, batch: list[tuple[list[int], list[int]]], args: Arg
         mask = torch.tensor([[True] * len(c) + [False] * (length - len(c)) for _, c in pairs], device=device)
         with autocast(device, args.precision):
             logps, _ = completion_logps(model, prompt_ids, prompt_mask, ids, mask)
-        loss = sft_loss(logps, mask, total)
+        loss = counts * sft_loss(logps, mask, total)
         loss.backward()
         loss_sum += loss.item()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
     optimizer.step()
-    return {"loss": loss_sum, "grad_norm": grad_norm.item(), "tokens": total}
+    return total_numbers({"loss": loss_sum}) | {"grad_norm": grad_norm.item(), "tokens": total}
 
 
 def sft_loss(logps: Tensor, mask: Tensor, total: int) -> Tensor:
@@ -158,6 +160,8 @@ def train(args: Args) -> list[dict]:
     device = prepare(args)
     tasks = [load_task(spec, args.prompt_column) for spec in args.task]
     if args.model == "new":
+        if args.fsdp:
+            raise UserError("--fsdp shards a model that is loaded: give --model a folder or a hub name")
         model, tokenizer = new_tiny_model(args.seed)
         model = for_training(model.to(device), args.lora_rank, args.gradient_checkpointing, "CAUSAL_LM",
                              args.lora_modules)  # fmt: skip

@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -181,6 +182,7 @@ def shard_settings(device: torch.device, precision: str | None) -> dict:
         raise UserError(
             "--fsdp shards over the GPUs of this machine: give --device cuda, or hide them by CUDA_VISIBLE_DEVICES="
         )
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing of ours is done in place
     return {"distributed_config": config}
 
 

@@ -262,11 +262,6 @@ def split_rows(lengths: list[int], size: int, tokens: int | None) -> list[list[i
     return batches
 
 
-def in_order(parts: list[Tensor], batches: list[list[int]]) -> Tensor:
-    """What was computed for the micro-batches of `split_rows`, in the order of the rows."""
-    return torch.cat(parts)[torch.tensor([row for rows in batches for row in rows]).argsort()]
-
-
 def micro_batches(samples: Samples, size: int, tokens: int | None = None,
                   together: int = 1) -> Iterator[tuple[Tensor, Inputs]]:  # fmt: skip
     """Yields (rows, arguments of completion_logps) of `size` completions each, trimmed to their own longest; whole

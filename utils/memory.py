@@ -148,8 +148,9 @@ def device_memory(device: torch.device) -> float:
 
 def check_memory(model, args, others: list | tuple = (), **shapes) -> str:
     """A line for the terminal on what the run needs (shapes: of `predict`), with a warning where that is more than the
-    device has; nothing for a small model. Raises UserError where the fixed part alone is more."""
-    if sum(p.numel() for p in model.parameters()) < SMALL:
+    device has; nothing for a small model, or one of which each process holds a part. Raises UserError where the fixed
+    part alone is more."""
+    if args.fsdp or sum(p.numel() for p in model.parameters()) < SMALL:
         return ""
     sizes, memory = measure(model, args.precision, others), device_memory(model.device)
     needs = predict(sizes, args, **shapes)

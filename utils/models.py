@@ -217,6 +217,14 @@ def load_reference(args, device: torch.device):
     return model.eval().requires_grad_(False)
 
 
+def load_critic(args, device: torch.device):
+    """The model once more, to be trained whole, as a shard of which no copy can be made."""
+    precision = "float32" if args.precision == "float32" else "bfloat16"
+    return load_model(args.model, device, precision, gradient_checkpointing=args.gradient_checkpointing,
+                      trust_remote_code=args.trust_remote_code, attn_implementation=args.attn_implementation,
+                      fsdp=True)[0]  # fmt: skip
+
+
 def with_float32_head(model) -> None:
     """The output layer computes in float32 from now on, whatever its weights and autocast say."""
     layer = model.get_output_embeddings()

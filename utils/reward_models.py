@@ -20,9 +20,10 @@ SCORED_AT_ONCE = 64  # sequences in one forward pass of a model that is a reward
 
 def load_reward_model(path: str, device: torch.device | str = "cpu", flag: str = "--reward", dtype="auto",
                       new_head: bool = False, trust_remote_code: bool = False,
-                      attn_implementation: str | None = None):  # fmt: skip
+                      attn_implementation: str | None = None, **shards):  # fmt: skip
     """A sequence classifier with one label and its tokenizer, from a folder or the hub, with the weights as saved
-    ("auto") or of `dtype`, and whether its head is new. `new_head` also admits a causal language model.
+    ("auto") or of `dtype`, and whether its head is new. `new_head` also admits a causal language model. shards: as
+    `shard_settings` returns them.
 
     Raises UserError, which names `flag`, for what cannot be loaded and, without `new_head`, for a model whose head has
     no saved weights: transformers would score with random ones.
@@ -46,7 +47,7 @@ def load_reward_model(path: str, device: torch.device | str = "cpu", flag: str =
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         model, report = AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=dtype, trust_remote_code=trust_remote_code,
-            attn_implementation=attn_implementation, output_loading_info=True,
+            attn_implementation=attn_implementation, output_loading_info=True, **shards,
         )  # fmt: skip
     except UserError:
         raise

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from utils.distributed import rank, together, world
 from utils.errors import UserError
 from utils.imports import users_imports
 from utils.reward_models import RewardModel, model_and_aggregation
@@ -66,6 +67,13 @@ async def awaited(values: list) -> list:
     return await asyncio.gather(*map(result, values))
 
 
+def own_groups(rows: list[dict]) -> slice:
+    """The rows that are this rank's to score: those of whole prompts, which stand together, as the same object."""
+    starts = [i for i, row in enumerate(rows) if i == 0 or row is not rows[i - 1]]
+    first, last = (len(starts) * k // world() for k in (rank(), rank() + 1))
+    return slice((starts + [len(rows)])[first], (starts + [len(rows)])[last])
+
+
 def lowered(scored: Scored, ended: torch.Tensor, penalty: float) -> Scored:
     """The rewards less `penalty` where a completion was cut off (`ended` False), as TRL's missing_eos_penalty."""
     return scored._replace(rewards=scored.rewards - penalty * ~ended.cpu())
@@ -76,7 +84,8 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
     """Returns score(rows, prompts, texts, completion_ids, step) -> Scored for B completions (all lists of length B).
 
     Without specs the task's own score is the reward; with them it is logged beside it, as reward/task, where the task
-    has one. Reward models run on `device`; they get the text of an answer with an EOS, whether it was cut off or not.
+    has one. Of many processes each scores the completions of its share of the prompts. Reward models run on `device`;
+    they get the text of an answer with an EOS, whether it was cut off or not.
     Raises UserError where there is neither, or weights do not fit; later, where a function returns the wrong number of
     rewards, NaN or infinity.
     """
@@ -98,8 +107,11 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
         columns = {f"reward/{k}": sum(s[k] for s in scores) / len(scores) for k in scores[0] if k != "reward"}
         return Scored(torch.tensor([s["reward"] for s in scores]), columns, {})
 
-    def score_by_functions(rows, prompts, texts, completion_ids, step) -> Scored:
+    def ask(rows, prompts, texts, completion_ids, step) -> tuple[torch.Tensor, dict, dict]:
+        """What the functions say of some completions: rewards (B, functions), metrics, columns."""
         extra, logged = {}, {}
+        if not rows:
+            return torch.empty(0, len(functions)), logged, extra
         chat = not isinstance(prompts[0], str)
         completions = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
         keys = [key for key in rows[0] if key not in ("prompt", "completion", "completion_ids")]
@@ -126,7 +138,17 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
                             f"the reward function {name} returned {value} for {texts[i]!r}: return None to skip"
                         )
                     table[i, j] = float(value)
-        columns = {}
+        return table, logged, extra
+
+    def score_by_functions(rows, prompts, texts, completion_ids, step) -> Scored:
+        mine = own_groups(rows)
+        parts = together(lambda: ask(rows[mine], prompts[mine], texts[mine], completion_ids[mine], step))
+        table, columns, logged, extra = torch.cat([some for some, _, _ in parts]), {}, {}, {}
+        for _, metrics, attached in parts:
+            for name, values in metrics.items():
+                logged.setdefault(name, []).extend(values)
+            for name in attached:  # perhaps to the completions of some processes only
+                extra[name] = [x for some, _, own in parts for x in own.get(name, [None] * len(some))]
         if task.score is not None:
             columns["reward/task"] = sum(task.score(row, text)["reward"] for row, text in zip(rows, texts)) / len(texts)
         columns |= {f"reward/{name}": table[:, j].nanmean().item() for j, name in enumerate(names)}

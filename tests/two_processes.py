@@ -1,0 +1,210 @@
+"""Short runs of one process and of two, compared: tests/test_distributed.py starts this once, under torchrun.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 tests/two_processes.py FOLDER
+
+A case is a run of three steps in up to three ways: alone (each process for itself, as if there were no other), with two
+replicas, with two shards. FOLDER/results.json gets how far the ways are apart, case by case as soon as it is known.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import utils.lm
+from utils.distributed import on_rank_0, start, stop, whole
+from utils.models import TINY_MODEL
+from utils.run import saved_args
+
+FOLDER = Path(sys.argv[1])
+RANK = os.environ["RANK"]
+ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
+REWARDS = """
+def graded(completions, log_extra, log_metric, **_):
+    log_metric("length", sum(map(len, completions)) / len(completions))
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+def unsure(prompts, completions, **_):
+    return [None if prompts[0] == prompt else len(text) / 20 for prompt, text in zip(prompts, completions)]
+"""
+ONLINE = dict(task="sort", num_prompts=6, sample_batch_size=4, max_completion_length=6, temperature=1.3,
+              reward=(str(FOLDER / "rewards.py") + ":graded",), eval_every=0)  # fmt: skip
+OFFLINE = dict(task="sort", num_pairs=20, batch_size=6, micro_batch_size=2, max_length=32, eval_every=0)
+ANSWERS = dict(eval_max_new_tokens=5, sample_batch_size=4)
+SMALL = {  # micro-batches are three: one process has two of them, the other one
+    "grpo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1),
+    "dapo": ONLINE | dict(num_generations=2, micro_batch_size=4, overlong_buffer=2, max_sampling_rounds=2),
+    "rloo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1, num_iterations=2),
+    "ppo_lm": ONLINE | dict(num_generations=2, micro_batch_size=2, num_minibatches=2, sample_batch_size=4),
+    "online_dpo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1),
+    "sft": dict(task=("sort",), batch_size=6, micro_batch_size=2, max_length=32, eval_every=0, warmup_steps=0, **ANSWERS),
+    "dpo": OFFLINE | ANSWERS,
+    "simpo": OFFLINE | ANSWERS,
+    "orpo": OFFLINE | ANSWERS,
+    "kto": OFFLINE | ANSWERS,
+    "reward_model": OFFLINE | dict(ensemble=2),
+}
+BOTH = ("replicas", "shards")
+CASES = {script: (script, {}, BOTH) for script in SMALL} | {
+    "untied": ("grpo", dict(model="untied"), BOTH),
+    "lora": ("grpo", dict(lora_rank=2), BOTH),
+    "checkpointing": ("grpo", dict(gradient_checkpointing=True), BOTH),
+    "by tokens": ("grpo", dict(micro_batch_tokens=40, micro_batch_size=12), BOTH),
+    "no reference": ("grpo", dict(beta=0.0, num_iterations=2), BOTH),
+    "skipped rewards": ("rloo", dict(reward=(str(FOLDER / "rewards.py") + ":unsure",)), ("replicas",)),
+    "xpo": ("online_dpo", dict(num_generations=4, xpo_alpha=0.1, sample_batch_size=8), BOTH),
+    "shared critic": ("ppo_lm", dict(critic="shared"), BOTH),
+    "float32 grpo": ("grpo", {}, BOTH),
+    "float32 dpo": ("dpo", {}, BOTH),
+}
+RESUMED = {  # name -> how it began, how it went on
+    "two to two": ("replicas", "replicas"),
+    "two to one": ("replicas", "alone"),
+    "one to two": ("alone", "replicas"),
+    "shards to one": ("shards", "alone"),
+    "one to shards": ("alone", "shards"),
+    "shards to shards": ("shards", "shards"),
+}
+
+
+def make_inputs() -> None:
+    (FOLDER / "rewards.py").write_text(REWARDS)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
+    for name in ("tied", "untied"):
+        config = transformers.LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=name == "tied", bos_token_id=None,
+            eos_token_id=1, pad_token_id=0, initializer_range=0.2,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(config).save_pretrained(FOLDER / name)
+        tokenizer.save_pretrained(FOLDER / name)
+
+
+def norm(layer: LlamaRMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+    """RMSNorm in the precision of its input; theirs is always float32."""
+    scale = (hidden.square().mean(-1, keepdim=True) + layer.variance_epsilon).rsqrt()
+    return layer.weight * hidden * scale
+
+
+@contextlib.contextmanager
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    kept = lambda *_: torch.float64  # noqa: E731
+    with (mock.patch("utils.models.weights_dtype", kept), mock.patch("algos.reward_model.weights_dtype", kept),
+          mock.patch.object(LlamaRMSNorm, "forward", norm)):  # fmt: skip
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def train(script: str, way: str, settings: dict) -> dict:
+    """One run: rows of metrics, gradients of all optimizer steps, sampled tokens, final weights, the run's folder."""
+    module = importlib.import_module(f"algos.{script}")
+    gradients, tokens = [], []
+    step, join = torch.optim.AdamW.step, utils.lm.join
+
+    def noting_step(optimizer, *inputs):
+        parts = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+        gradients.append(torch.cat([torch.zeros(p.numel()) if g is None else whole(g).flatten() for p, g in parts]))
+        return step(optimizer, *inputs)
+
+    def noting_join(parts):
+        joined = join(parts)
+        tokens.append([joined.prompt_ids.tolist(), joined.completion_ids.tolist()])
+        return joined
+
+    folder = FOLDER / f"{way}-{RANK if way == 'alone' else 'both'}-{time.time_ns()}"
+    given = settings | dict(fsdp=way == "shards", output_dir=str(folder), threads=1, device="cpu", save_every=1)
+    with (mock.patch.dict(os.environ, ALONE if way == "alone" else {}), mock.patch("utils.run.plot", lambda *_: None),
+          mock.patch.object(torch.optim.AdamW, "step", noting_step), mock.patch("utils.lm.join", noting_join)):  # fmt: skip
+        history = module.train(module.Args(**given))
+    found = {"rows": [{k: v for k, v in row.items() if not k.startswith("time/")} for row in history],
+             "gradients": gradients, "tokens": tokens}  # fmt: skip
+    if RANK == "0":
+        run = Path(given.get("resume") or next(folder.glob("*")))
+        found |= {"run": run, "weights": {
+            f"{path.parent.name}/{name}": tensor
+            for path in sorted((run / "model").rglob("*.safetensors")) for name, tensor in load_file(path).items()
+        }}  # fmt: skip
+    return found
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def compared(one: dict, two: dict) -> dict:
+    """How far two runs are apart; what `two` has of steps and rows, if it was resumed, beside the last ones of `one`."""
+    count = len(two["gradients"])
+    rows = list(zip(one["rows"], two["rows"], strict=True))
+    return {
+        "steps": count,
+        "gradients": [apart(b, a) for a, b in zip(one["gradients"][-count:], two["gradients"])],
+        "metrics": [max(abs(a[k] - b[k]) / (1 + abs(a[k])) for k in a) if a.keys() == b.keys() else 1e9 for a, b in rows],
+        "equal rows": one["rows"] == two["rows"],
+        "sampled": sum(len(ids) for _, ids in two["tokens"]),
+        "tokens": one["tokens"][len(one["tokens"]) - len(two["tokens"]) :] == two["tokens"],
+        "weights": max(apart(two["weights"][name], tensor) for name, tensor in one["weights"].items()),
+        "equal weights": all(torch.equal(two["weights"][name], tensor) for name, tensor in one["weights"].items()),
+        "names": one["weights"].keys() == two["weights"].keys(),
+    }
+
+
+def settings_of(script: str, more: dict) -> dict:
+    settings = dict(model="tied", max_steps=3, eval_prompts=3, precision="float32", learning_rate=1e-2, seed=3)
+    settings |= {} if script == "reward_model" else dict(eval_samples=2)
+    settings |= SMALL[script] | dict(micro_batch_tokens=0) | more
+    return settings | dict(model=str(FOLDER / settings["model"]))
+
+
+def main() -> None:
+    sys.stdout = open(os.devnull, "w")
+    results, begun = {}, time.perf_counter()
+
+    def note(name: str, result: dict) -> None:
+        results[name] = result
+        if RANK == "0":
+            (FOLDER / "results.json").write_text(json.dumps(results | {"seconds": time.perf_counter() - begun}))
+
+    start("cpu")
+    if RANK == "0":
+        make_inputs()
+    torch.distributed.barrier()
+    chosen = sys.argv[2:] or [*CASES, *RESUMED]
+    for name in (name for name in CASES if name in chosen):
+        script, more, ways = CASES[name]
+        settings = settings_of(script, more)
+        with contextlib.nullcontext() if "float32" in name else in_float64():
+            one = train(script, "alone", settings)
+            for way in ways:
+                two = train(script, way, settings)
+                if RANK == "0":
+                    note(f"{name}, {way}", compared(one, two))
+    with in_float64():
+        settings = settings_of("grpo", {})
+        wholes = {way: train("grpo", way, settings) for way in ("alone", *BOTH)}
+        for name in (name for name in RESUMED if name in chosen):
+            began, went_on = RESUMED[name]
+            before = train("grpo", began, settings | dict(max_steps=2))
+            run = on_rank_0(lambda: str(before["run"]))  # noqa: B023
+            if went_on == "alone" and RANK != "0":
+                continue
+            after = train("grpo", went_on, saved_args(Path(run)) | dict(resume=run, max_steps=3))
+            if RANK == "0":
+                note(name, compared(wholes[went_on], after) | {"beside one": compared(wholes["alone"], after)})
+    stop()
+
+
+if __name__ == "__main__":
+    main()
