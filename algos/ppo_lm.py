@@ -410,7 +410,8 @@ def train(args: Args) -> list[dict]:
     shared = args.critic == "shared"
     started = load_critic(args, device) if args.fsdp and not shared else model
     critic = Critic(started, shared).to(device)
-    parts = [{"params": trained_parameters(part)} for part in (model, critic)]
+    *backbone, weight, bias = trained_parameters(critic)  # the head apart: an optimizer takes shards or whole tensors
+    parts = [{"params": some} for some in (trained_parameters(model), backbone, [weight, bias])]
     optimizer = torch.optim.AdamW(parts, lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
     prompts = [encode_prompt(row, tokenizer) for row in task.heldout]
@@ -433,7 +434,8 @@ def train(args: Args) -> list[dict]:
     while run.step < args.max_steps:
         start, before = time.perf_counter(), (run.step, state, rng_state())
         step = run.step + 1
-        for group, peak in zip(optimizer.param_groups, (args.learning_rate, args.critic_learning_rate)):
+        peaks = args.learning_rate, args.critic_learning_rate, args.critic_learning_rate
+        for group, peak in zip(optimizer.param_groups, peaks):
             group["lr"] = learning_rate(step, peak, args.lr_schedule, args.warmup_steps, args.max_steps)
 
         # collect

@@ -46,7 +46,9 @@ SMALL = {  # micro-batches are three: one process has two of them, the other one
     "rloo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1, num_iterations=2),
     "ppo_lm": ONLINE | dict(num_generations=2, micro_batch_size=2, num_minibatches=2, sample_batch_size=4),
     "online_dpo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1),
-    "sft": dict(task=("sort",), batch_size=6, micro_batch_size=2, max_length=32, eval_every=0, warmup_steps=0, **ANSWERS),
+    "sft": dict(
+        task=("sort",), batch_size=6, micro_batch_size=2, max_length=32, eval_every=0, warmup_steps=0, **ANSWERS
+    ),
     "dpo": OFFLINE | ANSWERS,
     "simpo": OFFLINE | ANSWERS,
     "orpo": OFFLINE | ANSWERS,
@@ -101,6 +103,7 @@ def in_float64():
     torch.set_default_dtype(torch.float64)
     kept = lambda *_: torch.float64  # noqa: E731
     with (mock.patch("utils.models.weights_dtype", kept), mock.patch("algos.reward_model.weights_dtype", kept),
+          mock.patch.object(torch.nn.Module, "float", lambda module: module),
           mock.patch.object(LlamaRMSNorm, "forward", norm)):  # fmt: skip
         try:
             yield
@@ -126,8 +129,10 @@ def train(script: str, way: str, settings: dict) -> dict:
 
     folder = FOLDER / f"{way}-{RANK if way == 'alone' else 'both'}-{time.time_ns()}"
     given = settings | dict(fsdp=way == "shards", output_dir=str(folder), threads=1, device="cpu", save_every=1)
-    with (mock.patch.dict(os.environ, ALONE if way == "alone" else {}), mock.patch("utils.run.plot", lambda *_: None),
-          mock.patch.object(torch.optim.AdamW, "step", noting_step), mock.patch("utils.lm.join", noting_join)):  # fmt: skip
+    seen = ALONE if way == "alone" else {}
+    with (mock.patch.dict(os.environ, seen), mock.patch("utils.run.plot", lambda *_: None),
+          mock.patch.object(torch.optim.AdamW, "step", noting_step),
+          mock.patch("utils.lm.join", noting_join)):  # fmt: skip
         history = module.train(module.Args(**given))
     found = {"rows": [{k: v for k, v in row.items() if not k.startswith("time/")} for row in history],
              "gradients": gradients, "tokens": tokens}  # fmt: skip
@@ -145,13 +150,15 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def compared(one: dict, two: dict) -> dict:
-    """How far two runs are apart; what `two` has of steps and rows, if it was resumed, beside the last ones of `one`."""
+    """How far two runs are apart; a resumed one has the last steps only."""
     count = len(two["gradients"])
     rows = list(zip(one["rows"], two["rows"], strict=True))
     return {
         "steps": count,
         "gradients": [apart(b, a) for a, b in zip(one["gradients"][-count:], two["gradients"])],
-        "metrics": [max(abs(a[k] - b[k]) / (1 + abs(a[k])) for k in a) if a.keys() == b.keys() else 1e9 for a, b in rows],
+        "metrics": [
+            max(abs(a[k] - b[k]) / (1 + abs(a[k])) for k in a) if a.keys() == b.keys() else 1e9 for a, b in rows
+        ],
         "equal rows": one["rows"] == two["rows"],
         "sampled": sum(len(ids) for _, ids in two["tokens"]),
         "tokens": one["tokens"][len(one["tokens"]) - len(two["tokens"]) :] == two["tokens"],

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from utils.distributed import at_rest, gathered, is_sharded, keep_shards, rank, shard_settings, world
+from utils.distributed import at_rest, gathered, is_sharded, keep_shards, on_rank_0, shard_settings, world
 from utils.errors import NonNegativeInt, UserError, parse_pairs
 from utils.lm import rope_limit
 from utils.run import RunArgs, resolve
@@ -283,19 +283,20 @@ def save_model(model, tokenizer, folder: Path, args: ModelArgs) -> None:
     """The folder that anyone's `from_pretrained` loads. LoRA: merged in float32, on the CPU, for in bfloat16 small
     changes would round away; and the adapters alone in folder/adapter, as peft saves them. Changes `model`. All ranks
     call it, rank 0 writes."""
-    if is_sharded(model):
-        at_rest(model)
-        weights = gathered(dict(model.named_parameters()))
-        model = model if rank() > 0 else unsharded_copy(model, weights)
-    if rank() > 0:
-        return
-    if hasattr(model, "merge_and_unload"):
-        model.save_pretrained(folder / "adapter", save_embedding_layers=False)
-        model = model.to("cpu", torch.float32).merge_and_unload()
-    if args.save_dtype:
-        model = model.to(getattr(torch, args.save_dtype))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    at_rest(model)
+    weights = gathered(dict(model.named_parameters())) if is_sharded(model) else {}
+
+    def write() -> None:
+        own = unsharded_copy(model, weights) if weights else model
+        if hasattr(own, "merge_and_unload"):
+            own.save_pretrained(folder / "adapter", save_embedding_layers=False)
+            own = own.to("cpu", torch.float32).merge_and_unload()
+        if args.save_dtype:
+            own = own.to(getattr(torch, args.save_dtype))
+        own.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    on_rank_0(write)
 
 
 def unsharded_copy(model, weights: dict[str, Tensor]):
@@ -312,7 +313,8 @@ def unsharded_copy(model, weights: dict[str, Tensor]):
             plain = peft.get_peft_model(plain, model.peft_config["default"])
     plain.to_empty(device="cpu").load_state_dict(weights, strict=False, assign=True)
     plain.tie_weights()
-    plain.generation_config = base.generation_config
+    if hasattr(base, "generation_config"):
+        plain.generation_config = base.generation_config
     return plain
 
 

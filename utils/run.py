@@ -378,7 +378,7 @@ class Run:
             plot(self.history, curves, title, self.dir / "curve.png")
 
         on_rank_0(lambda: part.mkdir(exist_ok=True))
-        together(lambda: model(part) if callable(model) else save_file(model, part / "model.safetensors"))
+        model(part) if callable(model) else save_file(model, part / "model.safetensors")
         on_rank_0(publish)
         if self.wandb is not None:
             self.wandb.finish()
