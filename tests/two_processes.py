@@ -34,7 +34,7 @@ def graded(completions, log_extra, log_metric, **_):
     log_metric("length", sum(map(len, completions)) / len(completions))
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 def unsure(prompts, completions, **_):
-    return [None if prompts[0] == prompt else len(text) / 20 for prompt, text in zip(prompts, completions)]
+    return [None if sum(map(ord, x + y)) % 3 else len(y) / 20 for x, y in zip(prompts, completions)]
 """
 ONLINE = dict(task="sort", num_prompts=6, sample_batch_size=4, max_completion_length=6, temperature=1.3,
               reward=(str(FOLDER / "rewards.py") + ":graded",), eval_every=0)  # fmt: skip

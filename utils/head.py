@@ -49,7 +49,8 @@ def find_parts(model) -> tuple[Callable, Callable, Any]:
         return out.last_hidden_state, out.past_key_values
 
     def head(hidden: Tensor) -> Tensor:
-        logits = layer(hidden) if scale == 1 else layer(hidden) * scale
+        logits = layer.forward(hidden) if sharded else layer(hidden)  # FSDP's hooks there end the pass of the whole
+        logits = logits if scale == 1 else logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def whole(**inputs) -> tuple[Tensor, Any]:
