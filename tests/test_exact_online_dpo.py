@@ -27,6 +27,7 @@ from tabular import (
 )
 from tabular import random_table as random_logits
 
+import utils.lm
 import utils.models
 from algos import online_dpo
 from utils.lm import sample
@@ -285,8 +286,9 @@ def test_xpo_pairs_the_policy_s_with_the_reference_s(generations):
                 table[p, PREFIXES.index(completion[:t]), token] = 1e3
     policy, reference = map(TabularLM, tables)
     for alpha in (0.1, 0.0):
-        args = online_dpo.Args(num_generations=generations, xpo_alpha=alpha, max_completion_length=2)
-        samples = online_dpo.draw(policy, reference, PROMPTS, [EOS], torch.Generator().manual_seed(0), args)
+        args = online_dpo.Args(num_generations=generations, xpo_alpha=alpha, max_completion_length=2,
+                               sample_batch_size=64)  # fmt: skip
+        samples = online_dpo.draw(policy, reference, PROMPTS, [EOS], 1, args)
         rows = [tuple(i[m].tolist()) for i, m in zip(samples.completion_ids, samples.completion_mask)]
         assert rows == [says[i % 2 if alpha else 0][p] for p in range(P) for i in range(generations)]
         assert samples.ended.tolist() == [EOS in row for row in rows]
@@ -296,8 +298,9 @@ def test_xpo_pairs_the_policy_s_with_the_reference_s(generations):
 def test_the_reference_s_samples_have_the_reference_s_probabilities():
     """Sampled log-probabilities are those of the model that sampled, at the temperature, from one generator."""
     policy, reference = TabularLM(TABLE), TabularLM(OTHER)
-    args = online_dpo.Args(num_generations=200, xpo_alpha=0.1, max_completion_length=2, temperature=0.5)
-    samples = online_dpo.draw(policy, reference, PROMPTS, [EOS], torch.Generator().manual_seed(0), args)
+    args = online_dpo.Args(num_generations=200, xpo_alpha=0.1, max_completion_length=2, temperature=0.5,
+                           sample_batch_size=512)  # fmt: skip
+    samples = online_dpo.draw(policy, reference, PROMPTS, [EOS], 1, args)
     for i, (ids, mask) in enumerate(zip(samples.completion_ids, samples.completion_mask)):
         completion = tuple(ids[mask].tolist())
         close(samples.logps[i][mask], log_probs((TABLE, OTHER)[i % 2] / 0.5, i // 200, completion))
@@ -318,10 +321,10 @@ def test_with_lora_the_reference_is_the_policy_without_its_adapters():
             if "lora_" in name:
                 p.add_(0.3 * torch.randn_like(p))
     args = online_dpo.Args(num_generations=4, micro_batch_size=4, xpo_alpha=0.1, max_completion_length=8,
-                           precision="float32")  # fmt: skip
+                           precision="float32", sample_batch_size=64)  # fmt: skip
     prompts = [[5, 6, 7], [8, 9]]
-    ours = online_dpo.draw(model, None, prompts, [1], torch.Generator().manual_seed(3), args)
-    theirs = online_dpo.draw(model, base, prompts, [1], torch.Generator().manual_seed(3), args)
+    ours = online_dpo.draw(model, None, prompts, [1], 3, args)
+    theirs = online_dpo.draw(model, base, prompts, [1], 3, args)
     assert torch.equal(ours.completion_ids, theirs.completion_ids)
     batch = online_dpo.Batch(ours, torch.zeros(8), None)
     mask = ours.completion_mask
@@ -332,20 +335,20 @@ def test_with_lora_the_reference_is_the_policy_without_its_adapters():
     assert gap[second].max() < 1e-4 < 0.1 < gap[~second].mean()
 
 
-def test_one_generator_for_both(monkeypatch):
-    """The reference draws where the policy stopped, so a checkpoint's one generator restores the run."""
+def test_policy_and_reference_draw_from_streams_of_their_own(monkeypatch):
+    """The same model in both places gives other answers; another step, other ones again."""
     used = []
 
     def noted(model, *inputs):
-        used.append((model, inputs[-1], inputs[-1].get_state()))
+        used.append((model, inputs[-1].initial_seed()))
         return sample(model, *inputs)
 
-    monkeypatch.setattr(online_dpo, "sample", noted)
-    generator, models = torch.Generator().manual_seed(0), [TabularLM(TABLE), TabularLM(OTHER)]
-    args = online_dpo.Args(xpo_alpha=0.1, max_completion_length=2)
-    online_dpo.draw(*models, PROMPTS, [EOS], generator, args)
-    assert [model for model, _, _ in used] == models and all(g is generator for _, g, _ in used)
-    assert not torch.equal(used[0][2], used[1][2])
+    monkeypatch.setattr(utils.lm, "sample", noted)
+    models = [TabularLM(TABLE), TabularLM(OTHER)]
+    args = online_dpo.Args(xpo_alpha=0.1, max_completion_length=2, sample_batch_size=64)
+    for step in (1, 2):
+        online_dpo.draw(*models, PROMPTS, [EOS], step, args)
+    assert [model for model, _ in used] == 2 * models and len({seed for _, seed in used}) == 4
 
 
 # whole runs

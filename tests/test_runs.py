@@ -16,7 +16,7 @@ import torch
 from helpers import ONLINE, SMALL, command_line, metrics, new_run, runs_in, start, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-import utils.evaluation
+import utils.lm
 import utils.run
 from algos import grpo, ppo_lm, sft
 from utils.checkpoint import restore, rng_state, set_rng_state
@@ -141,7 +141,7 @@ def test_evaluation_leaves_no_trace():
 def test_each_batch_of_samples_has_a_stream_of_its_own(algo, monkeypatch):
     """It depends on the seed, the step and the place in the step, and on nothing that was drawn before."""
     module, seen = importlib.import_module(f"algos.{algo}"), []
-    monkeypatch.setattr(module, "sample", lambda *inputs: seen.append(inputs[-1].initial_seed()) or sample(*inputs))
+    monkeypatch.setattr(utils.lm, "sample", lambda *inputs: seen.append(inputs[-1].initial_seed()) or sample(*inputs))
     model, tokenizer = load_model(TINY_MODEL)
     task, more, first = load_task("sort"), (None,) * (algo == "online_dpo"), (0,) * (algo == "dapo")
     score = make_scorer(task, (), (), 1)
@@ -302,7 +302,7 @@ def test_sampling_in_parts(monkeypatch):
     model, tokenizer = load_model(TINY_MODEL)
     settings = dict(task="sort", num_prompts=5, num_generations=4, max_completion_length=12, precision="float32")
     score = lambda *columns: Scored(torch.zeros(20), {}, {})  # noqa: E731
-    monkeypatch.setattr(grpo, "sample", lambda *inputs: parts.append(sample(*inputs)) or parts[-1])
+    monkeypatch.setattr(utils.lm, "sample", lambda *inputs: parts.append(sample(*inputs)) or parts[-1])
     task = load_task("sort")
     for limit, prompts in ((11, [2, 2, 1]), (1, [1] * 5), (20, [5])):
         args, parts = grpo.Args(sample_batch_size=limit, **settings), []
@@ -322,20 +322,28 @@ def test_sampling_in_parts(monkeypatch):
 def test_its_siblings_sample_in_parts_too(algo, tmp_path, monkeypatch):
     module, sizes = importlib.import_module(f"algos.{algo}"), []
     spy = lambda *inputs: sizes.append(len(inputs[1]) * inputs[3]) or sample(*inputs)  # noqa: E731
-    monkeypatch.setattr(module, "sample", spy)
+    monkeypatch.setattr(utils.lm, "sample", spy)
     new_run(module, tmp_path, *SMALL[algo], "--max-steps", 1, "--num-prompts", 6, "--num-generations", 2,
-            "--sample-batch-size", 4)  # fmt: skip
+            "--sample-batch-size", 4, "--eval-samples", 2)  # fmt: skip
     assert max(sizes) <= 4 and len(sizes) > 1
 
 
 @pytest.mark.parametrize("algo", ["grpo", "sft"])
 def test_evaluation_samples_in_parts_too(algo, tmp_path, monkeypatch):
-    rows = []
+    rows, found, sample_all = [], [], utils.evaluation.sample_all
     spy = lambda *inputs: rows.append(len(inputs[1]) * inputs[3]) or sample(*inputs)  # noqa: E731
-    monkeypatch.setattr(utils.evaluation, "sample", spy)
+
+    def noted(*inputs):
+        rows.clear()
+        samples = sample_all(*inputs)
+        found.extend(rows)
+        return samples
+
+    monkeypatch.setattr(utils.lm, "sample", spy)
+    monkeypatch.setattr(utils.evaluation, "sample_all", noted)
     flags = [*SMALL[algo], *"--max-steps 1 --eval-samples 3 --sample-batch-size 8".split()]
     new_run(importlib.import_module(f"algos.{algo}"), tmp_path, *flags)
-    assert set(rows) == {4, 6}  # four greedy answers at once; three samples of two prompts
+    assert set(found) == {4, 6}  # four greedy answers at once; three samples of two prompts
 
 
 def test_plot_draws_what_is_there(tmp_path):

@@ -9,6 +9,7 @@ from helpers import checkpoints, command_line, metrics, new_run, runs_in, user_e
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import utils.lm
 from algos import dpo, grpo, kto, reward_model, sft
 from utils.errors import UserError
 from utils.models import TINY_MODEL, PolicyArgs, eos_ids, save_model, with_policy_flags
@@ -241,15 +242,14 @@ def online(tmp_path, *more) -> list[str]:
 
 def test_long_prompts_are_left_out_before_the_first_step(tmp_path, own_cache, capsys, monkeypatch):
     """Training and held-out ones, and all others come; a resumed run sees the same rows."""
-    seen, sample = [], grpo.sample
+    seen, sample = [], utils.lm.sample
     path = dataset(tmp_path, [9] * 56 + [110, 120] + [9] * 2)
 
     def spy(model, ids, mask, *rest):
         seen.append(mask.sum(1).tolist())
         return sample(model, ids, mask, *rest)
 
-    monkeypatch.setattr(grpo, "sample", spy)
-    monkeypatch.setattr("utils.evaluation.sample", spy)
+    monkeypatch.setattr(utils.lm, "sample", spy)
     flags = online(tmp_path, "--task", path, "--max-completion-length", 20, "--output-dir", tmp_path / "runs")
     folder = new_run(grpo, tmp_path / "runs", *flags, "--max-steps", 4)
     assert re.search(r"2 of 60 prompts have more than 108 tokens \(the first: row 5[67] of", capsys.readouterr().out)

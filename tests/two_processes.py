@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -21,13 +22,14 @@ import transformers
 from safetensors.torch import load_file
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import utils.distributed
 import utils.lm
 from utils.distributed import on_rank_0, start, stop, whole
 from utils.models import TINY_MODEL
 from utils.run import saved_args
 
-FOLDER = Path(sys.argv[1])
-RANK = os.environ["RANK"]
+FOLDER = Path(sys.argv[1] if __name__ == "__main__" else "")
+RANK = os.environ.get("RANK")  # also where a run believes to be alone
 ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
 REWARDS = """
 def graded(completions, log_extra, log_metric, **_):
@@ -150,16 +152,14 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def compared(one: dict, two: dict) -> dict:
-    """How far two runs are apart; a resumed one has the last steps only."""
+    """How far two runs are apart. A resumed one has the gradients of the last steps only, and one evaluation more."""
     count = len(two["gradients"])
-    rows = list(zip(one["rows"], two["rows"], strict=True))
+    rows = [(a, {name: b[name] for name in a}) for a, b in zip(one["rows"], two["rows"], strict=True)]
     return {
         "steps": count,
         "gradients": [apart(b, a) for a, b in zip(one["gradients"][-count:], two["gradients"])],
-        "metrics": [
-            max(abs(a[k] - b[k]) / (1 + abs(a[k])) for k in a) if a.keys() == b.keys() else 1e9 for a, b in rows
-        ],
-        "equal rows": one["rows"] == two["rows"],
+        "metrics": [max(abs(a[name] - b[name]) / (1 + abs(a[name])) for name in a) for a, b in rows],
+        "equal rows": all(a == b for a, b in rows),
         "sampled": sum(len(ids) for _, ids in two["tokens"]),
         "tokens": one["tokens"][len(one["tokens"]) - len(two["tokens"]) :] == two["tokens"],
         "weights": max(apart(two["weights"][name], tensor) for name, tensor in one["weights"].items()),
@@ -184,6 +184,7 @@ def main() -> None:
         if RANK == "0":
             (FOLDER / "results.json").write_text(json.dumps(results | {"seconds": time.perf_counter() - begun}))
 
+    utils.distributed.TIMEOUT = timedelta(seconds=60)  # ranks that wait for each other are soon found out
     start("cpu")
     if RANK == "0":
         make_inputs()

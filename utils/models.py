@@ -241,9 +241,9 @@ def resolve_for(model, args, presets: dict[str, dict]) -> str:
     """Fills in every argument that was left at None from the row of `presets` for this model: lora, tiny (below 10
     million parameters) or full. Returns what to print. Raises UserError where --max-length is beyond `rope_limit`."""
     size = sum(p.numel() for p in model.parameters())
-    size_is_open = args.micro_batch_size is None
+    size_is_open = getattr(args, "micro_batch_size", 0) is None
     settings = resolve(args, presets, "lora" if args.lora_rank else "tiny" if size < 10e6 else "full")
-    settings += share_work(args, size_is_open)
+    settings += share_work(args, size_is_open) if world() > 1 else ""
     if getattr(args, "max_length", 0) > (limit := rope_limit(model.config)):
         raise UserError(
             f"--max-length is {args.max_length}, and the rotary embeddings of --model change with the length beyond "
@@ -273,7 +273,7 @@ def share_work(args, size_is_open: bool) -> str:
             f"completions than there are processes: give --sample-batch-size {prompts // world() * group}"
         )
     most = max(1, prompts // (world() * getattr(args, "num_minibatches", 1))) * group
-    if world() == 1 or not size_is_open or args.micro_batch_size <= most:
+    if not size_is_open or args.micro_batch_size <= most:
         return ""
     args.micro_batch_size = most
     return f"\nmicro_batch_size is {most}, so that each of {world()} processes has work"
