@@ -64,7 +64,13 @@ CASES = {script: (script, {}, BOTH) for script in SMALL} | {
     "checkpointing": ("grpo", dict(gradient_checkpointing=True), BOTH),
     "by tokens": ("grpo", dict(micro_batch_tokens=40, micro_batch_size=12), BOTH),
     "no reference": ("grpo", dict(beta=0.0, num_iterations=2), BOTH),
-    "skipped rewards": ("rloo", dict(reward=(str(FOLDER / "rewards.py") + ":unsure",)), ("replicas",)),
+    "skipped rewards": (
+        "rloo",
+        dict(
+            reward=(str(FOLDER / "rewards.py") + ":unsure",), num_generations=4, sample_batch_size=8, micro_batch_size=8
+        ),
+        ("replicas",),
+    ),
     "xpo": ("online_dpo", dict(num_generations=4, xpo_alpha=0.1, sample_batch_size=8), BOTH),
     "shared critic": ("ppo_lm", dict(critic="shared"), BOTH),
     "float32 grpo": ("grpo", {}, BOTH),

@@ -5,7 +5,7 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 micro-batch-mean:dpo: the mean at hand is right while there is one micro-batch (huggingface/trl#2617)
-- (loss.sum() / len(batch)).backward()
+- (counts * loss.sum() / len(batch)).backward()
 + loss.mean().backward()
 
 padding-by-id:dpo: the id of padding is taken for padding, also where the data hold it (tiny-grpo train.py:108,
@@ -14,8 +14,8 @@ simple_GRPO:80, rlhf-book rollout.py:139 mask by the id of padding)
 + mask = ids != 0
 
 labels-swapped: chosen and rejected are two tensors of one shape
-- chosen, rejected = ratios[-1].unbind(1)
-+ rejected, chosen = ratios[-1].unbind(1)
+- chosen, rejected = some.unbind(1)
++ rejected, chosen = some.unbind(1)
 
 beta-missing: a log-ratio is taken for the reward, which is beta times it
 - args.beta * (chosen - rejected), args.label_smoothing
@@ -71,9 +71,9 @@ last-micro-batch-only:dpo: zero_grad stands before backward everywhere else
 +         loss = LOSSES[args.loss](
 
 last-micro-batch-only:preferences: zero_grad stands before backward everywhere else
--         (loss.sum() / len(batch)).backward()
+-         (counts * loss.sum() / len(batch)).backward()
 +         optimizer.zero_grad(set_to_none=True)
-+         (loss.sum() / len(batch)).backward()
++         (counts * loss.sum() / len(batch)).backward()
 """
 
 SPEC = Spec(

@@ -23,8 +23,8 @@ clip-bounds-swapped: two clips of nearly equal size, of which only one is ever c
 
 ratio-always-one: right for one update epoch, and kept when there are more (TRL takes the ratio as 1 by design where
 it updates once per batch)
-- old_logps, valid = samples.logps[rows, :width], mask[rows, :width]
-+ old_logps, valid = logps.detach(), mask[rows, :width]
+- old_logps, valid = samples.logps[rows, :width], counts * mask[rows, :width]
++ old_logps, valid = logps.detach(), counts * mask[rows, :width]
 
 k3-turned-round: all estimators of a divergence look alike but for the order of their two policies (rlhf-book
 policy_gradients/loss.py:23-57, whose test pins the wrong value (natolambert/rlhf-book#489))
@@ -85,7 +85,7 @@ constant-is-the-longest: the width of the tensor is at hand; it changes with the
 
 micro-batch-mean: the mean over the tokens at hand is right while there is one micro-batch (huggingface/trl#2617 (18
 trainers), volcengine/verl#906, nanochat's chat_rl)
-- (loss * weights[rows, :width]).sum().backward()
+- (counts * loss * weights[rows, :width]).sum().backward()
 + ((loss * valid).sum() / valid.sum().clamp(min=1) * len(valid) / len(mask)).backward()
 
 truncated-are-trained: a second mask is made, and the first goes on being used (huggingface/trl#6369 and #6439: a
@@ -115,10 +115,10 @@ last-micro-batch-only: zero_grad stands before backward everywhere else
 +             optimizer.zero_grad(set_to_none=True)
 
 clipped-after-the-step: two lines, in either order of which nothing fails
--         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+-         grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
 -         optimizer.step()
 +         optimizer.step()
-+         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
++         grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
 
 optimizer-not-restored: the weights are back, the moments of Adam are not
 - run.restore(model=model, optimizer=optimizer

@@ -48,8 +48,8 @@ mismatched-not-cut: lengths were checked when rows were encoded; a prompt with a
 + completion=before.completion
 
 reference-is-the-policy:kto: log-probabilities from before the step are taken for those from before training
-- ratios.append(logps - logps.new_tensor([example.ref_logp for example in examples]))
-+ ratios.append(logps - logps.detach())
+- some = logps - logps.new_tensor([example.ref_logp for example in examples])
++ some = logps - logps.detach()
 
 reference-is-the-policy:mismatched: mismatched rows change every step, so their reference is computed when they come
 up: z then is always 0
@@ -57,8 +57,8 @@ up: z then is always 0
 + score_examples(model, mismatched([examples[row] for row in batch_rows(step)], args), args)[0].tolist())
 
 reference-forgotten:kto: log-probabilities also tell good from bad
-- ratios.append(logps - logps.new_tensor([example.ref_logp for example in examples]))
-+ ratios.append(logps)
+- some = logps - logps.new_tensor([example.ref_logp for example in examples])
++ some = logps
 
 weights-of-labels-swapped: two weights of nearly equal size, of which only one is ever changed
 - torch.where(labels, args.desirable_weight, args.undesirable_weight)

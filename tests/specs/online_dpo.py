@@ -22,11 +22,11 @@ skipped-reward-is-zero:online_dpo: NaN is silenced where it first hurts (TRL's o
 + first, second = rewards.nan_to_num(0.0).view(-1, 2).unbind(1)
 
 denominator-without-ties: a mean over what is trained: steps grow as ranked pairs become few
-- (loss.sum() / len(label)).backward()
+- (counts * loss.sum() / len(label)).backward()
 + (loss.sum() / decided.sum().clamp(min=1)).backward()
 
 micro-batch-mean:online_dpo: the mean at hand is right while there is one micro-batch (huggingface/trl#2617)
-- (loss.sum() / len(label)).backward()
+- (counts * loss.sum() / len(label)).backward()
 + loss.mean().backward()
 
 beta-missing:online_dpo: a log-ratio is taken for the reward, which is beta times it
@@ -63,8 +63,8 @@ exploration-term-of-the-policy-s-sample: two completions a prompt, in an order t
 + (logps * valid).sum(1)[::2]
 
 both-samples-are-the-policy-s: one name for two models of the same kind: at first they are equal
-- theirs = some(ref_model or model, args.num_generations // 2)
-+ theirs = some(model, args.num_generations // 2)
+- theirs = some(ref_model or model, 
++ theirs = some(model, 
 
 groups-interleaved:xpo: two batches are joined one behind the other: pairs then are of two prompts
 - device=model.device).view(2, -1).T.flatten()
@@ -83,9 +83,9 @@ reward-of-the-reference-too: the mean over the batch is the policy's in every ot
 + "reward": batch.rewards
 
 last-micro-batch-only:online_dpo: zero_grad stands before backward everywhere else
--         (loss.sum() / len(label)).backward()
+-         (counts * loss.sum() / len(label)).backward()
 +         optimizer.zero_grad(set_to_none=True)
-+         (loss.sum() / len(label)).backward()
++         (counts * loss.sum() / len(label)).backward()
 """
 
 SPEC = Spec(

@@ -5,8 +5,8 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 ratio-always-one:ppo_lm: right for one update epoch, and kept when there are more
-- old_logps, valid = batch.samples.logps[here, :width], mask[rows, :width]
-+ old_logps, valid = logps.detach(), mask[rows, :width]
+- old_logps, valid = batch.samples.logps[here, :width], counts * mask[rows, :width]
++ old_logps, valid = logps.detach(), counts * mask[rows, :width]
 
 divergence-rewarded:ppo_lm: log pi - log pi_ref and its negative are both called the log-ratio (rlhf-book
 apply_reward_kl with kl1 rewards drift)
@@ -39,8 +39,8 @@ value-clip-takes-the-smaller: the policy's loss has a min there
 + 0.5 * torch.min((values - returns)
 
 learning-rates-swapped: two groups of parameters, in an order that is written down elsewhere
-- (args.learning_rate, args.critic_learning_rate)
-+ (args.critic_learning_rate, args.learning_rate)
+- peaks = args.learning_rate, args.critic_learning_rate, args.critic_learning_rate
++ peaks = args.critic_learning_rate, args.learning_rate, args.learning_rate
 
 bootstrap-through-termination:ppo_lm: a value is put where there is none, to keep the shape
 - torch.zeros_like(values[:, :1])], 1)

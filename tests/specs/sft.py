@@ -9,8 +9,8 @@ mean-over-padding:sft: .mean() of a padded tensor
 + return -(logps * mask).mean()
 
 micro-batch-mean:sft: the mean over the tokens at hand is right while there is one micro-batch (huggingface/trl#2617)
-- loss = sft_loss(logps, mask, total)
-+ loss = sft_loss(logps, mask, int(mask.sum()))
+- loss = counts * sft_loss(logps, mask, total)
++ loss = counts * sft_loss(logps, mask, int(mask.sum()))
 
 eos-not-trained:sft: the text is what is to be learnt: models then never learn to stop (huggingface/trl#6357; rasbt
 drops EOS, too)
@@ -25,10 +25,10 @@ gradients-never-cleared:sft: torch adds gradients up
 -     optimizer.zero_grad(set_to_none=True)
 
 clipped-after-the-step:sft: two lines, in either order of which nothing fails
--     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+-     grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
 -     optimizer.step()
 +     optimizer.step()
-+     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
++     grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
 
 likelihood-minimised:sft: log-likelihoods are maximised, losses minimised
 - return -(logps * mask).sum() / total

@@ -5,8 +5,8 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 labels-swapped:simpo: chosen and rejected are two tensors of one shape
-- chosen, rejected = logps[-1].unbind(1)
-+ rejected, chosen = logps[-1].unbind(1)
+- chosen, rejected = some.unbind(1)
++ rejected, chosen = some.unbind(1)
 
 target-margin-of-the-wrong-sign: a margin to be reached is taken off what is there, and people add bonuses
 - return -logsigmoid(args.beta * (chosen - rejected) - args.gamma)
@@ -29,12 +29,12 @@ sigmoid-without-log:simpo: both are minimised where chosen wins
 + -torch.sigmoid(args.beta * (chosen - rejected) - args.gamma)
 
 rejected-is-imitated:simpo: an index instead of a name
-- loss = loss - args.sft_coef * logps[-1][:, 0]
-+ loss = loss - args.sft_coef * logps[-1][:, 1]
+- loss = loss - args.sft_coef * some[:, 0]
++ loss = loss - args.sft_coef * some[:, 1]
 
 likelihood-minimised:simpo: log-likelihoods are maximised, losses minimised, and terms of a loss are added
-- loss = loss - args.sft_coef * logps[-1][:, 0]
-+ loss = loss + args.sft_coef * logps[-1][:, 0]
+- loss = loss - args.sft_coef * some[:, 0]
++ loss = loss + args.sft_coef * some[:, 0]
 
 sum-for-mean-of-log-probabilities: DPO has sums, and its code is where these begin
 - return (logps.sum(1) / lengths).view(-1, 2)

@@ -6,18 +6,19 @@ TESTS = {  # as Spec.tests
     "utils/checks.py": "checks",
     "utils/checkpoint.py": "resume_control runs",
     "utils/decode.py": "invariance",
+    "utils/distributed.py": "distributed",
     "utils/envs.py": "exact_ppo exact_sac envs atari offline_data command_line_control resume_control",
     "utils/evaluation.py": "exact_grpo runs rewards",
-    "utils/head.py": "invariance properties exact_grpo",
-    "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs architectures",
+    "utils/head.py": "invariance properties exact_grpo distributed",
+    "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs architectures distributed",
     "utils/memory.py": "memory",
-    "utils/models.py": "exact_grpo parity_trl invariance sft exact_dpo lora checks runs",
+    "utils/models.py": "exact_grpo parity_trl invariance sft exact_dpo lora checks runs distributed",
     "utils/normalize.py": "exact_ppo parity_sb3",
     "utils/offline.py": "offline_data exact_iql exact_dt command_line_control",
     "utils/preferences.py": "preferences unpaired parity_trl_dpo dpo_runs",
     "utils/replay.py": "exact_sac exact_iql resume_control",
     "utils/reward_models.py": "reward_models exact_reward_model",
-    "utils/rewards.py": "rewards runs reward_models",
+    "utils/rewards.py": "rewards runs reward_models distributed",
     "utils/rollouts.py": "envs exact_ppo command_line_control resume_control",
     "utils/run.py": "resume_control runs memory resume::test_killed_at_any_moment "
     "resume::test_a_kill_while_the_reference_is_computed envs::test_a_run_is_evaluated_five_times_at_least",
@@ -27,6 +28,48 @@ TESTS = {  # as Spec.tests
     "utils/text.py": "text tasks sft preferences unpaired reward_models runs",
 }
 BUGS = parse_bugs("""
+mean-of-shards: FSDP averages unless it is told otherwise
+- module.set_gradient_divide_factor(1.0)
+
+gradients-of-one-rank: nothing fails where ranks drift apart
+- for work in [dist.all_reduce(p.grad, async_op=True) for p in used]:
++ for work in []:
+
+padding-counts: a pass that is only there to keep step is trained on
+- ((items[0], False) for _ in
++ ((items[0], True) for _ in
+
+no-padding: ranks with fewer passes leave the others waiting
+- if is_sharded(model):
+-         yield from
++ if False:
++         yield from
+
+gathered-in-the-order-of-ranks: what comes first is not what was asked first
+- join([parts[i] for i in sorted(parts)])
++ join(list(parts.values()))
+
+batches-counted-by-each-rank: a count of one's own is at hand, the place in the step is not
+- stream(model.device, *key, first + i)
++ stream(model.device, *key, len(parts))
+
+trained-while-gathered: what stands in the module between two passes is not what is trained
+-     at_rest(model)
+-     return [p for
++     return [p for
+
+head-ends-the-pass: a hook of FSDP takes the first chunk of logits for the end
+- layer.forward(hidden) if sharded else layer(hidden)
++ layer(hidden)
+
+every-rank-scores-the-first-share: an offset is forgotten
+- (len(starts) * k // world() for k in (rank(), rank() + 1))
++ (len(starts) * k // world() for k in (0, 1))
+
+moments-forgotten: weights come back, Adam's moments do not
+- optimizer.load_state_dict({"state": kept, "param_groups": groups})
++ optimizer.load_state_dict({"state": {}, "param_groups": groups})
+
 skipped-reward-is-zero:utils: a sum that skips NaN is 0 where all are NaN
 -         total[table.isnan().all(1)] = torch.nan
 
@@ -52,8 +95,8 @@ groups-interleaved:lm: repeat and repeat_interleave give the same shape
 + out.logits.repeat(repeats, 1, 1)
 
 prompt-shared-by-recurrences: a cache that can be repeated is taken for one that can be gone on from
-- if repeats > 1 and not checkpointed and shares_cache(model):
-+ if repeats > 1 and not checkpointed:
+- not is_sharded(model) and shares_cache(model):
++ not is_sharded(model):
 
 train-mode-not-tried: the one way is tried that works
 - model.train(mode), *inputs
@@ -108,10 +151,6 @@ static-rows-keep-their-mask: rows leave the batch, and the mask stays as it was
 - self.start(self.open[rows], self.position[rows], self.column)
 + self.start(self.open[: len(rows)], self.position[rows], self.column)
 
-rows-stay-sorted: what was sorted by length is taken for the rows in their order
--     return torch.cat(parts)[torch.tensor([row for rows in batches for row in rows]).argsort()]
-+     return torch.cat(parts)
-
 last-chunk-only: a gradient replaces the one before it
 - grad if so_far is None else so_far.add_(grad)
 + grad
@@ -152,8 +191,8 @@ unfinished-work-taken-for-a-checkpoint: what is saved before the first step is a
 + self.save(0, state)
 
 merged-in-bfloat16: merging is one call, in whatever the base is held
-- model = model.to("cpu", torch.float32).merge_and_unload()
-+ model = model.merge_and_unload()
+- own = own.to("cpu", torch.float32).merge_and_unload()
++ own = own.merge_and_unload()
 
 experts-without-adapters: "all-linear" is taken for all; fused experts are parameters, not layers
 - if not lora_modules and (routers or experts):
@@ -406,15 +445,15 @@ evaluation-moves-the-training-noise: one generator for everything: how often one
 + pass
 
 evaluation-on-the-global-generator: a generator is an argument that may be left out
-- generator = stream(model.device, seed, "evaluation", i)
-+ generator = None
+- temperature, stream(model.device, *key, first + i))
++ temperature, None)
 
 biased-pass-at-k: the obvious formula is biased (arXiv 2107.03374, section 2.1)
 - return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 + return 1.0 - (1.0 - correct / n) ** k
 
 generator-not-restored:global: the global generators belong to nobody
-- set_rng_state(self.state["rng"])
+- set_rng_state(state["rng"])
 + pass
 
 rows-twice-after-a-resume: logs are appended to
