@@ -1,6 +1,7 @@
 """Reference learning curves: how they are recorded, and the band that fresh seeds must reach.
 
-    python benchmarks/curves.py record grpo-sort --seeds 30       appends one row per seed to curves/grpo-sort.jsonl
+    python benchmarks/curves.py record grpo-sort --seeds 30       appends one row per seed to curves/grpo-sort.jsonl;
+                                                                  --jobs 2: two seeds at a time
     python benchmarks/curves.py show                              bands, false-alarm rates, power; curves/*.png
 
 A curve stands in its script's spec (tests/specs). A band is one-sided: with n recorded seeds of mean m and standard
@@ -50,6 +51,7 @@ from scipy.stats import t as student
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from algos import reward_model  # noqa: E402
+from benchmarks.seeds import side_by_side  # noqa: E402
 from tests.specs import SPECS  # noqa: E402
 from utils.eject import eject  # noqa: E402
 from utils.machine import environment  # noqa: E402
@@ -190,20 +192,31 @@ def write_green(name: str, rows: list[dict]) -> None:
     path.with_suffix(".new").replace(path)
 
 
-def record(name: tyro.conf.Positional[str], seeds: int = 30) -> None:
-    """Trains seeds 1 to `seeds` of a curve, those that its file lacks, one after the other."""
+def one(name: tyro.conf.Positional[str], seed: tyro.conf.Positional[int]) -> None:
+    """Trains one seed of a curve and prints its row; `record` calls it."""
+    row = run_once(name, seed)
+    about = {"settings": CURVES[name].settings, **{k: environment()[k] for k in ("versions", "commit", "machine")}}
+    print(json.dumps(row | about), flush=True)
+
+
+def record(name: tyro.conf.Positional[str], seeds: int = 30, jobs: int = 1) -> None:
+    """Trains seeds 1 to `seeds` of a curve, those that its file lacks, `jobs` at a time on one thread each."""
     FOLDER.mkdir(exist_ok=True)
     rows, settings = recorded(name), json.loads(json.dumps(CURVES[name].settings))
     if any(row["settings"] != settings for row in rows):
         sys.exit(f"{name}.jsonl was recorded with other settings: move it away, and draw the old curve beside the new")
     known = {row["seed"] for row in rows}
     print(f"{name}: seeds {sorted(known)} are recorded already")
-    for seed in [seed for seed in range(1, seeds + 1) if seed not in known]:
-        row = run_once(name, seed)
-        about = {"settings": CURVES[name].settings, **{k: environment()[k] for k in ("versions", "commit", "machine")}}
-        with open(FOLDER / f"{name}.jsonl", "a") as file:
-            file.write(json.dumps(row | about) + "\n")
-        print(name, {key: value for key, value in row.items() if not isinstance(value, list)}, flush=True)
+    commands = {s: [sys.executable, __file__, "one", name, s] for s in range(1, seeds + 1) if s not in known}
+    with tempfile.TemporaryDirectory() as logs:
+        for seed, code, log in side_by_side(commands, jobs, Path(logs)):
+            (line,) = [line for line in log.read_text().splitlines() if line.startswith('{"seed": ')] or [""]
+            if code or not line:
+                sys.exit(f"seed {seed} ended with exit code {code}:\n{log.read_text()[-3000:]}")
+            with open(FOLDER / f"{name}.jsonl", "a") as file:
+                file.write(line + "\n")
+            numbers = {key: json.loads(line)[key] for key in (*CURVES[name].numbers, "seconds")}
+            print(name, {"seed": seed} | numbers, flush=True)
 
 
 def show() -> None:
@@ -237,4 +250,4 @@ def show() -> None:
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"record": record, "show": show})
+    tyro.extras.subcommand_cli_from_dict({"record": record, "one": one, "show": show})

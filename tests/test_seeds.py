@@ -1,0 +1,153 @@
+"""benchmarks/seeds.py: seeds side by side go on after a kill, and their mean has the interval that the page says."""
+
+import csv
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import REPO, assert_one_sentence, assert_same_result, checkpoints, new_run, wait_for
+from scipy.stats import t as student
+
+from algos import ppo
+from benchmarks import seeds
+from utils.errors import UserError
+
+FLAGS = (
+    "--num-envs 2 --num-steps 64 --total-timesteps 2048 --eval-every 1024 --eval-episodes 1 --save-every 256".split()
+)
+STUB = """
+import argparse, json, os, pathlib, sys
+parser = argparse.ArgumentParser()
+for flag in ("--seed", "--output-dir", "--resume", "--broken"):
+    parser.add_argument(flag)
+args = parser.parse_args()
+if args.seed == args.broken:
+    sys.exit("it broke" if args.seed else 2)
+run = pathlib.Path(args.output_dir, "run")
+(run / "model").mkdir(parents=True)
+(run / "config.json").touch()
+rows = [{"step": step, "return": float(args.seed) * step, "time/x": 1.0} for step in (0, 5, 10)]
+rows[1].pop("return") if args.seed == "2" else None
+(run / "metrics.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
+"""
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="not run: reads /proc")
+def test_seeds_go_on_after_a_kill(tmp_path):
+    """Killed while the second of two seeds is under way: the first stays untouched, the second goes on in its folder,
+    and both equal runs that nothing disturbed, bit for bit."""
+    args = seeds.Args(REPO / "algos/ppo.py", seeds=2, jobs=1, folder=tmp_path / "seeds")
+    first = multiprocessing.get_context("fork").Process(target=seeds.main, args=(args, FLAGS))
+    first.start()
+    first.poll, first.communicate = lambda: first.exitcode, lambda: first.exitcode
+    stopped = wait_for(first, tmp_path / "seeds/seed-2", lambda run: len(checkpoints(run)) > 1)
+    for pid in [first.pid, *children(first.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    first.join()
+    finished = next((tmp_path / "seeds/seed-1").glob("*/model/model.safetensors"))
+    assert not (stopped / "model").exists() and not (tmp_path / "seeds/seeds.csv").exists()
+    before = finished.stat().st_mtime_ns
+    time.sleep(0.5)  # its lock is freed when the kernel has ended it
+    seeds.main(args, FLAGS)
+    assert finished.stat().st_mtime_ns == before
+    for seed in (1, 2):
+        (run,) = (tmp_path / f"seeds/seed-{seed}").iterdir()
+        assert_same_result(run, new_run(ppo, tmp_path / f"alone-{seed}", *FLAGS, "--seed", seed, "--threads", 1))
+    assert (tmp_path / "seeds/seeds.png").stat().st_size > 1000
+    returns = [row for row in csv.DictReader(open(tmp_path / "seeds/seeds.csv")) if row["column"] == "eval/return"]
+    assert [row["step"] for row in returns] == ["1024", "2048"]
+
+
+def test_the_interval_is_students():
+    """By hand, and it covers the true mean in 95 of 100 experiments of four seeds."""
+    low, high = 3 - 4.302653 * 1 / 3**0.5, 3 + 4.302653 * 1 / 3**0.5
+    rows = [
+        [{"step": 0, "a": x, "time/step": 1.0, "b": x}, {"step": 1, **({"a": x} if x > 2 else {})}] for x in (2, 3, 4)
+    ]
+    table = seeds.summary(rows)
+    assert table.keys() == {"a", "b"} and len(table["a"]) == 1, "a step that one seed did not log has no mean of all"
+    assert table["a"][0] == pytest.approx([0, 3, low, high, 2, 3, 4], abs=1e-5)
+    draws = np.random.default_rng(0).normal(size=(2000, 4))
+    covered = [
+        low < 0 < high for x in draws for _, _, low, high, *_ in seeds.summary([[{"step": 0, "a": y}] for y in x])["a"]
+    ]
+    assert abs(np.mean(covered) - 0.95) < 3 * (0.95 * 0.05 / 2000) ** 0.5
+    assert student.ppf(0.975, 2) == pytest.approx(4.302653)
+
+
+def test_side_by_side(tmp_path, monkeypatch):
+    """Each command once, at most `jobs` at a time, on one thread; those that run when the caller stops are told."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    says = "date +%s%N; echo $OMP_NUM_THREADS; sleep 0.4; date +%s%N"
+    ended = list(seeds.side_by_side({n: ["sh", "-c", f"{says}; exit {n}"] for n in range(5)}, 2, tmp_path))
+    assert sorted((seed, code) for seed, code, _ in ended) == [(n, n) for n in range(5)]
+    lines = [log.read_text().split() for _, _, log in ended]
+    assert {threads for _, threads, _ in lines} == {"1"}
+    spans = [(int(start), int(end)) for start, _, end in lines]
+    together = [sum(start <= moment < end for start, end in spans) for moment, _ in spans]
+    assert max(together) == 2
+    long = 'trap "sleep 0.3; echo saved; exit 0" TERM; while :; do sleep 0.1; done'
+    stopped = seeds.side_by_side(
+        {5: ["sh", "-c", long], 6: ["sh", "-c", "sleep 0.5"], 7: ["touch", tmp_path / "x"]}, 2, tmp_path
+    )
+    assert next(stopped)[0] == 6
+    stopped.close()
+    assert (tmp_path / "seed-5.log").read_text() == "saved\n" and not (tmp_path / "x").exists()
+
+
+def stub(tmp_path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(STUB)
+    return path
+
+
+def test_any_script_and_more_seeds_later(tmp_path, capsys):
+    script = stub(tmp_path)
+    seeds.main(seeds.Args(script, seeds=2, folder=tmp_path / "out"), [])
+    seeds.main(seeds.Args(script, seeds=3, folder=tmp_path / "out"), [])
+    assert "2 of 3 seeds have finished" in capsys.readouterr().out
+    rows = list(csv.DictReader(open(tmp_path / "out/seeds.csv")))
+    assert [(row["column"], row["step"], row["mean"]) for row in rows] == [
+        ("return", "0", "0.0"),
+        ("return", "10", "20.0"),
+    ]
+    with pytest.raises(UserError, match="another --folder"):
+        seeds.main(seeds.Args(script, seeds=3, folder=tmp_path / "out"), ["--broken", "9"])
+    script.write_text(STUB + "\n")
+    with pytest.raises(UserError, match="another --folder"):
+        seeds.main(seeds.Args(script, seeds=3, folder=tmp_path / "out"), [])
+
+
+def test_a_seed_that_crashes_leaves_no_mean(tmp_path, capsys):
+    """The mean of the others would be of a choice; and the same command tries it again."""
+    with pytest.raises(SystemExit) as exit:
+        seeds.main(seeds.Args(stub(tmp_path), seeds=3, folder=tmp_path / "out"), ["--broken", "2"])
+    out = capsys.readouterr()
+    assert exit.value.code == 1 and "seed 2 ended with exit code 1: it broke" in out.out
+    assert_one_sentence(out.err, "seeds [2] did not finish", "seed-2.log")
+    assert not (tmp_path / "out/seeds.csv").exists() and (tmp_path / "out/seed-3/run/model").exists()
+
+
+@pytest.mark.parametrize(
+    "settings, flags, words",
+    [
+        (dict(seeds=1), [], "--seeds 1"),
+        (dict(jobs=0), [], "--jobs is 0"),
+        (dict(script=Path("absent.py")), [], "absent.py is not a file"),
+        ({}, ["--seed=3"], "--seed=3 is set for each seed"),
+        ({}, ["--output_dir", "x"], "--output_dir is set"),
+        (dict(columns=("nothing",)), [], "--columns nothing: all seeds have logged return"),
+    ],
+)
+def test_wrong_input_of_seeds(settings, flags, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        seeds.main(seeds.Args(**dict(script=stub(tmp_path), seeds=2, folder=tmp_path / "out") | settings), flags)
