@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks import processes
 from benchmarks.page import ROOT, page, pages
 
 
@@ -9,3 +10,7 @@ from benchmarks.page import ROOT, page, pages
 def test_the_tables_are_fresh(path):
     text = path.read_text()
     assert page(text) == text, "run: python benchmarks/page.py write"
+
+
+def test_the_computed_table_is_fresh():
+    assert "\n".join(processes.computed()) in processes.README.read_text(), "run: python benchmarks/processes.py paper"
