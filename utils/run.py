@@ -315,6 +315,7 @@ class Run:
         try:
             yield
         except Exception:
+            together(lambda: None)  # raises if another rank was killed: what is lost then is computed again, not saved
             if columns is not None:
                 self.log(step, **columns)
             self.save(step, state() if callable(state) else state, rng)
