@@ -15,7 +15,8 @@ from tests.flags import EXEMPT, MEMORY, SPECIAL
 from tests.specs import SPECS
 
 ROUNDED = 1e-3, 1e-4  # how far a flag of memory may change results, relative and absolute: sums in another order
-DECIDED_BY_ROUNDING = ("accuracy",)  # where policy and reference are equal
+# before the first update policy and reference are equal, and the signs of their margins are those of rounding errors
+DECIDED_BY_ROUNDING = ("accuracy",)
 
 
 def choices(algo: str, flag: str) -> list:

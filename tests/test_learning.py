@@ -163,7 +163,12 @@ def test_iql_gains_nothing_over_cloning_from_shuffled_rewards(monkeypatch):
 @pytest.mark.learns("dt-hopper-small")
 def test_dt_does_not_listen_to_shuffled_returns_to_go(monkeypatch):
     """Each trajectory gets the return of another one, less what it has collected so far. The slope is then nearer to 0
-    than that of any recorded seed."""
+    than that of any recorded seed. Where the first seed's is not, a second one is asked, as for the bands.
+
+    False alarm: of 20 such seeds on two machines 19 lie within 0.032 of 0 and one at -0.085, beyond the 0.067 of the
+    recorded seeds; at one in 20, both miss in one run of 400 (outside of the bands' budget). Power: the limit is the
+    lowest of 30 seeds that listen, so one that listens as they do stays below it in one case of 31, and passes this
+    test, with two chances, in 6 %."""
     returns_to_go = dt.returns_to_go
 
     def shuffled(rewards, starts):
@@ -172,8 +177,12 @@ def test_dt_does_not_listen_to_shuffled_returns_to_go(monkeypatch):
         return returns_to_go(rewards, starts) + np.repeat(others - totals, np.diff(starts, append=len(rewards)))
 
     monkeypatch.setattr(dt, "returns_to_go", shuffled)
-    slope = run_once("dt-hopper-small", fresh_seeds()[0])["mean eval/slope"]
-    assert abs(slope) < min(row["mean eval/slope"] for row in recorded("dt-hopper-small"))
+    limit, slopes = min(row["mean eval/slope"] for row in recorded("dt-hopper-small")), []
+    for seed in fresh_seeds()[:2]:
+        slopes.append(run_once("dt-hopper-small", seed)["mean eval/slope"])
+        if abs(slopes[-1]) < limit:
+            return
+    raise AssertionError(f"slopes {slopes} of two seeds are both beyond {limit}")
 
 
 def test_iql_s_band_lies_above_cloning():
