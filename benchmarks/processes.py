@@ -4,11 +4,11 @@
     python benchmarks/processes.py measure --smoke  the same with tiny sizes; nothing is written
     python benchmarks/processes.py paper            the computed table in README.md
 
-measure. Steps of grpo.py, sampling and update, without evaluations and files. Default: the default run. Wide: six
-layers of the width and the vocabulary of Qwen2.5-0.5B with random weights and random rewards, float32, 16 completions
-of 16 tokens. Both sides do the same work, which their gradient norms show, and take turns in fresh processes; the first
-step of a process does not count. The numbers are medians of the others. memory: the largest resident size, of all
-processes together.
+measure. Steps of grpo.py, sampling and update, without evaluations and files. Default: the default run, but sampled in
+two batches. Wide: six layers of the width and the vocabulary of Qwen2.5-0.5B with random weights and random rewards,
+float32, 16 completions of 16 tokens. Both sides do the same work, which their gradient norms show, and take turns in
+fresh processes; the first step of a process does not count. The numbers are medians of the others. memory: the largest
+resident size, of all processes together.
 
 paper. Never run. N weights, d width, Ly layers, V words, W GPUs; bytes of one GPU under --fsdp (README.md has the
 settings):
@@ -50,9 +50,12 @@ from utils.tasks import load_task  # noqa: E402
 
 README, RESULT = ROOT / "benchmarks/README.md", ROOT / "benchmarks/results/processes.json"
 WIDE = QWEN | dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14, vocab_size=151_936)
-# the embedded model has its own defaults; the other gets what fits a CPU
-SETTINGS = dict(task="sort", num_prompts=4, num_generations=4, sample_batch_size=8, micro_batch_size=4, beta=0.0,
-                micro_batch_tokens=0, max_completion_length=16, precision="float32", learning_rate=1e-6)  # fmt: skip
+SETTINGS: dict = {
+    "default": dict(sample_batch_size=256),  # two batches: its own 512 would be one, and work for one process
+    "wide": dict(task="sort", num_prompts=4, num_generations=4, sample_batch_size=8, micro_batch_size=4, beta=0.0,
+                 micro_batch_tokens=0, max_completion_length=16, precision="float32", learning_rate=1e-6),
+}  # fmt: skip
+SMOKE = dict(num_prompts=4, num_generations=2, sample_batch_size=4, micro_batch_size=2)
 SIDES = {"1 process of 2 threads": (1, 2), "2 processes of 1 thread": (2, 1)}
 COUNTS = {"default": (3, 5), "wide": (2, 3)}  # rounds, and steps in each with the one that does not count
 Case = Literal["default", "wide"]
@@ -72,12 +75,10 @@ def random_model(smoke: bool):
 
 def worker(case: tyro.conf.Positional[Case], steps: int, smoke: bool = False) -> None:
     """One side: prints the seconds of each step and what shows that both sides did the same."""
-    args = grpo.Args(device="cpu", **(SETTINGS if case == "wide" else {}))
+    args = grpo.Args(device="cpu", **SETTINGS[case] | (SMOKE if smoke else {}))
     device = prepare(args)
     model, tokenizer = random_model(smoke) if case == "wide" else load_model(args.model, device)
     resolve_for(model, args, grpo.PRESETS)
-    if smoke:
-        args.num_prompts, args.num_generations, args.sample_batch_size, args.micro_batch_size = 4, 2, 4, 2
     without_dropout(model)
     task = load_task(args.task)
     score = make_scorer(task, (), (), steps, device)
