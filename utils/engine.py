@@ -183,27 +183,25 @@ class Engine:
                 moved = distance(samples._replace(logps=score), self.score(model, samples))
             perturbed[name] = self.rounded(p + noise * min(50.0, wanted / max(moved, 1e-9)))
         self.send(model, perturbed)
-        hidden = set()
+        seen: dict[str, float] = {}  # by part of the model, how surely it arrived
         for server in self.servers:
             samples = probe(server)
             with having(model, perturbed) as own:
                 right = self.score(model, samples)
-                for name, p in trained(model):
-                    p.data, changed = own[name], p.data
-                    found = votes(samples, right, self.score(model, samples))
-                    p.data = changed
-                    refuse_old(server, found, f"has an old {name}")
-                    if significance(found) < Z:
-                        hidden.add(name)
+                found = {part: votes(samples, right, self.score(model, samples)) for part in old_parts(model, own)}
+            oldest = min(found, key=lambda part: significance(found[part]))
+            refuse_old(server, found[oldest], f"has an old {oldest}")
             refuse_far(server, distance(samples, right), FAR * max(server.noise, ROUNDING))
-        return (f"engine: {server.noise:.2g} nats from the model; {len(perturbed) - len(hidden)} of {len(perturbed)} "
-                f"tensors were seen to arrive{', not ' if hidden else ''}{', '.join(sorted(hidden))}")  # fmt: skip
+            seen = {part: min(significance(found[part]), seen.get(part, Z)) for part in found}
+        hidden = [part for part in seen if seen[part] < Z]
+        return (f"engine: {server.noise:.2g} nats from the model; {len(seen) - len(hidden)} of its {len(seen)} tensors "
+                f"were seen to arrive{', not ' if hidden else ''}{', '.join(hidden)}")  # fmt: skip
 
     def check(self, model, samples: Samples) -> dict[str, float]:
         """Compares servers and model on ROWS completions. Returns columns over their tokens: the mean importance weight
         pi_theta / pi_engine, the share of weights above 2, the effective sample size (sum w)^2 / (N sum w^2)."""
         group = len(samples.completion_ids) // len(samples.prompt_ids)
-        count = max(1, ROWS // group)
+        count = min(len(samples.prompt_ids), max(1, ROWS // group))
         part = Samples(*(t[:count] for t in samples[:2]), *(t[: count * group] for t in samples[2:]))
         score = self.score(model, part)
         with having(model, self.now):
@@ -249,6 +247,20 @@ def having(model, weights: Weights) -> Iterator[Weights]:
     finally:
         for name, p in trained(model):
             p.data = held.get(name, p.data)
+
+
+def old_parts(model, old: Weights) -> Iterator[str]:
+    """Puts old weights into the model, one at a time, and yields their names. One that embedding and output layer share
+    is also put into each of the two alone."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    for name, p in trained(model):
+        new, p.data = p.data, old[name]
+        yield name
+        p.data = new
+        for layer in ends if all(layer is not None and layer.weight is p for layer in ends) else ():
+            layer.weight = torch.nn.Parameter(old[name])
+            yield f"{name} in its {type(layer).__name__} layer"
+            layer.weight = p
 
 
 def distance(samples: Samples, score: Tensor) -> float:
