@@ -36,16 +36,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from utils.distributed import is_sharded, on_rank_0, unsharded
 from utils.errors import UserError
 from utils.lm import Samples, completion_logps, micro_batches, stream
-from utils.models import autocast
+from utils.models import autocast, unsharded_copy
 
 TIMEOUT = 1800  # seconds until a server must have answered
 AT_ONCE = 128  # prompts that a server has under way
 ROWS = 64  # completions of a step that are compared
 VOTES = 256  # of a server, the newest
 Z, FAR = 6.0, 10.0
-LIMIT, SHIFT, ROUNDING = 0.5, 0.2, 1e-4  # nats; a distance is never far below FAR * ROUNDING
+LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # nats, by what weights are sent in
+SHIFT, ROUNDING = 0.2, 1e-4  # nats; a distance is never far below FAR * ROUNDING
 CPU = torch.device("cpu")
 REMEDY = "restart the server, or use a version of vLLM that README names, and --resume the run"
 Weights = dict[str, Tensor]  # trained tensors by name
@@ -80,29 +82,32 @@ class Engine:
     """Servers that sample for the policy. Its methods raise UserError, in one sentence, where a server is gone or slow,
     is not set up as it must be, or samples with other weights than it was given."""
 
-    def __init__(self, args, folder: Path):
-        """args: of the script. folder: where weights are written, each time in a new folder that is removed again."""
-        self.args, self.folder, self.servers = args, folder, [Server(url.rstrip("/")) for url in args.sampler]
+    def __init__(self, args):
+        """args: of the script. Weights are written to --output-dir, each time in a new folder that is removed again."""
+        self.args, self.servers = args, [Server(url.rstrip("/")) for url in args.sampler]
         self.dtype = torch.float32 if args.precision == "float32" else torch.bfloat16
         self.now: Weights = {}  # what the servers were given last
         self.before: Weights = {}  # and before that
+        self.turn = 0  # the server that gets the next prompt
+        self.drawn: tuple[Samples, Tensor] | None = None  # the first samples since a load, and their rows' servers
 
-    def load(self, model) -> str:
-        """Gives the servers the model's weights. The first time they must show that each tensor arrives: returns what
-        to print of that."""
+    def load(self, model) -> None:
+        """Gives the servers the model's weights, if they have changed. All of them must be there (`unsharded`)."""
         model.zero_grad(set_to_none=True)  # makes room for a second copy of the weights
-        weights, found = {name: self.rounded(p) for name, p in trained(model)}, ""
-        if not self.now:
+        weights, self.drawn = {name: self.rounded(p) for name, p in trained(model)}, None
+        if not self.now or any(not torch.equal(weights[name], self.now[name]) for name in weights):
             self.send(model, weights)
-            found = self.prove(model)
-        self.send(model, weights)
-        return found
 
     def rounded(self, weight: Tensor) -> Tensor:
-        return weight.detach().to("cpu", self.dtype)
+        return weight.detach().to("cpu", self.dtype, copy=True)  # and no view of it, which would follow training
 
     def send(self, model, weights: Weights) -> None:
-        with tempfile.TemporaryDirectory(prefix="weights-", dir=self.folder) as path:
+        """Has every server load the model with these weights."""
+        folder = Path(self.args.output_dir).expanduser().resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="weights-", dir=folder) as path:
+            if is_sharded(model):
+                model = unsharded_copy(model, dict(model.named_parameters()))
             if adapters := hasattr(model, "peft_config"):
                 with having(model, weights):
                     model.save_pretrained(path, save_embedding_layers=False)
@@ -126,8 +131,8 @@ class Engine:
 
     def sample(self, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max_new_tokens: int, eos: list[int],
                temperature: float = 1.0, generator: torch.Generator | None = None) -> Samples:  # fmt: skip
-        """As `sample` of utils/lm.py, with the servers' log-probabilities. Prompt i goes to server i modulo their
-        number. It has seeds of its own, for equal seeds draw alike for all prompts."""
+        """As `sample` of utils/lm.py, with the servers' log-probabilities. Servers take turns at prompts. Each
+        completion has a seed of its own, for equal seeds draw alike for all prompts."""
         seed = generator.initial_seed() if generator else 0
         longest = int(prompt_mask.sum(1).max()) + max_new_tokens
         if longest > self.room:
@@ -137,8 +142,11 @@ class Engine:
                         ignore_eos=True, stop_token_ids=eos, stop=[], logprobs=0, return_token_ids=True,
                         return_tokens_as_token_ids=True)  # fmt: skip  # ignore_eos: the server's own; ours stop
 
+        turns = [(self.turn + i) % len(self.servers) for i in range(len(prompt_ids))]
+        self.turn += len(turns)
+
         def complete(i: int) -> list[tuple[list[int], list[float]]]:
-            server, prompt = self.servers[i % len(self.servers)], prompt_ids[i][prompt_mask[i]].tolist()
+            server, prompt = self.servers[turns[i]], prompt_ids[i][prompt_mask[i]].tolist()
             body = sampling | {"model": server.name, "prompt": prompt, "seed": seed + i * num_samples}
             choices = sorted(server.ask("/v1/completions", body)["choices"], key=lambda one: one["index"])
             found = [(one["token_ids"], one["logprobs"]["token_logprobs"]) for one in choices]
@@ -157,10 +165,15 @@ class Engine:
         logps = torch.tensor([logps + [0.0] * (width - len(logps)) for _, logps in found], device=device)
         lengths = torch.tensor([[len(ids)] for ids, _ in found], device=device)
         ended = torch.tensor([ids[-1] in eos for ids, _ in found], device=device)
-        return Samples(prompt_ids, prompt_mask, ids, torch.arange(width, device=device) < lengths, logps, ended)
+        samples = Samples(prompt_ids, prompt_mask, ids, torch.arange(width, device=device) < lengths, logps, ended)
+        self.drawn = self.drawn or (samples, torch.tensor(turns).repeat_interleave(num_samples))
+        return samples
 
     def prove(self, model) -> str:
-        """Gives the servers perturbed weights and looks for each tensor in what each of them samples."""
+        """At the start: gives the servers the model's weights, then perturbed ones, and looks for each tensor in what
+        each of them samples. Returns a line for the terminal."""
+        self.load(model)
+        temperature = getattr(self.args, "temperature", 1.0)
         prompts = torch.randint(model.config.get_text_config().vocab_size, (16, 4), generator=stream(CPU, "engine"))
         prompts = prompts.to(model.device)
 
@@ -168,27 +181,30 @@ class Engine:
             """128 completions of 8 tokens, by this server."""
             alone = copy.copy(self)
             alone.servers = [server]
-            return alone.sample(prompts, torch.ones_like(prompts, dtype=torch.bool), 8, 8, [], self.args.temperature)
+            return alone.sample(prompts, torch.ones_like(prompts, dtype=torch.bool), 8, 8, [], temperature)
 
         for server in self.servers:
             samples = probe(server)
-            score = self.score(model, samples)
+            score = self.score(model, samples, temperature)
             server.noise = distance(samples, score)
-            refuse_far(server, server.noise, LIMIT)
+            refuse_far(server, server.noise, LIMIT[self.dtype])
         perturbed, wanted = {}, max(SHIFT, 2 * max(server.noise for server in self.servers))
         for name, p in trained(model):
             noise = torch.randn(p.shape, generator=stream(p.device, name), device=p.device)
             noise *= (p.detach().square().mean().sqrt() or 1.0) / 50
             with having(model, {name: p + noise}):
-                moved = distance(samples._replace(logps=score), self.score(model, samples))
+                moved = distance(samples._replace(logps=score), self.score(model, samples, temperature))
             perturbed[name] = self.rounded(p + noise * min(50.0, wanted / max(moved, 1e-9)))
         self.send(model, perturbed)
         seen: dict[str, float] = {}  # by part of the model, how surely it arrived
         for server in self.servers:
             samples = probe(server)
             with having(model, perturbed) as own:
-                right = self.score(model, samples)
-                found = {part: votes(samples, right, self.score(model, samples)) for part in old_parts(model, own)}
+                right = self.score(model, samples, temperature)
+                found = {
+                    part: votes(samples, right, self.score(model, samples, temperature))
+                    for part in old_parts(model, own)
+                }
             oldest = min(found, key=lambda part: significance(found[part]))
             refuse_old(server, found[oldest], f"has an old {oldest}")
             refuse_far(server, distance(samples, right), FAR * max(server.noise, ROUNDING))
@@ -197,20 +213,22 @@ class Engine:
         return (f"engine: {server.noise:.2g} nats from the model; {len(seen) - len(hidden)} of its {len(seen)} tensors "
                 f"were seen to arrive{', not ' if hidden else ''}{', '.join(hidden)}")  # fmt: skip
 
-    def check(self, model, samples: Samples) -> dict[str, float]:
-        """Compares servers and model on ROWS completions. Returns columns over their tokens: the mean importance weight
-        pi_theta / pi_engine, the share of weights above 2, the effective sample size (sum w)^2 / (N sum w^2)."""
+    def check(self, model, temperature: float) -> dict[str, float]:
+        """Compares servers and model on up to ROWS completions since the last load. Returns columns over their tokens:
+        the mean importance weight pi_theta / pi_engine, the share of weights above 2, and the effective sample size
+        (sum w)^2 / (N sum w^2)."""
+        assert self.drawn is not None, "nothing was sampled since the last load"
+        samples, turns = self.drawn
         group = len(samples.completion_ids) // len(samples.prompt_ids)
         count = min(len(samples.prompt_ids), max(1, ROWS // group))
         part = Samples(*(t[:count] for t in samples[:2]), *(t[: count * group] for t in samples[2:]))
-        score = self.score(model, part)
+        score = self.score(model, part, temperature)
         with having(model, self.now):
-            right = self.score(model, part)
+            right = self.score(model, part, temperature)
         with having(model, self.before):
-            new = votes(part, right, self.score(model, part))
-        servers = (torch.arange(count) % len(self.servers)).repeat_interleave(group)
+            new = votes(part, right, self.score(model, part, temperature))
         for i, server in enumerate(self.servers):
-            rows = servers == i
+            rows = turns[: count * group] == i
             server.votes = torch.cat([server.votes, new[rows]])[-VOTES:]
             refuse_old(server, server.votes, "has older weights")
             if rows.any():
@@ -221,14 +239,22 @@ class Engine:
                 "engine/ess": (weights.sum() ** 2 / weights.square().sum() / len(weights)).item()}  # fmt: skip
 
     @torch.no_grad()
-    def score(self, model, samples: Samples) -> Tensor:
+    def score(self, model, samples: Samples, temperature: float) -> Tensor:
         """The model's own log-probabilities, (B, T)."""
         out = torch.zeros_like(samples.logps)
         with autocast(model.device, self.args.precision):
             for rows, inputs in micro_batches(samples, len(out), self.args.micro_batch_tokens or 4096):
-                logps, _ = completion_logps(model, *inputs, self.args.temperature)
+                logps, _ = completion_logps(model, *inputs, temperature)
                 out[rows, : logps.shape[1]] = logps.to(out.dtype)
         return out
+
+
+def connect(model, args) -> None:
+    """Has `sample_all` use the servers of --sampler, which must first show that they follow the model."""
+    engine = Engine(args)
+    with unsharded(model):
+        print(on_rank_0(lambda: engine.prove(model)))
+    model.engine = engine
 
 
 def trained(model) -> list[tuple[str, torch.nn.Parameter]]:
