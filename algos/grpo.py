@@ -377,6 +377,7 @@ def train(args: Args) -> list[dict]:
             "truncated": 1 - samples.ended.float().mean().item(),
             "learning_rate": rate,
             **scored.columns,
+            **model.sampler_columns,
             "time/sample": sampled - start,
             "time/step": time.perf_counter() - start,
         }

@@ -3,6 +3,7 @@
 import torch
 
 from utils.checkpoint import rng_state, set_rng_state
+from utils.engine import connect
 from utils.errors import UserError
 from utils.lm import completion_logps, pad_left, sample
 from utils.models import autocast
@@ -19,7 +20,7 @@ def check_model(model, precision: str, noise_allowed: bool = False) -> None:
 
     Raises UserError where a prompt's cache cannot be repeated for its group (Mamba), where sampler and scorer disagree,
     and, unless `noise_allowed`, where training mode scores otherwise than evaluation mode (PhiMoE draws experts, some
-    routers have jitter). Leaves random streams, mode and gradients as they were."""
+    routers have jitter). Leaves random streams, mode and gradients as they were. Connects the servers of --sampler."""
     kind, training, before = model.config.model_type, model.training, rng_state()
     exact = all(p.dtype == torch.float32 for p in model.parameters())
     try:
@@ -44,6 +45,9 @@ def check_model(model, precision: str, noise_allowed: bool = False) -> None:
                 f"evaluation mode, where {used} allows {LARGEST_NOISE[used]:g}: turn off what it draws in training, "
                 "such as router_jitter_noise in its config.json, or give another model"
             )
+    if flags := getattr(model, "flags", None):
+        if flags.sampler:
+            connect(model, flags)
 
 
 @torch.no_grad()

@@ -7,13 +7,14 @@ Shapes: P prompts, G completions of each, B = P * G rows (the G completions of a
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from utils.decode import StaticDecoder, can_be_static
-from utils.distributed import is_sharded, share, together, total_numbers, unsharded
+from utils.distributed import is_sharded, on_rank_0, share, together, total_numbers, unsharded
 from utils.errors import UserError
 from utils.head import CHUNK_ELEMENTS, body_and_head, token_logps
 
@@ -170,19 +171,26 @@ def sample_all(model, prompts: list[list[int]], num_samples: int, max_new_tokens
                temperature: float, rows_at_once: int, key: tuple, first: int = 0) -> Samples:  # fmt: skip
     """`num_samples` completions of each of P prompts, on every rank. They are sampled in batches of up to
     `rows_at_once` completions of whole prompts, each batch by one rank and with a stream of its own, `key` and the
-    number of its first prompt (that of the first batch is `first`): so all ranks together draw what one would."""
-    at_once = max(1, rows_at_once // num_samples)
+    number of its first prompt (that of the first batch is `first`): so all ranks together draw what one would.
+    Servers of --sampler get the model's weights and draw in its place; what they are found to do is then in
+    model.sampler_columns."""
+    at_once, engine = max(1, rows_at_once // num_samples), getattr(model, "engine", None)
+    draw_batch = engine.sample if engine else partial(sample, model)
 
     def draw() -> dict[int, Samples]:
         parts = {}
         for i in share(range(0, len(prompts), at_once)):
-            part = sample(model, *pad_left(prompts[i : i + at_once], model.device), num_samples, max_new_tokens, eos,
-                          temperature, stream(model.device, *key, first + i))  # fmt: skip
+            part = draw_batch(*pad_left(prompts[i : i + at_once], model.device), num_samples, max_new_tokens, eos,
+                              temperature, stream(model.device, *key, first + i))  # fmt: skip
             parts[i] = Samples(*(x.cpu() for x in part))
         return parts
 
     with unsharded(model):
+        if engine:
+            on_rank_0(lambda: engine.load(model))
         parts = {i: part for found in together(draw) for i, part in found.items()}
+        if engine and temperature > 0:
+            model.sampler_columns = on_rank_0(lambda: engine.check(model, temperature))
     return Samples(*(x.to(model.device) for x in join([parts[i] for i in sorted(parts)])))
 
 

@@ -68,6 +68,9 @@ class PolicyArgs(ModelArgs):
     """compute logits in float32 under bfloat16, too: a smaller sampler_gap, a slower output layer"""
     cuda_graphs: bool = False
     """sample with a static cache and, on a GPU, one CUDA graph for each batch size (never run by us on a GPU)"""
+    sampler: tuple[str, ...] = ()
+    """http://HOST:PORT of vLLM servers that sample in place of the model, in training and evaluation; they share the
+    prompts. algos/README.md says how to start one"""
 
 
 def load_model(path: str, device: torch.device | str = "cpu", precision: str | None = "float32", lora_rank: int = 0,
@@ -185,9 +188,9 @@ def load_policy(args, device: torch.device):
 
 
 def with_policy_flags(model, tokenizer, args):
-    """The tokenizer with the flags of PolicyArgs, which utils/text.py reads there; the model gets those that `sample`
-    reads, and its head. Raises UserError for what the chat template or the vocabulary does not know."""
-    model.cuda_graphs = args.cuda_graphs
+    """The tokenizer with the flags of PolicyArgs, which utils/text.py reads there; the model gets them for `sample` and
+    `check_model`, and its head. Raises UserError for what the chat template or the vocabulary does not know."""
+    model.cuda_graphs, model.flags, model.sampler_columns = args.cuda_graphs, args, {}
     if args.float32_head:
         with_float32_head(model)
     kwargs, template = parse_pairs(args.chat_template_kwargs, "--chat-template-kwargs"), tokenizer.chat_template

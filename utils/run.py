@@ -181,7 +181,7 @@ class Run:
         config = json.dumps({"algo": algo, "task": task, "args": dataclasses.asdict(args), **environment()}, indent=1)
         if args.resume:
             self.dir = Path(args.resume).resolve()
-            free = LOGGING_FLAGS + MEMORY_FLAGS + (() if schedule_depends_on_budget else (budget,))
+            free = LOGGING_FLAGS + MEMORY_FLAGS + ("sampler",) + (() if schedule_depends_on_budget else (budget,))
             saved, now = saved_args(self.dir), json.loads(json.dumps(dataclasses.asdict(args)))
             for name, value in now.items():
                 value = tuple(value) if isinstance(value, list) else value
