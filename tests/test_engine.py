@@ -5,6 +5,8 @@ The slow tests need a real server: `python benchmarks/engine.py check --folder F
 """
 
 import copy
+import gc
+import importlib
 import json
 import os
 import random
@@ -12,13 +14,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.engine_server import NEUTRAL, RECORDED, StandIn, make_model, serving
+from tests.helpers import ONLINE, command_line, metrics, new_run, runs_in, weights
+from tests.helpers import SMALL as RUNS
 from utils import engine as engine_module
 from utils.engine import Engine, Server, distance, significance, trained, votes
 from utils.errors import UserError
 from utils.lm import Samples, completion_logps, pad_left, sample, stream
+from utils.models import TINY_MODEL
 
 CPU = torch.device("cpu")
 PROMPTS = pad_left([[3, 4, 5], [6, 7], [8, 9, 10, 11], [3, 4, 5]], "cpu")
@@ -454,6 +459,82 @@ def test_a_server_of_another_model_is_refused(tmp_path):
     other, model = make_model(config=Qwen2Config(tie_word_embeddings=False, hidden_act="relu", **SMALL)), make_small()
     with serving(StandIn(other)) as server, pytest.raises(UserError, match="other weights"):
         make_engine(tmp_path, server.url).prove(model)
+
+
+# runs
+
+
+@pytest.fixture
+def tiny():
+    """A stand-in that holds the embedded model."""
+    with serving(StandIn(AutoModelForCausalLM.from_pretrained(TINY_MODEL))) as server:
+        server.config["max_model_len"] = 128
+        yield server
+
+
+def small_run(algo: str, *more: str) -> list[str]:
+    sizes = ["--num-prompts", "2", "--num-generations", "2", "--eval-prompts", "2", "--eval-samples", "2"]
+    sizes = sizes if algo in ("grpo", "dapo", "rloo") else sizes[:2] + sizes[4:]
+    return [*RUNS[algo], *sizes, "--max-steps", "3", "--save-every", "1", "--eval-every", "2", *more]
+
+
+@pytest.mark.parametrize("algo", ONLINE)
+def test_a_run_samples_from_the_server_and_learns_from_its_own_weights(algo, tiny, tmp_path):
+    """Training and evaluation ask the server; what it says is what the policy says, at every step."""
+    module = importlib.import_module(f"algos.{algo}")
+    rows = metrics(new_run(module, tmp_path, *small_run(algo, "--sampler", tiny.url)))
+    bodies = [body for path, body in tiny.asked if path == "/v1/completions"]
+    assert {0.0, module.Args().temperature} == {body["temperature"] for body in bodies}  # evaluated, too
+    loads = [path for path, _ in tiny.asked if path == "/collective_rpc"]
+    assert len(loads) == 6  # own, perturbed and own ones at the start, and after each step
+    for row in rows[1:]:
+        assert row["sampler_gap"] < 1e-5
+        assert row["engine/weight"] == pytest.approx(1, abs=1e-4) and row["engine/ess"] == pytest.approx(1, abs=1e-4)
+        assert row["engine/above_2"] == 0
+    assert not any(path.name.startswith("weights-") for path in tmp_path.iterdir())
+
+
+def test_without_a_server_there_are_no_columns_of_it(tmp_path):
+    rows = metrics(new_run(importlib.import_module("algos.grpo"), tmp_path, *small_run("grpo")))
+    assert not any(name.startswith("engine/") for row in rows for name in row)
+
+
+@pytest.mark.parametrize("where", ["collecting", "evaluating"])
+def test_a_server_that_goes_away_ends_the_run_and_another_one_continues_it(where, tiny, tmp_path, capsys):
+    """With the numbers of the run that nothing has interrupted, bit for bit."""
+    module = importlib.import_module("algos.grpo")
+    whole = new_run(module, tmp_path / "a", *small_run("grpo", "--sampler", tiny.url))
+    with serving(StandIn(tiny.model)) as other:
+        left = {"collecting": 3, "evaluating": 4}[where]  # loads until it goes
+
+        def loading(tensors):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise RuntimeError("killed")
+            return tensors
+
+        other.config, other.loading = tiny.config, loading
+        with pytest.raises(SystemExit, match="2") as leaving:
+            new_run(module, tmp_path / "b", *small_run("grpo", "--sampler", other.url))
+    del leaving  # it holds the run, which holds its lock
+    gc.collect()
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: the engine --sampler http") and "killed" in error
+    (folder,) = runs_in(tmp_path / "b")
+    command_line(module, "--resume", folder, "--sampler", tiny.url)
+    assert metrics(folder) == metrics(whole)
+    theirs = weights(whole)
+    assert all(torch.equal(value, theirs[name]) for name, value in weights(folder).items())
+
+
+def test_a_server_that_is_not_there_leaves_no_run_behind(tmp_path, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        new_run(importlib.import_module("algos.grpo"), tmp_path, *small_run("grpo", "--sampler", "http://127.0.0.1:9"))
+    assert leaving.value.code == 2 and not list(tmp_path.iterdir())
+    assert (
+        capsys.readouterr().err.strip().splitlines()[-1].startswith("error: the engine --sampler http://127.0.0.1:9 ")
+    )
 
 
 # the real one
