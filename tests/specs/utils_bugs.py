@@ -7,6 +7,7 @@ TESTS = {  # as Spec.tests
     "utils/checkpoint.py": "resume_control runs",
     "utils/decode.py": "invariance",
     "utils/distributed.py": "distributed",
+    "utils/engine.py": "engine",
     "utils/envs.py": "exact_ppo exact_sac envs atari offline_data command_line_control resume_control",
     "utils/evaluation.py": "exact_grpo runs rewards",
     "utils/head.py": "invariance properties exact_grpo distributed",
@@ -483,6 +484,76 @@ saved-tensors-tied-to-their-graph: hooks that return the tensor that they were g
 resume-with-the-memory-that-was-too-little:run: the sentence that names flags which --resume then refuses
 - LOGGING_FLAGS + MEMORY_FLAGS +
 + LOGGING_FLAGS +
+
+engine-keeps-a-view: on a CPU in float32 `.to` gives the tensor itself, which goes on with training
+- self.dtype, copy=True)
++ self.dtype)
+
+engine-never-perturbed: the start is said to be proven, with the weights that the server had
+- self.send(model, perturbed)
++ self.send(model, {name: self.rounded(p) for name, p in trained(model)})
+
+engine-stale-unnoticed: the rule is worked out and nobody asks
+- refuse_old(server, server.votes, "has older weights")
++ significance(server.votes)
+
+engine-fixed-limit: a limit that suits the first model; of one step it sees nothing
+- distance(mine, score[rows]), FAR * max(server.noise, ROUNDING))
++ distance(mine, score[rows]), 0.2)
+
+engine-tied-head-as-one: two layers of one weight are taken for one, and a server may hold two
+- layer.weight = torch.nn.Parameter(old[name])
++ layer.weight = p
+
+engine-eos-dropped: the text has no EOS, and its tokens are taken to have none
+- found = [(one["token_ids"], one["logprobs"]["token_logprobs"]) for one in choices]
++ found = [(one["token_ids"][:-1] or one["token_ids"], one["logprobs"]["token_logprobs"][: max(1, len(one["token_ids"]) - 1)]) for one in choices]
+
+engine-temperature-left-out: the server's own default is taken
+- min_tokens=0, temperature=temperature, top_p=1.0,
++ min_tokens=0, top_p=1.0,
+
+engine-top-k-left-out: a model's generation settings fill it in (Qwen2.5: top_k 20)
+- top_k=0, min_p=0.0,
++ min_p=0.0,
+
+engine-one-seed: vLLM seeds each prompt of a request alike, and completion j as seed + j
+- "seed": seed + i * num_samples}
++ "seed": seed}
+
+engine-order-of-arrival: completions of a prompt come as they end
+- choices = sorted(server.ask("/v1/completions", body)["choices"], key=lambda one: one["index"])
++ choices = server.ask("/v1/completions", body)["choices"]
+
+engine-own-eos-ends: the server's EOS is not the run's where --eos-token says another
+- ignore_eos=True, stop_token_ids=eos
++ ignore_eos=False, stop_token_ids=eos
+
+engine-cut-silently: vLLM shortens what does not fit, without a word
+- if longest > self.room:
++ if longest > 2 * self.room:
+
+engine-raw-logprobs: without the temperature, where the mode is the default
+- if config["logprobs_mode"] != "processed_logprobs":
++ if config["logprobs_mode"] is None:
+
+engine-scored-at-one: the server divides by the temperature, the scorer does not
+- completion_logps(model, *inputs, temperature)
++ completion_logps(model, *inputs)
+
+engine-weights-not-put-back: the run goes on from perturbed weights
+-             p.data = held.get(name, p.data)
++             p.data = p.data
+
+engine-loaded-once: the weights of the start are sampled from for ever
+- if not self.now or any(not torch.equal(weights[name], self.now[name]) for name in weights):
++ if not self.now:
+
+engine-one-server-loaded: of several, the first
+-             for server in self.servers:
+-                 config
++             for server in self.servers[:1]:
++                 config
 """)
 SAME = parse_bugs("""
 same:rename-ratio
