@@ -452,6 +452,15 @@ def test_a_server_of_too_short_a_context_is_refused(server, tmp_path):
         engine.sample(*PROMPTS, 1, 20, [1])
 
 
+def test_the_shortest_of_several_servers_counts(server, tmp_path):
+    with serving(StandIn(server.model)) as longer:
+        server.config["max_model_len"] = 23
+        engine = make_engine(tmp_path, server.url, longer.url)
+        engine.load(make_small())
+        with pytest.raises(UserError, match=f"{server.url} takes 23 tokens"):
+            engine.sample(*PROMPTS, 1, 20, [1])
+
+
 def test_a_server_of_another_model_is_refused(tmp_path):
     """Of another shape it refuses our weights; of the same shape but another function its samples tell."""
     with serving(StandIn(make_model())) as server, pytest.raises(UserError, match="does it serve --model"):

@@ -3,8 +3,8 @@
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --generation-config vllm
 
 serves the model of --model, from any environment. Its developer mode executes what it is sent: bind it to 127.0.0.1 or
-to a network that you trust. It reads weights from a folder in the run's, which it must see under the same path. With
---lora-rank it gets the adapters: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank RANK, too.
+to a network that you trust. It reads weights from a folder in --output-dir, which it must see under the same path.
+With --lora-rank it gets the adapters: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank RANK, too.
 
 A server may answer that it has loaded weights and sample with old ones, or with one old tensor. Two rules stop the run:
 
@@ -57,6 +57,7 @@ Weights = dict[str, Tensor]  # trained tensors by name
 class Server:
     url: str
     name: str = ""  # of what it serves
+    room: int = 0  # tokens of a prompt and its completion
     noise: float = 0.0  # nats: mean distance from the model at the start
     votes: Tensor = field(default_factory=lambda: torch.zeros(0))
 
@@ -70,7 +71,7 @@ class Server:
                 return json.loads(text) if text.startswith(b"{") else {}
         except urllib.error.HTTPError as error:
             raise self.error(f"refuses {path} ({error.code} {error.read(300).decode(errors='replace')}): does it serve "
-                             "--model, in developer mode, and see the run's folder?") from error  # fmt: skip
+                             "--model, in developer mode, and see --output-dir?") from error  # fmt: skip
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise self.error(f"does not answer ({error}): start it and --resume the run") from error
 
@@ -119,7 +120,7 @@ class Engine:
                 config = server.ask("/server_info?config_format=json")["vllm_config"]["model_config"]
                 if config["logprobs_mode"] != "processed_logprobs":
                     raise server.error("was started without --logprobs-mode processed_logprobs")
-                server.name, self.room = "adapter", config["max_model_len"]
+                server.name, server.room = "adapter", config["max_model_len"]
                 if adapters:
                     server.ask("/v1/load_lora_adapter", dict(lora_name="adapter", lora_path=path, load_inplace=True))
                 else:
@@ -135,8 +136,9 @@ class Engine:
         completion has a seed of its own, for equal seeds draw alike for all prompts."""
         seed = generator.initial_seed() if generator else 0
         longest = int(prompt_mask.sum(1).max()) + max_new_tokens
-        if longest > self.room:
-            raise self.servers[0].error(f"takes {self.room} tokens: start it with --max-model-len {longest} or more")
+        least = min(self.servers, key=lambda server: server.room)
+        if longest > least.room:
+            raise least.error(f"takes {least.room} tokens: start it with --max-model-len {longest} or more")
         sampling = dict(n=num_samples, max_tokens=max_new_tokens, min_tokens=0, temperature=temperature, top_p=1.0,
                         top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0,
                         ignore_eos=True, stop_token_ids=eos, stop=[], logprobs=0, return_token_ids=True,
@@ -241,11 +243,13 @@ class Engine:
     @torch.no_grad()
     def score(self, model, samples: Samples, temperature: float) -> Tensor:
         """The model's own log-probabilities, (B, T)."""
-        out = torch.zeros_like(samples.logps)
+        out, training = torch.zeros_like(samples.logps), model.training
+        model.eval()
         with autocast(model.device, self.args.precision):
             for rows, inputs in micro_batches(samples, len(out), self.args.micro_batch_tokens or 4096):
                 logps, _ = completion_logps(model, *inputs, temperature)
                 out[rows, : logps.shape[1]] = logps.to(out.dtype)
+        model.train(training)
         return out
 
 

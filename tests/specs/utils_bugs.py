@@ -530,8 +530,8 @@ engine-own-eos-ends: the server's EOS is not the run's where --eos-token says an
 + ignore_eos=False, stop_token_ids=eos
 
 engine-cut-silently: vLLM shortens what does not fit, without a word
-- if longest > self.room:
-+ if longest > 2 * self.room:
+- if longest > least.room:
++ if longest > 2 * least.room:
 
 engine-raw-logprobs: without the temperature, where the mode is the default
 - if config["logprobs_mode"] != "processed_logprobs":
