@@ -423,7 +423,7 @@ def test_a_server_that_is_gone_is_one_sentence(server, tmp_path):
 
 
 def test_a_slow_server_is_one_sentence(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "TIMEOUT", 0.3)
+    monkeypatch.setattr(engine_module, "SLOWEST", 0.3)
     engine = make_engine(tmp_path, server.url)
     engine.send(server.model, {})
     with server.lock, pytest.raises(UserError, match="does not answer .*timed out"):

@@ -41,7 +41,7 @@ from utils.errors import UserError
 from utils.lm import Samples, completion_logps, micro_batches, stream
 from utils.models import autocast, unsharded_copy
 
-TIMEOUT = 1800  # seconds until a server must have answered
+SLOWEST = 1800  # seconds until a server must have answered
 AT_ONCE = 128  # prompts that a server has under way
 ROWS = 64  # completions of a step that are compared
 VOTES = 256  # of a server, the newest
@@ -66,7 +66,7 @@ class Server:
         data, opener = body and json.dumps(body).encode(), urllib.request.build_opener(urllib.request.ProxyHandler({}))
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
-            with opener.open(request, timeout=TIMEOUT) as reply:
+            with opener.open(request, timeout=SLOWEST) as reply:
                 text = reply.read()
                 return json.loads(text) if text.startswith(b"{") else {}
         except urllib.error.HTTPError as error:
