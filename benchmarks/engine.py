@@ -126,10 +126,10 @@ def record() -> None:
         return reply
 
     Server.ask = noted
-    args = SimpleNamespace(sampler=[URL], precision="float32", micro_batch_tokens=0, temperature=0.7)
+    args = SimpleNamespace(sampler=[URL], precision="float32", temperature=0.7, output_dir=tempfile.gettempdir())
     version = json.load(urllib.request.urlopen(URL + "/version"))["version"]
     with tempfile.TemporaryDirectory() as folder:
-        engine, model = Engine(args, Path(folder)), make_model()
+        engine, model = Engine(args), make_model()
         engine.send(model, {})
         prompts = pad_left([[3, 4, 5], [6, 7]], "cpu")
         engine.sample(*prompts, 4, 6, [1, 8], 0.7, stream(torch.device("cpu"), "record"))

@@ -55,7 +55,7 @@ def one_step(engine: Engine, model, k: int, temperature: float = 0.7) -> dict[st
     """What a training step does with an engine."""
     if not engine.now:
         engine.prove(model)
-    engine.load(model)
+    engine.know(engine.load(model))
     engine.sample(*PROMPTS, 8, 10, [1], temperature, stream(CPU, k))
     return engine.check(model, temperature)
 
@@ -286,7 +286,7 @@ def test_weights_that_are_one_step_old_are_seen_below_the_noise(tmp_path):
             for k in range(40):
                 if k == 0:
                     engine.prove(model)
-                engine.load(model)
+                engine.know(engine.load(model))
                 samples = engine.sample(*PROMPTS, 16, 10, [1], 0.7, stream(CPU, k))
                 distances.append(distance(samples, engine.score(model, samples, 0.7)))
                 engine.check(model, 0.7)
@@ -300,7 +300,7 @@ def test_a_restarted_server_with_its_first_weights_is_seen(server, tmp_path):
     for k in range(3):
         one_step(engine, model, k)
         step(model, 0.05, k)
-    engine.load(model)
+    engine.know(engine.load(model))
     server.model.load_state_dict(first)
     engine.sample(*PROMPTS, 8, 10, [1], 0.7, stream(CPU, 9))
     with pytest.raises(UserError, match="given"):
@@ -396,7 +396,7 @@ def test_columns_by_hand(server, tmp_path):
     """Of a server that says log-probabilities that are too low at half of the tokens, by log 3."""
     engine, model = make_engine(tmp_path, server.url), make_small()
     engine.prove(model)
-    engine.load(model)
+    engine.know(engine.load(model))
     engine.servers[0].noise = 1.0
     engine.sample(*PROMPTS, 4, 10, [], 0.7, stream(CPU, 1))
     found, turns = engine.drawn
@@ -574,7 +574,7 @@ def test_vllm_samples_with_the_weights_that_it_was_given(vllm, tmp_path):
     print(said)
     assert f"{len(trained(model))} of its {len(trained(model))} tensors were seen" in said
     for k in range(5):
-        engine.load(model)
+        engine.know(engine.load(model))
         samples = engine.sample(*PROMPTS, 16, 20, [1, 8], 0.7, stream(CPU, k))
         gap = distance(samples, engine.score(model, samples, 0.7))
         print(k, gap, engine.check(model, 0.7))

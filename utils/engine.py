@@ -36,9 +36,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from utils.distributed import is_sharded, on_rank_0, unsharded
+from utils.distributed import is_sharded, on_rank_0, rank, unsharded
 from utils.errors import UserError
-from utils.lm import Samples, completion_logps, micro_batches, stream
+from utils.lm import Samples, completion_logps, stream
 from utils.models import autocast, unsharded_copy
 
 SLOWEST = 1800  # seconds until a server must have answered
@@ -89,15 +89,22 @@ class Engine:
         self.dtype = torch.float32 if args.precision == "float32" else torch.bfloat16
         self.now: Weights = {}  # what the servers were given last
         self.before: Weights = {}  # and before that
-        self.turn = 0  # the server that gets the next prompt
+        self.turn = rank()  # the server that gets the next prompt
         self.drawn: tuple[Samples, Tensor] | None = None  # the first samples since a load, and their rows' servers
 
-    def load(self, model) -> None:
-        """Gives the servers the model's weights, if they have changed. All of them must be there (`unsharded`)."""
+    def load(self, model) -> list[tuple[str, int]]:
+        """Gives the servers the model's weights, if they have changed. All of them must be there (`unsharded`). Called
+        on one rank; the others must `know` what it returns."""
         model.zero_grad(set_to_none=True)  # makes room for a second copy of the weights
-        weights, self.drawn = {name: self.rounded(p) for name, p in trained(model)}, None
+        weights = {name: self.rounded(p) for name, p in trained(model)}
         if not self.now or any(not torch.equal(weights[name], self.now[name]) for name in weights):
             self.send(model, weights)
+        return [(server.name, server.room) for server in self.servers]
+
+    def know(self, loaded: list[tuple[str, int]]) -> None:
+        self.drawn = None
+        for server, (name, room) in zip(self.servers, loaded):
+            server.name, server.room = name, room
 
     def rounded(self, weight: Tensor) -> Tensor:
         return weight.detach().to("cpu", self.dtype, copy=True)  # and no view of it, which would follow training
@@ -234,7 +241,7 @@ class Engine:
             server.votes = torch.cat([server.votes, new[rows]])[-VOTES:]
             refuse_old(server, server.votes, "has older weights")
             if rows.any():
-                mine = Samples(*part[:2], *(t[rows] for t in part[2:]))
+                mine = part._replace(logps=part.logps[rows], completion_mask=part.completion_mask[rows])
                 refuse_far(server, distance(mine, score[rows]), FAR * max(server.noise, ROUNDING))
         weights = (score - part.logps)[part.completion_mask].double().exp()
         return {"engine/weight": weights.mean().item(), "engine/above_2": (weights > 2).double().mean().item(),
@@ -244,11 +251,13 @@ class Engine:
     def score(self, model, samples: Samples, temperature: float) -> Tensor:
         """The model's own log-probabilities, (B, T)."""
         out, training = torch.zeros_like(samples.logps), model.training
+        group, width = len(out) // len(samples.prompt_ids), samples.prompt_ids.shape[1] + out.shape[1]
         model.eval()
         with autocast(model.device, self.args.precision):
-            for rows, inputs in micro_batches(samples, len(out), self.args.micro_batch_tokens or 4096):
-                logps, _ = completion_logps(model, *inputs, temperature)
-                out[rows, : logps.shape[1]] = logps.to(out.dtype)
+            for rows in torch.arange(len(out), device=out.device).split(max(1, 4096 // width)):  # tokens in one pass
+                prompts = samples.prompt_ids[rows // group], samples.prompt_mask[rows // group]
+                completions = samples.completion_ids[rows], samples.completion_mask[rows]
+                out[rows] = completion_logps(model, *prompts, *completions, temperature)[0].to(out.dtype)
         model.train(training)
         return out
 
