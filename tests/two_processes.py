@@ -38,11 +38,11 @@ def graded(completions, log_extra, log_metric, **_):
 def unsure(prompts, completions, **_):
     return [None if sum(map(ord, x + y)) % 3 else len(y) / 20 for x, y in zip(prompts, completions)]
 """
-ONLINE = dict(task="sort", num_prompts=6, sample_batch_size=4, max_completion_length=6, temperature=1.3,
+ONLINE = dict(task="sort", num_prompts=10, sample_batch_size=4, max_completion_length=6, temperature=1.3,
               reward=(str(FOLDER / "rewards.py") + ":graded",), eval_every=0)  # fmt: skip
 OFFLINE = dict(task="sort", num_pairs=20, batch_size=6, micro_batch_size=2, max_length=32, eval_every=0)
 ANSWERS = dict(eval_max_new_tokens=5, sample_batch_size=4)
-SMALL = {  # micro-batches are three: one process has two of them, the other one
+SMALL = {  # batches and micro-batches are three or five: one process has one more of them than the other
     "grpo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1),
     "dapo": ONLINE | dict(num_generations=2, micro_batch_size=4, overlong_buffer=2, max_sampling_rounds=2),
     "rloo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1, num_iterations=2),

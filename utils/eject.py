@@ -1,6 +1,7 @@
 """Writes one self-contained file: a script with exactly the part of utils/ that it uses inlined, readable, in order.
 
     python utils/eject.py algos/grpo.py > mine.py
+    python utils/eject.py --single algos/grpo.py > mine.py      without what only several processes and engines need
 
 How: a file's top-level statements are its units. Starting from all units of the script, every global name that a unit
 refers to brings in the units that bind it, through `from utils.x import name` into other modules, until nothing is
@@ -21,6 +22,7 @@ from pathlib import Path
 UTILS = Path(__file__).resolve().parent
 WIDTH = 120  # of an import line
 OURS = re.compile(r"from (\.|utils\b)|import (.*, )?utils\b")  # an import of this package's, in any form
+REPLACED = ("utils.distributed", "utils.engine")  # by utils/single.py
 PLAIN = re.compile(r"from utils\.\w+ import \w+(, \w+)*")  # in the form that can be inlined
 
 
@@ -110,14 +112,17 @@ def import_block(wanted: set[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def eject(path: Path) -> str:
-    """The text of the self-contained file; raises EjectError where there cannot be one."""
-    path = Path(path).resolve()
+def eject(script: Path, single: bool = False) -> str:
+    """The text of the self-contained file; raises EjectError where there cannot be one. single: with utils/single.py
+    where utils/distributed.py and utils/engine.py stood."""
+    path = Path(script).resolve()
     label = path.relative_to(UTILS.parent).as_posix() if path.is_relative_to(UTILS.parent) else path.name
     files: dict[str, File] = {}  # in the order in which Python runs them
     used, wanted, senses = set(), set(), {}
 
     def load(module: str) -> File:
+        if single and module in REPLACED:
+            module = "utils.single"
         if module not in files:
             name = f"{module.replace('.', '/')}.py"
             file = read(UTILS.parent / name, name)
@@ -144,31 +149,32 @@ def eject(path: Path) -> str:
             for other in sorted(unit.binds | unit.reads):
                 use(file, other)
 
-    script = read(path, label)
-    for module in script.borrowed.values():
+    own = read(path, label)
+    for module in own.borrowed.values():
         load(module)
-    used.update(script.units)
-    for name in sorted({*script.imports}.union(*(unit.binds | unit.reads for unit in script.units))):
-        use(script, name)
+    used.update(own.units)
+    for name in sorted({*own.imports}.union(*(unit.binds | unit.reads for unit in own.units))):
+        use(own, name)
     parts = []
-    for file in [*files.values(), script]:
+    for file in [*files.values(), own]:
         text, previous = "", None
         for unit in (unit for unit in file.units if unit in used):
             near = previous is not None and not (unit.is_block or previous.is_block)
             text, previous = text + ("\n" if near else "\n\n\n") + unit.text, unit
         if text:
             notes = [f"# {line}".rstrip() for line in file.head.strip('"\n').splitlines()]
-            lines = [f"# --- {file.label} ---"] if file is script else [f"# --- from {file.label} ---", *notes]
+            lines = [f"# --- {file.label} ---"] if file is own else [f"# --- from {file.label} ---", *notes]
             parts.append("\n".join(lines) + text)
     note = f"# Ejected from plainrl: {label} and, inlined, the part of utils/ that it uses. One file, yours to change."
-    return f"{note}\n{script.head}\n\n{import_block(wanted)}\n\n" + "\n\n\n".join(parts) + "\n"
+    return f"{note}\n{own.head}\n\n{import_block(wanted)}\n\n" + "\n\n\n".join(parts) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prints a script and the part of utils/ that it uses as one file.")
     parser.add_argument("script", type=Path, help="for example algos/grpo.py")
+    parser.add_argument("--single", action="store_true", help="without what only several processes and engines need")
     try:
-        sys.stdout.buffer.write(eject(parser.parse_args().script).encode())
+        sys.stdout.buffer.write(eject(**vars(parser.parse_args())).encode())
     except EjectError as error:
         parser.exit(2, f"{error}\n")
 

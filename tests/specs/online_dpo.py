@@ -63,8 +63,8 @@ exploration-term-of-the-policy-s-sample: two completions a prompt, in an order t
 + (logps * valid).sum(1)[::2]
 
 both-samples-are-the-policy-s: one name for two models of the same kind: at first they are equal
-- theirs = some(ref_model or model, 
-+ theirs = some(model, 
+- theirs = some(ref_model or model,
++ theirs = some(model,
 
 groups-interleaved:xpo: two batches are joined one behind the other: pairs then are of two prompts
 - device=model.device).view(2, -1).T.flatten()

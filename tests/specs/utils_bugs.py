@@ -24,6 +24,7 @@ TESTS = {  # as Spec.tests
     "utils/run.py": "resume_control runs memory resume::test_killed_at_any_moment "
     "resume::test_a_kill_while_the_reference_is_computed envs::test_a_run_is_evaluated_five_times_at_least",
     "utils/schedule.py": "exact_grpo runs",
+    "utils/single.py": "eject::test_a_copy_for_one_process_leaves_torchrun_out",
     "utils/spaces.py": "exact_sac offline_data exact_iql exact_dt",
     "utils/tasks.py": "tasks sft preferences runs",
     "utils/text.py": "text tasks sft preferences unpaired reward_models runs",
