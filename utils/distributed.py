@@ -41,8 +41,7 @@ def world() -> int:
 
 
 def start(device: str) -> torch.device:
-    """Joins the other ranks. Returns the device of this one. Raises UserError where a
-    rank has no device of its own."""
+    """Joins the other ranks. Returns the device of this one. Raises UserError where there is none for it."""
     if world() == 1:
         return torch.device(device)
     local = int(os.environ["LOCAL_RANK"])

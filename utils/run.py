@@ -47,12 +47,8 @@ from utils.plot import plot
 
 LOGGING_FLAGS = ("resume", "track", "save_every", "keep", "output_dir")  # none of them changes what is computed
 EARLY = 60  # seconds between saves of unfinished work before the first step
-MEMORY_FLAGS = (
-    "gradient_checkpointing",
-    "micro_batch_tokens",
-    "micro_batch_size",
-    "fsdp",
-)  # nor these, but for rounding
+# nor these, but for rounding
+MEMORY_FLAGS = ("gradient_checkpointing", "micro_batch_tokens", "micro_batch_size", "fsdp")
 SMALLER_FLAGS = ("lora_rank", "sample_batch_size", "max_completion_length", "batch_size", "num_envs", "buffer_size")
 
 
@@ -71,8 +67,8 @@ class RunArgs:
     keep: PositiveInt = 2
     """checkpoints kept"""
     resume: str = ""
-    """folder of a run to continue; keep all flags but those of logging, --gradient-checkpointing and --micro-batch-...,
-    and the budget if a schedule depends on it"""
+    """folder of a run to continue; keep all flags but those of logging, --gradient-checkpointing, --micro-batch-... and
+    --fsdp, and the budget if a schedule depends on it"""
     track: bool = False
     """also log to Weights & Biases (WANDB_MODE=offline works)"""
 
@@ -210,9 +206,8 @@ class Run:
 
         self.step = self.state["step"] if self.state is not None else 0  # where the last iteration ended
         self.logged = self.step  # the last row's
-        self.bar = tqdm(
-            total=total, initial=self.step, unit="step", dynamic_ncols=True, disable=None if self.writes else True
-        )
+        off = None if self.writes else True  # None: where there is no terminal
+        self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True, disable=off)
         self.print(f"run folder: {self.dir}")
 
     def open(self, config: str, total: int, budget: str) -> tuple:
