@@ -547,6 +547,12 @@ def test_a_server_that_is_not_there_leaves_no_run_behind(small_run, tmp_path, ca
     )
 
 
+def test_shards_are_refused(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "is_sharded", lambda model: True)
+    with pytest.raises(UserError, match="--sampler does not go with --fsdp"):
+        engine_module.connect(make_small(), make_engine(tmp_path, server.url).args)
+
+
 # the real one
 
 

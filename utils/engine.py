@@ -36,10 +36,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from utils.distributed import is_sharded, on_rank_0, rank, unsharded
+from utils.distributed import is_sharded, on_rank_0, rank
 from utils.errors import UserError
 from utils.lm import Samples, completion_logps, stream
-from utils.models import autocast, unsharded_copy
+from utils.models import autocast
 
 SLOWEST = 1800  # seconds until a server must have answered
 AT_ONCE = 128  # prompts that a server has under way
@@ -93,8 +93,8 @@ class Engine:
         self.drawn: tuple[Samples, Tensor] | None = None  # the first samples since a load, and their rows' servers
 
     def load(self, model) -> list[tuple[str, int]]:
-        """Gives the servers the model's weights, if they have changed. All of them must be there (`unsharded`). Called
-        on one rank; the others must `know` what it returns."""
+        """Gives the servers the model's weights, if they have changed. Called on one rank; all must `know` what it
+        returns."""
         model.zero_grad(set_to_none=True)  # makes room for a second copy of the weights
         weights = {name: self.rounded(p) for name, p in trained(model)}
         if not self.now or any(not torch.equal(weights[name], self.now[name]) for name in weights):
@@ -114,8 +114,6 @@ class Engine:
         folder = Path(self.args.output_dir).expanduser().resolve()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="weights-", dir=folder) as path:
-            if is_sharded(model):
-                model = unsharded_copy(model, dict(model.named_parameters()))
             if adapters := hasattr(model, "peft_config"):
                 with having(model, weights):
                     model.save_pretrained(path, save_embedding_layers=False)
@@ -263,10 +261,12 @@ class Engine:
 
 
 def connect(model, args) -> None:
-    """Has `sample_all` use the servers of --sampler, which must first show that they follow the model."""
+    """Has `sample_all` use the servers of --sampler, which must first show that they follow the model. Raises UserError for
+    shards, too."""
+    if is_sharded(model):
+        raise UserError("--sampler does not go with --fsdp: leave one of them")
     engine = Engine(args)
-    with unsharded(model):
-        print(on_rank_0(lambda: engine.prove(model)))
+    print(on_rank_0(lambda: engine.prove(model)))
     model.engine = engine
 
 
