@@ -53,8 +53,8 @@ Metrics
     clip_fraction  share of tokens whose gradient is cut; below 0.3. In the first epoch 0 in float32; in bfloat16 the
                    sampler's rounding alone can take a few tokens beyond the clip
     sampler_gap    mean |log pi_theta - log pi_old| in the first epoch; 1e-6 in float32, more means a bug
-    engine/weight, engine/above_2, engine/ess   with --sampler, over tokens: mean of pi_theta / pi_engine, its share above
-                   2, effective sample size over the number of tokens; about 1, 0 and 1
+    engine/weight, engine/above_2, engine/ess   with --sampler, over tokens: mean of pi_theta / pi_engine, its share
+                   above 2, effective sample size over the number of tokens; about 1, 0 and 1
     entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
     The loss is not logged: at rho = 1 its first term is 0 whatever the gradient.
 

@@ -60,8 +60,8 @@ Metrics
                    pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
     grad_norm      before clipping; falls as frac_ties rises. ipo's is 1/beta in size, so always clipped
     sampler_gap    mean |log pi_theta - log pi_old|, old as sampled; 1e-6 in float32, more means a bug
-    engine/weight, engine/above_2, engine/ess   with --sampler, over tokens: mean of pi_theta / pi_engine, its share above
-                   2, effective sample size over the number of tokens; about 1, 0 and 1
+    engine/weight, engine/above_2, engine/ess   with --sampler, over tokens: mean of pi_theta / pi_engine, its share
+                   above 2, effective sample size over the number of tokens; about 1, 0 and 1
     entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
 
 Differences

@@ -52,8 +52,8 @@ Metrics
     approx_kl           mean of rho - 1 - log rho over tokens in the last update epoch; 0.001 to 0.03
     clip_fraction       share of tokens whose gradient is cut in the last update epoch; below 0.3
     sampler_gap         mean |log pi_theta - log pi_old| before the first optimizer step; 1e-6 in float32
-    engine/weight, engine/above_2, engine/ess   with --sampler, over tokens: mean of pi_theta / pi_engine, its share above
-                   2, effective sample size over the number of tokens; about 1, 0 and 1
+    engine/weight, engine/above_2, engine/ess   with --sampler, over tokens: mean of pi_theta / pi_engine, its share
+                   above 2, effective sample size over the number of tokens; about 1, 0 and 1
     entropy             nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS
 
 Differences

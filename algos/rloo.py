@@ -48,8 +48,8 @@ Metrics
     approx_kl      mean over tokens of q - 1 - log q, q = pi_theta / pi_old, in the last epoch; near 0 with one epoch
     clip_fraction  share of completions whose gradient is cut; 0 in the first epoch, below 0.3
     sampler_gap    mean |log pi_theta - log pi_old| in the first epoch, old as sampled; 1e-6 in float32
-    engine/weight, engine/above_2, engine/ess   with --sampler, over tokens: mean of pi_theta / pi_engine, its share above
-                   2, effective sample size over the number of tokens; about 1, 0 and 1
+    engine/weight, engine/above_2, engine/ess   with --sampler, over tokens: mean of pi_theta / pi_engine, its share
+                   above 2, effective sample size over the number of tokens; about 1, 0 and 1
     entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
     The loss is not logged: at rho = 1 its value is 0 whatever its gradient.
 

@@ -508,7 +508,7 @@ engine-tied-head-as-one: two layers of one weight are taken for one, and a serve
 
 engine-eos-dropped: the text has no EOS, and its tokens are taken to have none
 - found = [(one["token_ids"], one["logprobs"]["token_logprobs"]) for one in choices]
-+ found = [(one["token_ids"][:-1] or one["token_ids"], one["logprobs"]["token_logprobs"][: max(1, len(one["token_ids"]) - 1)]) for one in choices]
++ found = [(one["token_ids"][:-1], one["logprobs"]["token_logprobs"][:-1]) for one in choices]
 
 engine-temperature-left-out: the server's own default is taken
 - min_tokens=0, temperature=temperature, top_p=1.0,
