@@ -261,8 +261,8 @@ class Engine:
 
 
 def connect(model, args) -> None:
-    """Has `sample_all` use the servers of --sampler, which must first show that they follow the model. Raises UserError for
-    shards, too."""
+    """Has `sample_all` use the servers of --sampler, once they have shown that they follow the model. Raises UserError
+    for a model in shards, too."""
     if is_sharded(model):
         raise UserError("--sampler does not go with --fsdp: leave one of them")
     engine = Engine(args)
