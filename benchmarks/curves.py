@@ -70,12 +70,19 @@ SCRIPT_OF = {name: script for script, spec in SPECS.items() for name in spec.cur
 REWARD_MODEL = dict(task="sort", max_steps=20, eval_every=0)  # what a curve with label_noise trains before
 
 
+@contextlib.contextmanager
+def quiet_folder():
+    """A temporary folder, while nothing is printed."""
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+        yield folder
+
+
 def run_once(name: str, seed: int, **changes) -> dict:
     """Trains curve `name` with `seed` in a temporary folder, in this process; returns one row of its file."""
     curve = CURVES[name]
     column, module = curve.column, importlib.import_module(f"algos.{SCRIPT_OF[name]}")
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+    with quiet_folder() as folder:
         common = {"seed": seed, "output_dir": folder, "save_every": 10**6}
         if curve.label_noise is not None:
             reward_model.train(reward_model.Args(**REWARD_MODEL | common, label_noise=curve.label_noise))

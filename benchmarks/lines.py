@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from tests.family import code_of, without_args  # noqa: E402
 
-ROOTS = ("grpo", "dpo", "sft", "ppo", "sac", "bc", "dt")
+ROOTS = ("grpo", "dpo", "sft", "ppo", "sac", "dqn", "bc", "dt")
 
 
 def size(path: Path) -> int:

@@ -151,6 +151,13 @@ def needs_trl(monkeypatch):
 
 
 @pytest.fixture
+def needs_sb3():
+    module = pytest.importorskip("stable_baselines3", reason="needs stable-baselines3==2.9.0", exc_type=ImportError)
+    if not module.__version__.startswith("2.9."):
+        pytest.skip(f"stable-baselines3 is {module.__version__}: the comparison is with 2.9")
+
+
+@pytest.fixture
 def imports_as_they_were(monkeypatch):
     """A user's project may take the name `utils`: give it back afterwards, and forget control.write_project's own."""
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "utils"}

@@ -10,13 +10,20 @@ import torch
 from environments import Probe
 from helpers import command_line
 
-from algos import bc, dt, iql, ppo, sac
+from algos import bc, c51, dqn, dt, her, iql, ppo, sac
+from tests.specs import SPECS
 
-SCRIPTS = {"ppo": ppo, "sac": sac}
+SCRIPTS = {"ppo": ppo, "sac": sac, "dqn": dqn}
+CHILDREN = {"c51": c51, "her": her}
 OFFLINE = {"bc": bc, "iql": iql, "dt": dt}
 scripts = pytest.mark.parametrize("algo", SCRIPTS)
 WALK = ["--env-id", "environments:Walk-v0"]
 BANDIT = "--env-id environments:Bandit-v0 --env-kwargs"
+
+
+def walk(algo: str) -> list[str]:
+    """The environment of tests/environments.py for this script."""
+    return ["--env-id", SPECS[algo].walk]
 
 
 @contextlib.contextmanager
@@ -139,7 +146,10 @@ import gymnasium as gym
 from utils.shapes import SIZE  # the project's, not ours
 
 class Mine(gym.Env):
-    observation_space, action_space = gym.spaces.Box(-9, 9, (SIZE,)), gym.spaces.Box(-1, 1, (2,))
+    observation_space = gym.spaces.Box(-9, 9, (SIZE,))
+
+    def __init__(self, choices=0):
+        self.action_space = gym.spaces.Discrete(choices) if choices else gym.spaces.Box(-1, 1, (2,))
 
     def reset(self, seed=None, options=None):
         from utils.late import start  # also when it is imported later

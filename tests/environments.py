@@ -50,6 +50,44 @@ class Walk(gym.Env):
         return np.full((32, 32, 3), 100, np.uint8)
 
 
+class Hop(Walk):
+    """Walk with numbered actions: to the left, none, to the right."""
+
+    action_space = spaces.Discrete(3, start=-1)
+
+    def step(self, action):
+        return super().step(np.array([2.0 * action]))
+
+
+class Goal(Hop):
+    """Hop whose goal is a place, reached where both round to the same number."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        self.observation_space = spaces.Dict(achieved_goal=box, desired_goal=box, observation=Walk.observation_space)
+
+    def observe(self):
+        return {"observation": self.state, "achieved_goal": self.state[:1].round(), "desired_goal": self.goal}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.goal = self.np_random.normal(size=1).round()
+        return self.observe(), {}
+
+    def step(self, action):
+        _, reward, terminated, *rest = super().step(action)
+        obs = self.observe()
+        reward += self.compute_reward(obs["achieved_goal"], self.goal, {})
+        return obs, float(reward), terminated, *rest
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        return (achieved_goal == desired_goal).all(-1) - 1.0
+
+    def compute_terminated(self, achieved_goal, desired_goal, info):
+        return False
+
+
 def deep(state):
     return state[0] / 0 if state is None else 1 // 0
 
@@ -132,6 +170,8 @@ ACTIONS = {
 }
 
 gym.register("Walk-v0", "environments:Walk", max_episode_steps=40)
+gym.register("Hop-v0", "environments:Hop", max_episode_steps=40)
+gym.register("Goal-v0", "environments:Goal", max_episode_steps=40)
 gym.register("Endless-v0", "environments:Walk", kwargs={"size": 1_000})
 gym.register("Bandit-v0", "environments:Bandit")
 gym.register("Probe-v0", "environments:Probe", max_episode_steps=Probe.LIMIT)

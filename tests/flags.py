@@ -47,6 +47,7 @@ JITTER = dict(model="@jitter", learning_rate=1e-3)
 NOISY_REWARD = JITTER | dict(reward=("@rewards.py:noisy",))
 # episodes end before the checkpoint: a resume that only replays the last one draws less
 WALK = dict(env_id="environments:Walk-v0", env_kwargs=("label=noisy", "size=1"))
+HOP = WALK | dict(env_id="environments:Hop-v0")  # the same with numbered actions
 
 # the shipped model gives some right answers
 RIGHT = dict(model="@tiny", max_steps=1, learning_rate=1e-5, eval_max_new_tokens=20)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from control import BANDIT, OFFLINE, SCRIPTS, WALK, score
+from control import BANDIT, CHILDREN, OFFLINE, SCRIPTS, WALK, score, walk
 from every_script import options
 from helpers import SMALL, checkpoints, command_line, metrics, new_run, user_error, weights
 from small_data import pendulum
@@ -14,17 +14,19 @@ from small_data import pendulum
 from algos import bc, dt, ppo
 from utils.checkpoint import load_newest
 
-MODULES = SCRIPTS | OFFLINE
+MODULES = SCRIPTS | CHILDREN | OFFLINE
 NUMBERS = {  # what the sentence says -> wrong numbers, for every script that has the flag
     "at least 1": "total-timesteps 0, num-envs 0, hidden-size 0, eval-episodes 0, save-every 0, keep 0, num-steps 0, "
     "num-minibatches 0, update-epochs 0, batch-size 0, buffer-size 0, utd-ratio 0, log-every 0, max-steps 0, "
-    "context-length 0, max-episode-length 0",
+    "context-length 0, max-episode-length 0, train-frequency 0, gradient-steps 0, target-network-frequency 0, "
+    "num-atoms 0",
     "at least 0": "eval-every -1, threads -1, ent-coef -0.1, vf-coef -1, learning-starts -1, temperature -1, "
-    "online-steps -1, weight-decay -1",
+    "online-steps -1, weight-decay -1, her-k -1",
     "above 0": "learning-rate 0, clip-coef 0, max-grad-norm 0, target-kl 0, alpha 0, top-fraction 0, expectile 0, "
     "rtg-scale 0",
     "finite": "learning-rate nan, gamma nan, vf-coef inf, log-std-init nan, target-entropy nan, target-returns nan 1",
-    "from 0 to 1": "gamma 1.1, gamma -0.1, gae-lambda 1.5, tau 1.5, tau -0.1",
+    "from 0 to 1": "gamma 1.1, gamma -0.1, gae-lambda 1.5, tau 1.5, tau -0.1, start-e 1.1, end-e -0.1, "
+    "exploration-fraction 2",
     "below 1": "dropout 1, expectile 1",
     "at most 1": "top-fraction 1.1",
 }
@@ -65,6 +67,20 @@ OWN = {
         ("--buffer-size 1000000000000000", "--buffer-size 1000000000000000", "36,000,000.0 GB"),
         *CONTROL,
     ],
+    "dqn": [
+        ("--env-id Pendulum-v1", "Box", "DQN needs a Discrete one"),
+        ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
+        ("--buffer-size 1000000000000000", "--buffer-size 1000000000000000", "44,000,000.0 GB"),
+        *CONTROL[:-1],
+    ],
+    "c51": [
+        ("--v-min 5 --v-max 5", "--v-min 5.0", "below --v-max"),
+        ("--num-atoms 1", "--num-atoms 1", "at least 2"),
+    ],
+    "her": [
+        ("--env-id CartPole-v1", "no goals", "compute_terminated"),
+        ("--env-id Pendulum-v1", "HER needs a Discrete"),
+    ],
     "bc": DATASETS,
     "iql": DATASETS,
     "dt": [("--embed-dim 9", "--embed-dim 9", "--num-heads 2"), *DATASETS],
@@ -95,6 +111,9 @@ TRAINED = {
     "ppo-cartpole": [],
     "ppo-walk": [*WALK, "--env-kwargs", "size=5", "label=a b"],
     "sac-walk": [*WALK, "--env-kwargs", "size=5"],
+    "dqn-hop": [*walk("dqn"), "--env-kwargs", "size=5"],
+    "c51-hop": walk("c51"),
+    "her": ["--env-kwargs", "n=5"],
     "bc": [],
     "iql": ["--online-steps", 32],
     "dt": [],

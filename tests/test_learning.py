@@ -134,10 +134,10 @@ def with_control_rewards(monkeypatch, module, change) -> None:
                             agent, optimizer, batch._replace(rewards=change(batch.rewards)), *rest))  # fmt: skip
 
 
-@curves("ppo-cartpole", "ppo-pendulum", "sac-pendulum")
+@curves("ppo-cartpole", "ppo-pendulum", "sac-pendulum", "dqn-cartpole", "c51-cartpole", "her-bitflip")
 def test_control_learns_nothing_from_shuffled_rewards(name, monkeypatch):
-    """CartPole pays 1 in every step, so there the rewards are noise."""
-    noise = (lambda r: torch.randn_like(r)) if name == "ppo-cartpole" else (
+    """CartPole pays 1 in every step, and BitFlip -1 in all but the last, so there the rewards are noise."""
+    noise = (lambda r: torch.randn_like(r)) if not name.endswith("pendulum") else (
         lambda r: r.flatten()[torch.randperm(r.numel())].view_as(r))  # fmt: skip
     with_control_rewards(monkeypatch, module_of(name), noise)
     misses_all_bands(name)

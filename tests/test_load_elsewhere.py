@@ -16,12 +16,12 @@ import pytest
 from helpers import ENVIRONMENT, SMALL, command_line, new_run
 from small_data import pendulum
 
-from algos import bc, dt, iql, ppo, sac
+from algos import bc, c51, dqn, dt, iql, ppo, sac
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "algos/README.md").read_text()
 SECTION = PAGE[PAGE.index("## Load a trained agent elsewhere") :]
-PPO, SAC, OFFLINE, DT = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[:4]
+PPO, SAC, DQN, C51, OFFLINE, DT = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[:6]
 SHORT = "max_episode_steps=40"
 WIDE = [
     "--env-id",
@@ -35,6 +35,8 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "ppo discrete": (PPO, ppo, ["--learning-rate", "0.04"]),
     "ppo continuous": (PPO, ppo, WIDE),
     "sac": (SAC, sac, ["--env-kwargs", SHORT]),
+    "dqn": (DQN, dqn, ["--learning-rate", "0.04"]),
+    "c51": (C51, c51, ["--learning-rate", "0.04"]),
     "bc": (OFFLINE, bc, ["--dataset", "DATA"]),
     "iql": (OFFLINE, iql, ["--dataset", "DATA"]),
     "dt": (DT, dt, ["--dataset", "DATA", "--target-returns", "-100"]),

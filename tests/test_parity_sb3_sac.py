@@ -31,13 +31,6 @@ def float64():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.fixture
-def needs_sb3():
-    module = pytest.importorskip("stable_baselines3", reason="needs stable-baselines3==2.9.0", exc_type=ImportError)
-    if not module.__version__.startswith("2.9."):
-        pytest.skip(f"stable-baselines3 is {module.__version__}: the comparison is with 2.9")
-
-
 def recorded() -> tuple[dict, dict, dict]:
     """Inputs, SB3's results and the metadata of the fixture."""
     with safe_open(str(sb3.PATH), "pt") as file:

@@ -126,18 +126,19 @@ def test_commands_run(command, tmp_path, monkeypatch):
 def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
     """The same for environments. Where RUN stands, a tiny one is made and then scored; package.module:Name-v0 is one of
     tests/environments.py."""
+    walk = SPECS[Path(command.split()[1]).stem].walk
     for package, pattern in NEEDED.items():
         if re.search(pattern, command):
             pytest.importorskip(package, reason=f"not run: {package} is not installed")
     monkeypatch.chdir(tmp_path)
-    _, script, *words = shlex.split(command.replace("package.module:Name-v0", "environments:Walk-v0"))
+    _, script, *words = shlex.split(command.replace("package.module:Name-v0", walk))
     module, sizes = importlib.import_module(f"algos.{Path(script).stem}"), tiny(Path(script).stem)
     if "RUN" in words:
         args = module.Args(**sizes)
         if hasattr(args, "dataset"):
             args.dataset = str(pendulum(tmp_path / "walk.hdf5", "environments:Walk-v0"))
         elif "ALE/" not in args.env_id:
-            args.env_id = "environments:Walk-v0"  # can be drawn without pygame
+            args.env_id = walk  # can be drawn without pygame
         module.train(args)
         (run,) = tmp_path.glob("runs/*")
         command_line(module, *(run if word == "RUN" else word for word in words))
@@ -206,6 +207,7 @@ def test_every_option_has_a_docstring_and_the_trl_table_names_real_flags():
         "curves.py record grpo-sort --seeds 0",
         "curves.py show",
         "seeds.py algos/ppo.py --help",
+        "effects.py show",
         "trl_grpo.py curve --seeds 0",
         "trl_grpo.py speed --help",
         "trl_family.py curve --seeds 0",

@@ -24,6 +24,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from utils.errors import NonNegativeInt, PositiveInt, UserError, parse_pairs
 from utils.imports import users_imports
+from utils.problems import PROBLEMS
 from utils.run import RunArgs
 
 LONGEST_LOG = 200_000  # actions of one episode that are kept for a resume; a longer episode starts anew
@@ -138,6 +139,8 @@ def make_env(
         with users_imports(Path.cwd()) if module or is_spec else contextlib.nullcontext():  # as with python -m
             if module:
                 importlib.import_module(module)
+            elif name in PROBLEMS and name not in gym.registry:
+                gym.register(name, PROBLEMS[name])
             env = gym.make(read_spec(name) if is_spec else name, disable_env_checker=True, **kwargs)
     except ModuleNotFoundError as error:
         right = "install it, or start in the folder that holds it"

@@ -182,7 +182,7 @@ class Run:
             for name, value in now.items():
                 value = tuple(value) if isinstance(value, list) else value
                 if name not in free and name in saved and value != saved[name]:
-                    why = " because the learning-rate schedule depends on it" if name == budget else ""
+                    why = " because a schedule depends on it" if name == budget else ""
                     raise UserError(
                         f"--{name.replace('_', '-')} is {value} but the run in {self.dir} has {saved[name]}: "
                         f"it cannot change on --resume{why}"

@@ -34,6 +34,20 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Effect:
+    """What an idea does beside its parent, and a control that must not show it (benchmarks/effects.py). All of it is
+    fixed before the first run."""
+
+    runs: dict[str, tuple[str, dict]]
+    """name, as the claims call it -> script and settings: the idea, its parent, the control, parts of the idea"""
+    statistic: str
+    """one number of a run: `last COLUMN`, `mean COLUMN` or `late COLUMN`, the mean of the last half of its rows"""
+    claims: dict[str, int]
+    """comparison of runs, as in "double < dqn / 2" -> in how many of the seeds it must hold"""
+    seeds: int = 10
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A command of the docstring, and what the paper's table says (test_recipes.py)."""
 
@@ -81,6 +95,7 @@ class Spec:
     tests: str
     """the fast tests that guard the script, exact ones first; FILE::TEST where the rest would take too long"""
     curves: dict[str, Curve] = field(default_factory=dict)
+    effects: dict[str, Effect] = field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
     no_recipe: str = ""
     """why there is none"""
@@ -96,6 +111,8 @@ class Spec:
     special: dict = field(default_factory=dict)
     """how a flag is changed that cannot simply be another number or choice: flag -> (more settings, changed value or a
     list of them), or a list of such pairs. Goes before SPECIAL of tests/flags.py"""
+    walk: str = "environments:Walk-v0"
+    """of tests/environments.py, the one that suits the script's actions"""
     only: tuple[str, ...] = ()
     """the flags that are tried; none: all. For a child whose runs take long"""
     noise: dict = field(default_factory=dict)

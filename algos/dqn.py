@@ -1,0 +1,281 @@
+r"""Deep Q-Network (DQN), with Double DQN by a flag.
+
+Mnih et al. 2013, "Playing Atari with Deep Reinforcement Learning" (arXiv 1312.5602), in the form of "Human-level
+control through deep reinforcement learning" (Nature 518, 2015): a replay buffer and a target network that stands still
+between copies. Van Hasselt, Guez and Silver 2015, "Deep Reinforcement Learning with Double Q-learning" (arXiv
+1509.06461): --double.
+
+The network learns the value of every action from a replay buffer of everything it has done. Targets come from a copy of
+it that is renewed now and then, so that they do not move with every step. Minimises over minibatches
+
+    L(theta) = mean huber(y - Q(s, a))                                              Nature, equation of algorithm 1
+    y        = r + gamma (1 - terminated) max_a' Qbar(s', a')                                                   DQN
+    y        = r + gamma (1 - terminated) Qbar(s', argmax_a' Q(s', a'))                          Double DQN: --double
+
+    huber(x)  x^2 / 2 for |x| < 1, |x| - 1/2 beyond: the paper clips the error that multiplies the gradient to [-1, 1]
+    Qbar      target network: every --target-network-frequency updates Qbar <- (1 - tau) Qbar + tau Q; tau 1 copies
+    a         while it explores, uniform with probability epsilon, else argmax_a Q(s, a); epsilon falls linearly
+    s'        the true next observation, never that of a reset; truncation does not end the bootstrap
+    gamma     --gamma, the discount
+
+A maximum over noisy estimates is too large on average. Double DQN takes the action from one network and its value from
+the other, whose errors are others.
+
+Run
+    python algos/dqn.py                                                                 CartPole-v1
+    python algos/dqn.py --double
+    python algos/dqn.py --total-timesteps 500000 --learning-rate 2.5e-4 --batch-size 128 --buffer-size 10000 \
+        --learning-starts 10000 --train-frequency 10 --gradient-steps 1 --target-network-frequency 50 \
+        --exploration-fraction 0.5 --end-e 0.05 --hidden-size 120                       CleanRL's settings; never run
+    python algos/dqn.py --env-id package.module:Name-v0 --env-kwargs size=5             your own environment
+    python algos/dqn.py --evaluate RUN --eval-episodes 100 --capture-video              scores a saved agent
+
+Expect
+    CartPole-v1: greedy returns rise from 152 after 5,000 steps to 500, the most there is, at 40,000 (seed 1), and fall
+    again on the way. In 20,000 steps with the settings of the recorded curve, eight seeds have 260 in the mean of five
+    evaluations (standard deviation 96); four of them end at 500.
+    NoiseMDP-v0, where every Q is 0: the mean estimate is 0.38 by DQN, 0.04 by Double DQN, and 0.02 by DQN where
+    there is one action and so no maximum (three seeds; `python benchmarks/effects.py run dqn-bias`).
+
+Metrics
+    return, length      of the training episodes that ended since the row before; absent where none did
+    eval/return         mean over --eval-episodes, greedy actions; eval/return_stochastic: random ones with probability
+                        --end-e
+    epsilon             probability of a random action
+    Of the newest update:
+    q                   mean of Q(s, a) over the batch; should stay near the discounted return, which CartPole bounds by
+                        1 / (1 - gamma) = 100
+    td_error            mean |Q(s, a) - y|
+    grad_norm           of the loss
+
+Differences
+    - Adam for the paper's RMSProp, and settings for CartPole. The paper's are for Atari, whose wrappers and network are
+      not here. CleanRL's network for CartPole has layers of 120 and 84.
+    - The loss is the paper's, also in SB3; CleanRL's dqn.py takes the squared error. SB3 clips gradients at norm 10,
+      the paper does not.
+    - The target network is renewed by counting updates, as in the paper; CleanRL and SB3 count environment steps.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.envs import (
+    EnvArgs,
+    episode_columns,
+    make_vector,
+    open_env,
+    reset_vector,
+    restore_vector,
+    step_vector,
+)
+from utils.errors import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
+from utils.replay import ReplayBuffer
+from utils.rollouts import evaluate, score_saved
+from utils.run import Run, crosses, main, prepare
+
+NAME, TITLE = "dqn", "DQN"
+
+
+@dataclass
+class Args(EnvArgs):
+    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
+    # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
+    env_id: str = "CartPole-v1"
+    """a Gymnasium environment with discrete actions, or MODULE:NAME of one that MODULE registers"""
+    total_timesteps: PositiveInt = 50_000
+    """environment steps, over all environments"""
+    num_envs: PositiveInt = 1
+    """environments that are stepped together"""
+    vector: Literal["sync", "async"] = "sync"
+    """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
+    learning_rate: PositiveFloat = 1e-3
+    """learning rate of Adam"""
+    gamma: UnitInterval = 0.99
+    """discount"""
+    double: bool = False
+    """Double DQN: the online network chooses the action that the target network values"""
+    target_network_frequency: PositiveInt = 100
+    """updates between renewals of the target network"""
+    tau: UnitInterval = 1.0
+    """step of the target network towards the network at a renewal; 1: a copy"""
+    start_e: UnitInterval = 1.0
+    """probability of a random action at the start"""
+    end_e: UnitInterval = 0.05
+    """and after --exploration-fraction of the run, towards which it falls linearly"""
+    exploration_fraction: UnitInterval = 0.2
+    """share of --total-timesteps"""
+    train_frequency: PositiveInt = 4
+    """environment steps between rounds of updates"""
+    gradient_steps: PositiveInt = 2
+    """updates in a round"""
+    batch_size: PositiveInt = 64
+    """transitions per update"""
+    buffer_size: PositiveInt = 50_000
+    """newest transitions that are kept, on the device"""
+    learning_starts: NonNegativeInt = 1_000
+    """steps with uniformly random actions before the first update"""
+    hidden_size: PositiveInt = 128
+    """units of the two hidden layers"""
+    compile: bool = False
+    """compile the loss: meant for a GPU"""
+    log_every: PositiveInt = 1_000
+    """environment steps between rows of metrics"""
+    save_every: PositiveInt = 10_000
+    """environment steps between checkpoints"""
+
+
+class Transitions(NamedTuple):
+    """A minibatch of B rows, all float32."""
+
+    obs: Tensor  # (B, D)
+    actions: Tensor  # (B, 1), numbers from 0
+    rewards: Tensor  # (B, 1)
+    terminated: Tensor  # (B, 1), 0 or 1; 0 where an episode was only cut off
+    next_obs: Tensor  # (B, D)
+
+
+def network(size_in: int, hidden_size: int, size_out: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(size_in, hidden_size), nn.ReLU(), nn.Linear(hidden_size, hidden_size), nn.ReLU(),
+                         nn.Linear(hidden_size, size_out))  # fmt: skip
+
+
+class Agent(nn.Module):
+    """What is saved: Q and its target network."""
+
+    def __init__(self, obs_size: int, num_actions: int, args: Args):
+        super().__init__()
+        self.q = network(obs_size, args.hidden_size, num_actions)
+        self.target = copy.deepcopy(self.q).requires_grad_(False)
+
+
+def q_loss(agent: Agent, batch: Transitions, args: Args) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, Q(s, a) and the target y, (B, 1) each without gradient."""
+    with torch.no_grad():
+        next_values = agent.target(batch.next_obs)
+        chosen = (agent.q(batch.next_obs) if args.double else next_values).argmax(1, keepdim=True)
+        target = batch.rewards + args.gamma * (1 - batch.terminated) * next_values.gather(1, chosen)
+    q = agent.q(batch.obs).gather(1, batch.actions.long())
+    return F.huber_loss(q, target), q.detach(), target
+
+
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, count: int, args: Args,
+           loss_function: Callable = q_loss) -> dict[str, Tensor]:  # fmt: skip
+    """One step of the network, and of the target network where `count`, the number of updates with this one, says so.
+    Returns metrics, as tensors: reading them would make the CPU wait for the device at every update."""
+    loss, q, target = loss_function(agent, batch, args)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+    if count % args.target_network_frequency == 0:
+        with torch.no_grad():
+            torch._foreach_lerp_(list(agent.target.parameters()), list(agent.q.parameters()), args.tau)
+    return {"q": q.mean(), "td_error": (q - target).abs().mean(),
+            "grad_norm": torch.nn.utils.get_total_norm([p.grad for p in agent.q.parameters()])}  # fmt: skip
+
+
+def exploration(step: int, args: Args) -> float:
+    """The probability of a random action: 1 until learning starts, as in the paper, then on the line from --start-e at
+    step 0 to --end-e."""
+    if step < args.learning_starts:
+        return 1.0
+    share = min(1.0, step / max(1.0, args.exploration_fraction * args.total_timesteps))
+    return args.start_e + share * (args.end_e - args.start_e)
+
+
+def check(args: Args, space: gym.Space) -> None:
+    """Raises UserError for impossible settings."""
+    if not isinstance(space, gym.spaces.Discrete):
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs a Discrete one")
+    if args.total_timesteps % args.num_envs:
+        raise UserError(f"--total-timesteps {args.total_timesteps} must be a multiple of --num-envs {args.num_envs}")
+
+
+@torch.no_grad()
+def act(agent: Agent, obs: np.ndarray, epsilon: Tensor | float, generator: torch.Generator) -> np.ndarray:
+    """Actions (N, 1), numbers from 0, of observations (N, D): random ones with probability `epsilon`, one for all or
+    (N, 1), else those of the largest Q."""
+    values = agent.q(torch.from_numpy(obs.astype(np.float32)).to(generator.device))
+    random = torch.randint(values.shape[1], (len(obs), 1), generator=generator, device=generator.device)
+    explores = torch.rand(len(obs), 1, generator=generator, device=generator.device) < epsilon
+    return torch.where(explores, random, values.argmax(1, keepdim=True)).cpu().numpy()
+
+
+def train(args: Args) -> list[dict]:
+    device = prepare(args)
+    make, obs_size, space = open_env(args)
+    check(args, space)
+    agent = Agent(obs_size, int(space.n), args).to(device)
+    score_agent = partial(evaluate, make, lambda obs, scale, generator: space.start + act(
+        agent, obs, args.end_e * scale, generator)[:, 0], args.eval_episodes, args.seed, device)  # fmt: skip
+    if args.evaluate:
+        return score_saved(args, score_agent, agent=agent)
+    optimizer = torch.optim.Adam(agent.q.parameters(), lr=args.learning_rate, fused=True)
+    loss_function = torch.compile(q_loss) if args.compile else q_loss
+    generator = torch.Generator(device).manual_seed(args.seed)
+    replay = ReplayBuffer(args.buffer_size, (obs_size, 1, 1, 1, obs_size), device)
+    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "q"), "total_timesteps",
+              schedule_depends_on_budget=True)  # fmt: skip
+    envs = make_vector(make, args.num_envs, args.seed, args.vector)
+
+    def state(drawn: Tensor | None = None) -> dict:
+        """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
+        environment's draws from global generators are not repeated: copying those at each step would cost time."""
+        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "updates": updates,
+                "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
+                "episodes": episodes, "replay": replay.save(run.dir / "replay", args.keep)}  # fmt: skip
+
+    step, updates, episodes, metrics = run.step, 0, [], {}
+    if run.state is not None:
+        updates, episodes = run.state["updates"], run.state["episodes"]
+        replay.load(run.dir / "replay", run.state["replay"])
+        obs = restore_vector(envs, run.state["envs"])
+    else:
+        obs = reset_vector(envs)
+    run.restore(agent=agent, optimizer=optimizer, generator=generator)
+    while step < run.total:
+        # collect
+        before, after, epsilon = step, step + args.num_envs, exploration(step, args)
+        with run.saving(step, partial(state, generator.get_state())):
+            actions = act(agent, obs, epsilon, generator)
+            next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, space.start + actions[:, 0], after)
+        replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
+        obs, step, episodes = next_obs.copy(), after, episodes + ended
+
+        # update
+        if step > args.learning_starts and crosses(step, before, args.train_frequency):
+            for _ in range(args.gradient_steps):
+                batch, updates = Transitions(*replay.sample(args.batch_size, generator)), updates + 1
+                metrics = update(agent, optimizer, batch, updates, args, loss_function)
+
+        # evaluate
+        due, logs = run.due(step, args.eval_every), run.due(step, args.log_every)
+        if due or logs:
+            columns = {name: value.item() for name, value in metrics.items()}
+            columns |= {"epsilon": epsilon, "time/steps_per_second": run.speed(step)}
+            if logs:  # an evaluation in between leaves the episodes to the row that is due
+                columns, episodes = columns | episode_columns(episodes), []
+            if due:
+                with run.saving(step, state, columns=columns):
+                    columns |= score_agent()
+            run.log(step, **columns)
+        run.end_step(step, state)
+
+    envs.close()
+    curves = {"return": ("return", "eval/return"), "q": ("q",), "epsilon": ("epsilon",)}
+    return run.finish(agent.state_dict(), curves, f"{TITLE} on {args.env_id}")
+
+
+if __name__ == "__main__":
+    main(Args, train)

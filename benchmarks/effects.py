@@ -1,0 +1,127 @@
+"""Effects: one command trains an algorithm with its idea, its parent and a control, and says whether the claims hold.
+
+    python benchmarks/effects.py run NAME     trains what effects/NAME.jsonl lacks, then prints the verdict
+    python benchmarks/effects.py show         verdicts of all that is recorded, and effects/*.png
+
+An effect stands in its script's spec (tests/specs): the runs, the statistic and the claims, fixed before the first run.
+A claim compares runs of equal seeds, so its verdict is a number of seeds: where a comparison is as likely as not, it
+holds in 9 of 10 seeds once in a hundred times. Means come with Student's 95 % interval.
+"""
+
+import importlib
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import tyro
+from scipy.stats import t as student
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks.curves import quiet_folder  # noqa: E402
+from tests.specs import SPECS, Effect  # noqa: E402
+from utils.machine import environment  # noqa: E402
+
+FOLDER = Path(__file__).resolve().parent / "effects"
+EFFECTS = {name: effect for spec in SPECS.values() for name, effect in spec.effects.items()}
+
+
+def number(history: list[dict], statistic: str) -> float:
+    """Of the rows of a run: see Effect.statistic."""
+    kind, column = statistic.split()
+    values = [row[column] for row in history if column in row]
+    first = {"last": len(values) - 1, "mean": 0, "late": len(values) // 2}[kind]
+    return statistics.mean(values[first:])
+
+
+def train(effect: Effect, run: str, seed: int, **changes) -> float:
+    """The statistic of one run, trained in this process, in a temporary folder."""
+    script, settings = effect.runs[run]
+    module = importlib.import_module(f"algos.{script}")
+    with quiet_folder() as folder:
+        common = dict(seed=seed, output_dir=folder, save_every=10**9)
+        return number(module.train(module.Args(**settings | common | changes)), effect.statistic)
+
+
+def recorded(name: str) -> list[dict]:
+    path = FOLDER / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def by_run(name: str) -> dict[str, dict[int, float]]:
+    """Run -> seed -> statistic, of what is recorded. Exits where something was recorded with other settings."""
+    effect, values = EFFECTS[name], {run: {} for run in EFFECTS[name].runs}
+    for row in recorded(name):
+        now = json.loads(json.dumps([*effect.runs.get(row["run"], ()), effect.statistic]))
+        if [row["script"], row["settings"], row["statistic"]] != now:
+            sys.exit(f"{name}.jsonl was recorded with other settings of {row['run']}: move it away")
+        values[row["run"]][row["seed"]] = row["value"]
+    return values
+
+
+def holds(effect: Effect, values: dict[str, dict[int, float]]) -> dict[str, tuple[int, int]]:
+    """Claim -> in how many seeds it holds, of how many that all runs have."""
+    seeds = sorted(set.intersection(*map(set, values.values())))
+    rows = [{run: found[seed] for run, found in values.items()} for seed in seeds]
+    return {claim: (sum(bool(eval(claim, {}, row)) for row in rows), len(rows)) for claim in effect.claims}
+
+
+def verdict(name: str) -> str:
+    effect, values, lines = EFFECTS[name], by_run(name), [f"{name}: {EFFECTS[name].statistic}"]
+    for run, found in values.items():
+        n, text = len(found), "not run"
+        if n > 1:
+            half = student.ppf(0.975, n - 1) * statistics.stdev(found.values()) / n**0.5
+            text = f"{statistics.mean(found.values()):.3g} +- {half:.2g} ({n} seeds, {min(found.values()):.3g} to "
+            text += f"{max(found.values()):.3g})"
+        lines.append(f"  {run:20} {text}")
+    for claim, (yes, n) in holds(effect, values).items():
+        wanted = effect.claims[claim]
+        said = "too few seeds" if n < effect.seeds else "holds" if yes >= wanted else "DOES NOT HOLD"
+        lines.append(f"  {claim}: in {yes} of {n} seeds, {wanted} were asked: {said}")
+    return "\n".join(lines)
+
+
+def run(name: tyro.conf.Positional[str], seeds: int | None = None) -> None:
+    """Trains the seeds that an effect's file lacks, all runs of a seed one after the other; default: its own number."""
+    FOLDER.mkdir(exist_ok=True)
+    effect, known = EFFECTS[name], by_run(name)
+    for seed in range(1, (effect.seeds if seeds is None else seeds) + 1):
+        for arm, (script, settings) in effect.runs.items():
+            if seed in known[arm]:
+                continue
+            start = time.perf_counter()
+            row = {"run": arm, "seed": seed, "value": train(effect, arm, seed)}
+            row |= {"seconds": round(time.perf_counter() - start, 1), "statistic": effect.statistic, "script": script}
+            row |= {"settings": settings, **{k: environment()[k] for k in ("versions", "commit", "machine")}}
+            with open(FOLDER / f"{name}.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(name, {key: row[key] for key in ("run", "seed", "value", "seconds")}, flush=True)
+    print(verdict(name))
+
+
+def show() -> None:
+    """Prints the verdicts, and draws each run's seeds with their mean."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    for name in [name for name in EFFECTS if recorded(name)]:
+        print(verdict(name))
+        figure, axis = plt.subplots(figsize=(6, 3))
+        for place, found in enumerate(by_run(name).values()):
+            axis.plot([place] * len(found), list(found.values()), "o", alpha=0.5)
+            if found:
+                axis.hlines(statistics.mean(found.values()), place - 0.2, place + 0.2, colors="black")
+        axis.set_xticks(range(len(EFFECTS[name].runs)), list(EFFECTS[name].runs))
+        axis.set(title=name, ylabel=EFFECTS[name].statistic)
+        axis.grid(alpha=0.3)
+        figure.savefig(FOLDER / f"{name}.png", dpi=110, bbox_inches="tight")
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"run": run, "show": show})

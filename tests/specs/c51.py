@@ -1,0 +1,74 @@
+"""C51: algos/c51.py."""
+
+from dataclasses import replace
+
+from tests.specs import Curve, Spec, parse_bugs
+from tests.specs.dqn import SPEC as PARENT
+
+BUGS = """
+not-clipped-to-the-atoms: beyond the last atom all nearness is 0: the probability is lost
+-     values = values.clamp(atoms[0], atoms[-1])
+
+width-of-an-atom: N atoms have N - 1 gaps
+- (atoms[1] - atoms[0])).clamp(min=0)
++ ((atoms[-1] - atoms[0]) / len(atoms))).clamp(min=0)
+
+negative-nearness: the second clip of equation 7 is forgotten
+- (atoms[1] - atoms[0])).clamp(min=0)
++ (atoms[1] - atoms[0]))
+
+bootstrap-through-termination:c51: the mask is forgotten: the end of an episode costs nothing
+- args.gamma * (1 - batch.terminated) * atoms
++ args.gamma * atoms
+
+reward-discounted: the brackets are set wrongly
+- values = batch.rewards + args.gamma * (1 - batch.terminated) * atoms
++ values = args.gamma * (batch.rewards + (1 - batch.terminated) * atoms)
+
+likeliest-return-chooses: the mode is taken for the mean
+- else next_probs @ atoms).argmax(1)
++ else next_probs.amax(2)).argmax(1)
+
+target-of-the-online-network:c51: two networks of one kind
+- next_probs = agent.target.log_probs(
++ next_probs = agent.q.log_probs(
+
+cross-entropy-turned-round: a divergence has a direction
+- return -(target * log_probs).sum(1).mean()
++ return -(log_probs.exp() * target.clamp(min=1e-6).log()).sum(1).mean()
+
+mean-over-the-atoms: one mean for both dimensions, N times too small
+- return -(target * log_probs).sum(1).mean()
++ return -(target * log_probs).mean()
+
+double-turned-round:c51: which of the two chooses is easy to mix up
+- (agent.q(batch.next_obs) if args.double else next_probs @ atoms)
++ (next_probs @ atoms if args.double else agent.q(batch.next_obs))
+
+softmax-over-actions: three dimensions, and the last but one is taken
+- .log_softmax(-1)
++ .log_softmax(1)
+"""
+CLEANRL = PARENT.recipes[0]
+
+SPEC = Spec(
+    "C51, arXiv 1707.06887",
+    PARENT.family,
+    small=PARENT.small + " --num-atoms 11",
+    tests="exact_c51 exact_dqn command_line_control resume_control",
+    curves={
+        "c51-cartpole": Curve(
+            PARENT.curves["dqn-cartpole"].settings | dict(learning_rate=1e-3), "eval/return",
+            numbers={"mean eval/return": "plain"},
+        ),
+    },
+    recipes=(
+        replace(CLEANRL, source="CleanRL, cleanrl/c51.py (its arguments)",
+                paper=CLEANRL.paper | dict(num_atoms=101, v_min=-100.0, v_max=100.0)),
+    ),
+    flags=PARENT.flags | dict(num_atoms=11),
+    special=PARENT.special | {"v_min": ({}, -10.0)},
+    noise=PARENT.noise,
+    walk=PARENT.walk,
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

@@ -1,0 +1,121 @@
+"""DQN: algos/dqn.py."""
+
+from tests.flags import HOP
+from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
+
+BUGS = """
+bootstrap-through-termination:dqn: the mask is forgotten: the end of an episode costs nothing
+- args.gamma * (1 - batch.terminated) * next_values.gather(1, chosen)
++ args.gamma * next_values.gather(1, chosen)
+
+next-observation-of-the-reset:dqn: what a vector returns is the first observation of the next episode
+(google-deepmind/mujoco_playground#305, google/brax#641)
+- replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
++ replay.add(obs, actions, rewards[:, None], terminated[:, None], next_obs)
+
+target-of-the-online-network: two networks of one kind
+- next_values = agent.target(batch.next_obs)
++ next_values = agent.q(batch.next_obs)
+
+double-turned-round: which of the two chooses is easy to mix up: this is DQN again, with the networks exchanged
+-         chosen = (agent.q(batch.next_obs) if args.double else next_values).argmax(1, keepdim=True)
++         chosen = next_values.argmax(1, keepdim=True)
++         next_values = agent.q(batch.next_obs) if args.double else next_values
+
+double-always: the flag is lost in a clean-up
+- (agent.q(batch.next_obs) if args.double else next_values)
++ agent.q(batch.next_obs)
+
+smallest-next-value: a cost is minimised, a reward is not
+- else next_values).argmax(1, keepdim=True)
++ else next_values).argmin(1, keepdim=True)
+
+squared-error: CleanRL's loss
+- F.huber_loss(q, target)
++ F.mse_loss(q, target)
+
+target-network-stands-still: the copy is forgotten
+- list(agent.q.parameters()), args.tau)
++ list(agent.q.parameters()), 0.0)
+
+target-network-renewed-always: the condition is lost, and with it the idea
+-     if count % args.target_network_frequency == 0:
++     if True:
+
+updates-counted-from-zero-on-resume: the counter is no tensor, so no state_dict holds it
+- updates, episodes = run.state["updates"], run.state["episodes"]
++ updates, episodes = 0, run.state["episodes"]
+
+explores-as-if-at-the-end: the share is of the run and not of the steps so far
+- return args.start_e + share * (args.end_e - args.start_e)
++ return args.end_e + share * (args.start_e - args.end_e)
+
+explores-with-the-probability-of-not-exploring: the comparison is turned round
+- device=generator.device) < epsilon
++ device=generator.device) > epsilon
+
+acts-by-the-target-network: two networks of one kind
+- values = agent.q(torch.from_numpy(
++ values = agent.target(torch.from_numpy(
+
+actions-count-from-zero:dqn: nearly every discrete space begins at 0
+- step_vector(envs, space.start + actions[:, 0], after)
++ step_vector(envs, actions[:, 0], after)
+
+evaluation-with-training-noise:dqn: one function acts in both
+- agent, obs, args.end_e * scale, generator)
++ agent, obs, args.end_e, generator)
+
+generator-not-restored:dqn: weights and optimizer are what people think of (Stable-Baselines3#1526, open)
+- optimizer=optimizer, generator=generator)
++ optimizer=optimizer)
+
+one-update-per-step: the loop is lost
+-             for _ in range(args.gradient_steps):
++             for _ in range(1):
+"""
+NOISE = dict(env_id="NoiseMDP-v0", total_timesteps=192_000, num_envs=32, train_frequency=32, gradient_steps=1,
+             buffer_size=32, batch_size=32, learning_starts=32, gamma=0.95, start_e=1.0, end_e=1.0, learning_rate=1e-3,
+             target_network_frequency=500, hidden_size=64, log_every=3200, eval_every=0, eval_episodes=1)  # fmt: skip
+
+SPEC = Spec(
+    "DQN, arXiv 1312.5602; Double DQN, arXiv 1509.06461",
+    "Control",
+    small="--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
+          "--target-network-frequency 5 --log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32",
+    tests="exact_dqn parity_sb3_dqn problems command_line_control resume_control",
+    curves={
+        "dqn-cartpole": Curve(
+            dict(total_timesteps=20_000, learning_starts=500, hidden_size=64, learning_rate=2.3e-3,
+            target_network_frequency=32, eval_every=4000), "eval/return",
+            numbers={"mean eval/return": "plain"},
+        ),
+    },
+    effects={
+        "dqn-bias": Effect(  # every Q is 0: the mean of an estimate is its bias
+            {"double": ("dqn", NOISE | dict(double=True)), "dqn": ("dqn", NOISE),
+             "one_action": ("dqn", NOISE | dict(env_kwargs=("actions=1",)))},
+            "late q", {"abs(double) < dqn / 3": 9, "abs(one_action) < dqn / 3": 9},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "--total-timesteps 500000", "CleanRL, cleanrl/dqn.py (its arguments)",
+            paper=dict(env_id="CartPole-v1", total_timesteps=500_000, learning_rate=2.5e-4, batch_size=128,
+                       buffer_size=10_000, learning_starts=10_000, train_frequency=10, gradient_steps=1,
+                       target_network_frequency=500, tau=1.0, gamma=0.99, start_e=1.0, end_e=0.05,
+                       exploration_fraction=0.5, hidden_size=(120, 84), double=False, num_envs=1),
+            differs=dict(target_network_frequency=(50, "CleanRL and SB3 count environment steps"),
+                         hidden_size=(120, "layers of 120 and 84")),
+        ),
+    ),
+    flags=dict(env_kwargs=("max_episode_steps=20",), num_envs=2, total_timesteps=48, learning_starts=16, batch_size=8,
+               hidden_size=8, buffer_size=1000, log_every=16, eval_every=0, eval_episodes=1, train_frequency=2,
+               gradient_steps=2, target_network_frequency=3, learning_rate=0.03, exploration_fraction=0.8),
+    noise=HOP,
+    walk=HOP["env_id"],
+    special={"buffer_size": ({}, 16), "env_id": ({}, "environments:Hop-v0"), "tau": ({}, 0.5),
+             "double": ({"target_network_frequency": 20, "total_timesteps": 96}, True),
+             "start_e": ({"learning_starts": 2}, 0.5)},
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

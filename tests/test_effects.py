@@ -1,0 +1,58 @@
+"""benchmarks/effects.py: what it counts, and that every effect of the specs can be run and claims what it recorded."""
+
+import pytest
+from test_readme import tiny
+
+from benchmarks import effects
+from benchmarks.effects import EFFECTS
+from tests.specs import Effect
+
+
+def test_a_claim_is_counted_over_the_seeds_that_all_runs_have():
+    effect = Effect({"a": ("x", {}), "b": ("x", {})}, "last q", {"a < b / 2": 2, "abs(a) < 5": 1})
+    values = {"a": {1: 1.0, 2: 6.0, 3: 1.0, 4: 0.0}, "b": {1: 4.0, 2: 7.0, 3: 1.5}}
+    assert effects.holds(effect, values) == {"a < b / 2": (1, 3), "abs(a) < 5": (2, 3)}
+
+
+def test_the_statistic_of_a_run():
+    rows = [{"q": 9.0}, {"q": 1.0, "r": 5.0}, {"step": 3}, {"q": 2.0}, {"q": 4.0}]
+    assert [effects.number(rows, f"{kind} q") for kind in ("last", "mean", "late")] == [4.0, 4.0, 3.0]
+
+
+def test_a_verdict_says_what_does_not_hold(tmp_path, monkeypatch):
+    """And resumes: what is recorded is not trained again, and other settings are refused."""
+    runs = {"idea": ("x", {"flag": (1, 2)}), "parent": ("x", {})}
+    effect, trained = Effect(runs, "last q", {"idea < parent": 2, "parent < idea": 2}, seeds=2), []
+    monkeypatch.setattr(effects, "FOLDER", tmp_path)
+    monkeypatch.setattr(effects, "EFFECTS", {"new": effect})
+    monkeypatch.setattr(effects, "train", lambda _, run, seed: trained.append((run, seed)) or len(run) + seed / 9)
+    effects.run("new", seeds=1)
+    assert "too few seeds" in effects.verdict("new")
+    effects.run("new")
+    assert trained == [("idea", 1), ("parent", 1), ("idea", 2), ("parent", 2)]
+    first, second = effects.verdict("new").splitlines()[-2:]
+    assert first.endswith("in 2 of 2 seeds, 2 were asked: holds") and second.endswith("DOES NOT HOLD")
+    monkeypatch.setattr(effects, "EFFECTS", {"new": Effect(runs | {"parent": ("x", {"a": 1})}, "last q", {})})
+    with pytest.raises(SystemExit, match="other settings of parent"):
+        effects.verdict("new")
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_every_run_of_an_effect_can_be_trained(name):
+    """At tiny sizes, but for what the runs differ in; all claims can be told from them."""
+    effect, values = EFFECTS[name], {}
+    every = [settings for _, settings in effect.runs.values()]
+    for run, (script, settings) in effect.runs.items():
+        kept = [key for key in settings if any(other.get(key) != settings[key] for other in every)]
+        small = {key: value for key, value in tiny(script).items() if key not in kept} | {"device": "cpu"}
+        values[run] = {1: effects.train(effect, run, 1, **small)}
+    assert {n for _, n in effects.holds(effect, values).values()} == {1}
+    assert all(0 < wanted <= effect.seeds for wanted in effect.claims.values())
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_what_is_recorded_is_of_today_s_settings(name):
+    """Else by_run leaves. So few seeds as the claims are not about are reported as not run."""
+    fewest = min(len(found) for found in effects.by_run(name).values())
+    if fewest < EFFECTS[name].seeds:
+        pytest.skip(f"not run: {fewest} seeds of every run are recorded, {EFFECTS[name].seeds} are claimed")
