@@ -58,7 +58,9 @@ Differences
     - Policy and value share no parameters, as in the paper for MuJoCo, in CleanRL and in SB3.
     - Observations and rewards are normalised by running statistics. Baselines do so for MuJoCo only. Without it
       CartPole had not settled at 500 after 100,000 steps.
-    - Observations are flattened (make_env). A network that takes them apart needs `flatten=False` there.
+    - Images are bytes with three dimensions, channels first or last. They go through the convolutions of Mnih et al.
+      2015 or, below 36 pixels, two small ones, which policy and value share. They are divided by 255, not normalised.
+      All other observations are flattened.
 """
 
 import sys
@@ -76,18 +78,29 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
-from utils.envs import EnvArgs, episode_columns, make_vector, open_env, reset_vector, restore_vector, step_vector
+from utils.envs import (
+    EnvArgs,
+    episode_columns,
+    make_env,
+    make_vector,
+    open_env,
+    reset_vector,
+    restore_vector,
+    step_vector,
+)
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.normalize import RunningMeanStd
 from utils.rollouts import evaluate, score_saved
 from utils.run import Run, main, prepare, resolve
 
 NAME, TITLE = "ppo", "PPO"
-PRESETS = {  # defaults that depend on the kind of actions, for arguments left at None
+PRESETS = {  # defaults that depend on the kind of actions and observations, for arguments left at None
     "discrete": dict(total_timesteps=100_000, num_envs=8, num_steps=128, learning_rate=1e-3, num_minibatches=4,
-                     update_epochs=8, ent_coef=0.0),
+                     update_epochs=8, ent_coef=0.0, hidden_size=64),
     "continuous": dict(total_timesteps=1_000_000, num_envs=1, num_steps=2048, learning_rate=3e-4, num_minibatches=32,
-                       update_epochs=10, ent_coef=0.0),
+                       update_epochs=10, ent_coef=0.0, hidden_size=64),
+    "images": dict(total_timesteps=10_000_000, num_envs=8, num_steps=128, learning_rate=2.5e-4, num_minibatches=4,
+                   update_epochs=4, ent_coef=0.01, hidden_size=512),
 }  # fmt: skip
 CLIP_NORMALIZED = 10.0  # bounds of normalised observations and rewards, as in baselines
 
@@ -134,8 +147,8 @@ class Args(EnvArgs):
     """normalise observations and rewards by running statistics"""
     normalize_advantages: bool = True
     """normalise advantages in every minibatch"""
-    hidden_size: PositiveInt = 64
-    """units of the two hidden layers of policy and value network"""
+    hidden_size: PositiveInt | None = None
+    """units of the two hidden layers of policy and value network; of images: of the layer that both share"""
     log_std_init: float = 0.0
     """log of the standard deviation of Gaussian actions at the start"""
     compile: bool = False
@@ -147,24 +160,38 @@ class Args(EnvArgs):
 
 
 class Agent(nn.Module):
-    """Separate networks for policy and value: two tanh layers, orthogonal weights (gain sqrt 2; policy head 0.01, value
-    head 1), zero biases. Box actions: diagonal Gaussian with a state-independent log_std. Discrete and multi-discrete
-    actions: categorical, `parts` the number of choices of each."""
+    """Vectors (`obs_size` numbers): separate networks for policy and value, two tanh layers. Images (`obs_size` their
+    C, H, W): one encoder for both. Orthogonal weights (gain sqrt 2; policy head 0.01, value head 1), zero biases. Box
+    actions: diagonal Gaussian with a state-independent log_std. Discrete, multi-discrete and multi-binary actions:
+    categorical, `parts` the number of choices of each."""
 
-    def __init__(self, obs_size: int, space, hidden_size: int, log_std_init: float = 0.0):
+    def __init__(self, obs_size, space, hidden_size: int, log_std_init: float = 0.0):
         super().__init__()
         self.space, self.continuous = space, isinstance(space, gym.spaces.Box)
         if self.continuous:
             self.parts = [int(np.prod(space.shape))]
             self.log_std = nn.Parameter(torch.full((self.parts[0],), log_std_init))
+        elif isinstance(space, gym.spaces.MultiBinary):
+            self.parts = [2] * int(np.prod(space.shape))
         else:
             self.parts = [int(space.n)] if isinstance(space, gym.spaces.Discrete) else space.nvec.flatten().tolist()
-        self.actor = network(obs_size, hidden_size, sum(self.parts), 0.01)
-        self.critic = network(obs_size, hidden_size, 1, 1.0)
+        self.encoder: nn.Module | None = None
+        if isinstance(obs_size, tuple):
+            self.actor, self.critic, self.encoder = image_networks(obs_size, hidden_size, sum(self.parts))
+        else:
+            self.actor = network(obs_size, hidden_size, sum(self.parts), 0.01)
+            self.critic = network(obs_size, hidden_size, 1, 1.0)
+
+    def features(self, obs: Tensor) -> Tensor:
+        """What the heads take: images (..., C, H, W) uint8 -> (..., hidden_size); vectors (..., D) as they are."""
+        if self.encoder is None:
+            return obs
+        flat = self.encoder(obs.flatten(0, -4).float() / 255)
+        return flat.view(*obs.shape[:-3], -1)
 
     def value(self, obs: Tensor) -> Tensor:
-        """(..., D) -> (...)"""
-        return self.critic(obs)[..., 0]
+        """(..., D) or (..., C, H, W) -> (...)"""
+        return self.critic(self.features(obs))[..., 0]
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """What makes `act` a sample: normal noise for Gaussian actions, Gumbel noise for categorical ones (the largest
@@ -174,19 +201,20 @@ class Agent(nn.Module):
         return noise.normal_(generator=generator) if self.continuous else -noise.exponential_(generator=generator).log()
 
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:
-        """Actions (N, A) of observations (N, D): floats, or the index of each choice."""
-        out = self.actor(obs)
+        """Actions (N, A) of observations (N, ...): floats, or the index of each choice."""
+        out = self.actor(self.features(obs))
         if self.continuous:
             return out + self.log_std.exp() * noise
         return torch.stack([part.argmax(-1) for part in (out + noise).split(self.parts, -1)], -1)
 
     def forward(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability, entropy and value, each (...)."""
-        return *self.log_prob(obs, actions), self.value(obs)
+        features = self.features(obs)
+        return *self.log_prob(features, actions), self.critic(features)[..., 0]
 
-    def log_prob(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    def log_prob(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability (of continuous actions: density) of actions (..., A), and entropy in nats, each (...)."""
-        out = self.actor(obs)
+        out = self.actor(features)
         if self.continuous:
             z = (actions - out) * (-self.log_std).exp()
             log_norm = self.log_std + 0.5 * np.log(2 * np.pi)
@@ -203,27 +231,50 @@ class Agent(nn.Module):
         are executed. Their log-probability is that of the action before clipping."""
         if self.continuous:
             return actions.reshape(-1, *self.space.shape).clip(self.space.low, self.space.high)
-        return actions.reshape(-1, *self.space.shape) + self.space.start
+        return actions.reshape(-1, *self.space.shape) + getattr(self.space, "start", 0)
+
+
+def orthogonal(layers: list, gains: list[float]) -> None:
+    for layer, gain in zip(layers, gains):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
 
 
 def network(size_in: int, hidden_size: int, size_out: int, gain: float) -> nn.Sequential:
     layers = [nn.Linear(size_in, hidden_size), nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, size_out)]
-    for layer, layer_gain in zip(layers, (2**0.5, 2**0.5, gain)):
-        nn.init.orthogonal_(layer.weight, layer_gain)
-        nn.init.zeros_(layer.bias)
+    orthogonal(layers, [2**0.5, 2**0.5, gain])
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+def image_networks(shape: tuple[int, int, int], hidden_size: int, actions: int) -> tuple:
+    """The heads of policy and value, and the encoder of images (B, C, H, W). From 36 pixels on, the convolutions of
+    Mnih et al. 2015 (channels, kernel, stride); below, as for boards, two of 3 x 3 that reach over the border."""
+    large, channels = min(shape[1:]) >= 36, shape[0]
+    body: list[nn.Module] = []
+    for size, kernel, stride in [(32, 8, 4), (64, 4, 2), (64, 3, 1)] if large else [(32, 3, 1), (64, 3, 2)]:
+        body += [nn.Conv2d(channels, size, kernel, stride, padding=0 if large else 1), nn.ReLU()]
+        channels = size
+    body.append(nn.Flatten())
+    units = nn.Sequential(*body)(torch.zeros(1, *shape)).shape[1]
+    last, actor, critic = nn.Linear(units, hidden_size), nn.Linear(hidden_size, actions), nn.Linear(hidden_size, 1)
+    hidden = [*body[:-1:2], last]
+    orthogonal([*hidden, actor, critic], [2**0.5] * len(hidden) + [0.01, 1.0])
+    return actor, critic, nn.Sequential(*body, last, nn.ReLU())
 
 
 class Statistics:
     """Running statistics of observations and of discounted returns, one set for all environments, frozen in
-    evaluation. Without --normalize they change nothing."""
+    evaluation. Without --normalize they change nothing; images stay bytes in any case."""
 
-    def __init__(self, obs_size: int, num_envs: int, gamma: float, enabled: bool):
-        self.obs, self.returns, self.enabled = RunningMeanStd((obs_size,)), RunningMeanStd(), enabled
-        self.gamma, self.discounted = gamma, np.zeros(num_envs)
+    def __init__(self, obs_size, num_envs: int, gamma: float, enabled: bool):
+        self.images = isinstance(obs_size, tuple)
+        self.obs, self.returns = RunningMeanStd(() if self.images else (obs_size,)), RunningMeanStd()
+        self.enabled, self.gamma, self.discounted = enabled, gamma, np.zeros(num_envs)
 
     def observe(self, obs: np.ndarray, count: bool = False) -> np.ndarray:
         """Normalises observations (N, D). Only training counts them, and only those that it acts on."""
+        if self.images:
+            return obs
         if not self.enabled:
             return obs.astype(np.float32)
         if count:
@@ -242,7 +293,8 @@ class Statistics:
 
     def weights(self) -> dict[str, Tensor]:
         """For RUN/model: the networks take (obs - obs_mean) / sqrt(obs_var + 1e-8), clipped."""
-        return {f"obs_{name}": self.obs.state_dict()[name] for name in ("mean", "var")} if self.enabled else {}
+        used = self.enabled and not self.images
+        return {f"obs_{name}": self.obs.state_dict()[name] for name in ("mean", "var")} if used else {}
 
     def state_dict(self) -> dict:
         discounted = torch.tensor(self.discounted)
@@ -257,10 +309,10 @@ class Statistics:
 class Batch(NamedTuple):
     """What one iteration learns from: T steps of N environments."""
 
-    obs: Tensor  # (T, N, D), normalised
+    obs: Tensor  # (T, N, D), normalised; images (T, N, C, H, W), uint8
     actions: Tensor  # (T, N, A), before clipping
     rewards: Tensor  # (T, N) float32, normalised
-    next_obs: Tensor  # (T, N, D): what the step led to, before any reset
+    next_obs: Tensor  # like obs: what the step led to, before any reset
     terminated: Tensor  # (T, N) bool
     truncated: Tensor  # (T, N) bool
 
@@ -280,7 +332,7 @@ def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor
 def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, advantages: Tensor, returns: Tensor,
              old_values: Tensor, args: Args) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Loss of one minibatch, to be minimised (equation 9 with the sign turned), and (approx_kl, clip_fraction,
-    entropy). obs (B, D), actions (B, A), the others (B,)."""
+    entropy). obs (B, ...), actions (B, A), the others (B,)."""
     logps, entropy, values = agent(obs, actions)
     log_ratio = logps - old_logps
     ratio = log_ratio.exp()
@@ -332,7 +384,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
 @torch.no_grad()
 def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistics: Statistics,
             generator: torch.Generator, step: int, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
-    """T steps of N environments from observations `obs` (N, D), which the statistics have counted.
+    """T steps of N environments from observations `obs` (N, ...), which the statistics have counted.
 
     Returns a Batch, the observations to go on from, and (return, length) of the episodes that ended.
     """
@@ -357,9 +409,9 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistic
 
 def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for impossible settings."""
-    kinds = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)
+    kinds = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
     if not isinstance(space, kinds) or isinstance(space, gym.spaces.Box) and space.dtype.kind != "f":
-        wanted = "a Box of floats, Discrete or MultiDiscrete"
+        wanted = "a Box of floats, Discrete, MultiDiscrete or MultiBinary"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs {wanted}")
     rows = args.num_envs * args.num_steps
     if rows % args.num_minibatches or rows // args.num_minibatches < 2:
@@ -372,15 +424,16 @@ def check(args: Args, space: gym.Space) -> None:
 @torch.no_grad()
 def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor,
                       generator: torch.Generator) -> np.ndarray:  # fmt: skip
-    """What utils.rollouts.evaluate calls: actions (N, A) of raw observations (N, D)."""
+    """What utils.rollouts.evaluate calls: actions (N, A) of raw observations (N, ...)."""
     normalized = torch.from_numpy(statistics.observe(obs)).to(generator.device)
     return agent.to_env(agent.act(normalized, agent.noise((len(obs),), generator) * scale).cpu().numpy())
 
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    make, obs_size, space = open_env(args)
-    settings = resolve(args, PRESETS, "continuous" if isinstance(space, gym.spaces.Box) else "discrete")
+    make, obs_size, space = open_env(args, partial(make_env, images=True))
+    kind = "continuous" if isinstance(space, gym.spaces.Box) else "discrete"
+    settings = resolve(args, PRESETS, "images" if isinstance(obs_size, tuple) else kind)
     check(args, space)
     agent = Agent(obs_size, space, args.hidden_size, args.log_std_init).to(device)
     statistics = Statistics(obs_size, args.num_envs, args.gamma, args.normalize)

@@ -68,8 +68,8 @@ from utils.run import Run, main, prepare, resolve
 
 NAME, TITLE = "ppo_atari", "PPO"
 PRESETS = {  # defaults, for arguments left at None
-    "discrete": dict(total_timesteps=10_000_000, num_envs=8, num_steps=128, learning_rate=2.5e-4, num_minibatches=4,
-                     update_epochs=4, ent_coef=0.01),
+    "images": dict(total_timesteps=10_000_000, num_envs=8, num_steps=128, learning_rate=2.5e-4, num_minibatches=4,
+                   update_epochs=4, ent_coef=0.01, hidden_size=512),
 }  # fmt: skip
 
 
@@ -116,7 +116,7 @@ class Args(EnvArgs):
     """train on the sign of rewards"""
     normalize_advantages: bool = True
     """normalise advantages in every minibatch"""
-    hidden_size: PositiveInt = 512
+    hidden_size: PositiveInt | None = None
     """units of the layer between convolutions and heads"""
     compile: bool = False
     """compile the network and the loss (half a minute at the start)"""
@@ -192,32 +192,24 @@ def make_atari(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str |
 
 
 class Agent(nn.Module):
-    """The convolutions of Mnih et al. 2015 and a linear layer, then a head for the policy and one for the value.
-    obs_size: number of stacked frames. Actions are categorical, `parts` the number of choices."""
+    """One encoder of images (`obs_size` their C, H, W) for policy and value. Orthogonal weights (gain sqrt 2; policy
+    head 0.01, value head 1), zero biases. Actions are categorical, `parts` the number of choices."""
 
     continuous = False
 
-    def __init__(self, obs_size: int, space, hidden_size: int):
+    def __init__(self, obs_size, space, hidden_size: int):
         super().__init__()
         self.space, self.parts = space, [int(space.n)]
-        layers: list[nn.Conv2d | nn.Linear] = [nn.Conv2d(obs_size, 32, 8, 4), nn.Conv2d(32, 64, 4, 2),
-                                               nn.Conv2d(64, 64, 3, 1), nn.Linear(64 * 7 * 7, hidden_size)]  # fmt: skip
-        self.actor_head, self.critic_head = nn.Linear(hidden_size, self.parts[0]), nn.Linear(hidden_size, 1)
-        gains = [2**0.5] * 4 + [0.01, 1.0]
-        for layer, gain in zip([*layers, self.actor_head, self.critic_head], gains):
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
-        self.body = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2], nn.ReLU(), nn.Flatten(),
-                                  layers[3], nn.ReLU())  # fmt: skip
+        self.actor, self.critic, self.encoder = image_networks(obs_size, hidden_size, sum(self.parts))
 
     def features(self, obs: Tensor) -> Tensor:
-        """(..., 4, 84, 84) uint8 -> (..., hidden_size)"""
-        flat = self.body(obs.flatten(0, -4).float() / 255)
+        """What the heads take: images (..., C, H, W) uint8 -> (..., hidden_size)."""
+        flat = self.encoder(obs.flatten(0, -4).float() / 255)
         return flat.view(*obs.shape[:-3], -1)
 
     def value(self, obs: Tensor) -> Tensor:
-        """(..., 4, 84, 84) -> (...)"""
-        return self.critic_head(self.features(obs))[..., 0]
+        """(..., C, H, W) -> (...)"""
+        return self.critic(self.features(obs))[..., 0]
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """What makes `act` a sample: normal noise for Gaussian actions, Gumbel noise for categorical ones (the largest
@@ -227,19 +219,45 @@ class Agent(nn.Module):
         return noise.normal_(generator=generator) if self.continuous else -noise.exponential_(generator=generator).log()
 
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:
-        """Actions (N, 1), the index of each choice, of observations (N, 4, 84, 84)."""
-        return (self.actor_head(self.features(obs)) + noise).argmax(-1, keepdim=True)
+        """Actions (N, 1), the index of each choice, of observations (N, C, H, W)."""
+        out = self.actor(self.features(obs))
+        return (out + noise).argmax(-1, keepdim=True)
 
     def forward(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probability of actions (..., 1), entropy in nats, and value, each (...)."""
+        """Log-probability, entropy and value, each (...)."""
         features = self.features(obs)
-        logps = self.actor_head(features).log_softmax(-1)
-        logp = logps.gather(-1, actions)[..., 0]
-        return logp, -(logps.exp() * logps).sum(-1), self.critic_head(features)[..., 0]
+        return *self.log_prob(features, actions), self.critic(features)[..., 0]
+
+    def log_prob(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability of actions (..., 1), and entropy in nats, each (...)."""
+        logps = self.actor(features).log_softmax(-1)
+        return logps.gather(-1, actions)[..., 0], -(logps.exp() * logps).sum(-1)
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
         """Actions (N, 1) as the vector environment takes them."""
         return actions[:, 0]
+
+
+def orthogonal(layers: list, gains: list[float]) -> None:
+    for layer, gain in zip(layers, gains):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+
+
+def image_networks(shape: tuple[int, int, int], hidden_size: int, actions: int) -> tuple:
+    """The heads of policy and value, and the encoder of images (B, C, H, W). From 36 pixels on, the convolutions of
+    Mnih et al. 2015 (channels, kernel, stride); below, as for boards, two of 3 x 3 that reach over the border."""
+    large, channels = min(shape[1:]) >= 36, shape[0]
+    body: list[nn.Module] = []
+    for size, kernel, stride in [(32, 8, 4), (64, 4, 2), (64, 3, 1)] if large else [(32, 3, 1), (64, 3, 2)]:
+        body += [nn.Conv2d(channels, size, kernel, stride, padding=0 if large else 1), nn.ReLU()]
+        channels = size
+    body.append(nn.Flatten())
+    units = nn.Sequential(*body)(torch.zeros(1, *shape)).shape[1]
+    last, actor, critic = nn.Linear(units, hidden_size), nn.Linear(hidden_size, actions), nn.Linear(hidden_size, 1)
+    hidden = [*body[:-1:2], last]
+    orthogonal([*hidden, actor, critic], [2**0.5] * len(hidden) + [0.01, 1.0])
+    return actor, critic, nn.Sequential(*body, last, nn.ReLU())
 
 
 class Statistics:
@@ -269,10 +287,10 @@ class Statistics:
 class Batch(NamedTuple):
     """What one iteration learns from: T steps of N environments."""
 
-    obs: Tensor  # (T, N, D), normalised
+    obs: Tensor  # (T, N, D), normalised; images (T, N, C, H, W), uint8
     actions: Tensor  # (T, N, A), before clipping
     rewards: Tensor  # (T, N) float32, normalised
-    next_obs: Tensor  # (T, N, D): what the step led to, before any reset
+    next_obs: Tensor  # like obs: what the step led to, before any reset
     terminated: Tensor  # (T, N) bool
     truncated: Tensor  # (T, N) bool
 
@@ -292,7 +310,7 @@ def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor
 def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, advantages: Tensor, returns: Tensor,
              old_values: Tensor, args: Args) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Loss of one minibatch, to be minimised (equation 9 with the sign turned), and (approx_kl, clip_fraction,
-    entropy). obs (B, D), actions (B, A), the others (B,)."""
+    entropy). obs (B, ...), actions (B, A), the others (B,)."""
     logps, entropy, values = agent(obs, actions)
     log_ratio = logps - old_logps
     ratio = log_ratio.exp()
@@ -344,7 +362,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
 @torch.no_grad()
 def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistics: Statistics,
             generator: torch.Generator, step: int, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
-    """T steps of N environments from observations `obs` (N, D), which the statistics have counted.
+    """T steps of N environments from observations `obs` (N, ...), which the statistics have counted.
 
     Returns a Batch, the observations to go on from, and (return, length) of the episodes that ended.
     """
@@ -369,9 +387,9 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistic
 
 def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for impossible settings."""
-    kinds = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete)
+    kinds = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
     if not isinstance(space, kinds) or isinstance(space, gym.spaces.Box) and space.dtype.kind != "f":
-        wanted = "a Box of floats, Discrete or MultiDiscrete"
+        wanted = "a Box of floats, Discrete, MultiDiscrete or MultiBinary"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs {wanted}")
     rows = args.num_envs * args.num_steps
     if rows % args.num_minibatches or rows // args.num_minibatches < 2:
@@ -384,7 +402,7 @@ def check(args: Args, space: gym.Space) -> None:
 @torch.no_grad()
 def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor,
                       generator: torch.Generator) -> np.ndarray:  # fmt: skip
-    """What utils.rollouts.evaluate calls: actions (N, A) of raw observations (N, D)."""
+    """What utils.rollouts.evaluate calls: actions (N, A) of raw observations (N, ...)."""
     normalized = torch.from_numpy(statistics.observe(obs)).to(generator.device)
     return agent.to_env(agent.act(normalized, agent.noise((len(obs),), generator) * scale).cpu().numpy())
 
@@ -392,7 +410,7 @@ def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, sca
 def train(args: Args) -> list[dict]:
     device = prepare(args)
     make, obs_size, space = open_env(args, make_atari)
-    settings = resolve(args, PRESETS, "continuous" if isinstance(space, gym.spaces.Box) else "discrete")
+    settings = resolve(args, PRESETS, "images")
     check(args, space)
     agent = Agent(obs_size, space, args.hidden_size).to(device)
     statistics = Statistics(obs_size, args.num_envs, args.gamma, args.normalize)
@@ -404,7 +422,7 @@ def train(args: Args) -> list[dict]:
     generator = torch.Generator(device).manual_seed(args.seed)
     loss_function = torch.compile(ppo_loss) if args.compile else ppo_loss
     if args.compile:
-        agent.body.compile()
+        agent.encoder.compile()
     rollout = args.num_envs * args.num_steps
     total = args.total_timesteps // rollout * rollout
     run = Run(args, NAME, args.env_id, total, ("return", "eval/return", "explained_variance"), "total_timesteps",

@@ -72,17 +72,18 @@ class Played(gym.Env):
         return obs, float(reward), bool(terminated), bool(truncated), {}
 
 
-def run_sb3(stream: dict, case: dict, hidden_size: int) -> dict[str, torch.Tensor]:
-    """ROUNDS of SB3's PPO: `<round>/<what>`, `before/<parameter>` and `<round>/<parameter>`."""
+def run_sb3(stream: dict, case: dict, hidden_size: int, algorithm=None, played=Played) -> dict[str, torch.Tensor]:
+    """ROUNDS of SB3's PPO, or of another class with its arguments: `<round>/<what>`, `before/<parameter>` and
+    `<round>/<parameter>`."""
     from stable_baselines3 import PPO
     from stable_baselines3.common.logger import configure
     from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
     envs = VecNormalize(
-        DummyVecEnv([lambda n=n: Played(stream, n, SPACES[case["space"]]) for n in range(N)]), gamma=case["gamma"],
+        DummyVecEnv([lambda n=n: played(stream, n, SPACES[case["space"]]) for n in range(N)]), gamma=case["gamma"],
         norm_obs=case["normalize"], norm_reward=case["normalize"],
     )  # fmt: skip
-    model = PPO(
+    model = (algorithm or PPO)(
         "MlpPolicy", envs, n_steps=T, batch_size=T * N, n_epochs=case["update_epochs"], gamma=case["gamma"],
         gae_lambda=case["gae_lambda"], clip_range=case["clip_coef"], ent_coef=case["ent_coef"],
         vf_coef=case["vf_coef"] / 2, max_grad_norm=case["max_grad_norm"], learning_rate=case["learning_rate"],

@@ -122,6 +122,71 @@ class Bandit(gym.Env):
         return self.observe(), reward, terminated, truncated, {}
 
 
+class Pixels(gym.Env):
+    """An image of 8 x 10 pixels and 3 colours, of which one column is red; the action that names it pays 1. Seven
+    columns an episode. layout: whether the channels come last or first."""
+
+    action_space = spaces.Discrete(4)
+
+    def __init__(self, layout: str = "last"):
+        self.layout = layout
+        self.observation_space = spaces.Box(0, 255, (8, 10, 3) if layout == "last" else (3, 8, 10), np.uint8)
+
+    def observe(self):
+        self.column, image = int(self.np_random.integers(4)), np.zeros((8, 10, 3), np.uint8)
+        image[:, 2 * self.column, 0] = 255
+        image[0, 0, 2] = 20 * self.time
+        return image if self.layout == "last" else np.moveaxis(image, 2, 0)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        reward = float(action == self.column)
+        self.time += 1
+        return self.observe(), reward, self.time == 7, False, {}
+
+
+class Toll(gym.Env):
+    """In each of 40 steps some of the actions are allowed, half of them; others end the test. The reward is the number
+    of the first choice. It observes what it draws, and the step. At its end nothing is allowed.
+
+    gives: where the mask is, "info", "method", "both" (the method's is wrong), or "none"; or what is wrong with it:
+    "short", or "empty" at the third step.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def __init__(self, action: str = "discrete", gives: str = "info", label: str = ""):
+        self.action_space, self.gives, self.label = ACTIONS[action], gives, label
+        self.sizes = {"discrete": [3], "multidiscrete": [2, 3], "multibinary": [2, 2]}[action]
+        if gives in ("method", "both"):
+            self.action_masks = lambda: np.concatenate(self.masks if gives == "method" else [~m for m in self.masks])
+
+    def observe(self):
+        draws = [self.np_random.random(size) < 0.5 for size in self.sizes]
+        self.masks = [draw | (np.arange(len(draw)) == self.np_random.integers(len(draw))) for draw in draws]
+        if self.time == 40 or (self.gives == "empty" and self.time == 3):
+            self.masks[-1] = np.zeros(self.sizes[-1], bool)
+        info = {"short": np.ones(1), "none": None, "method": None}.get(self.gives, tuple(self.masks))
+        return np.array([self.np_random.normal(), self.time], np.float32), {} if info is None else {"action_mask": info}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        return self.observe()
+
+    def step(self, action):
+        chosen = np.ravel(action) - np.ravel(getattr(self.action_space, "start", 0))
+        assert all(mask[number] for mask, number in zip(self.masks, chosen)), f"{action} is not allowed: {self.masks}"
+        self.time += 1
+        noise = np.random.normal() if self.label == "noisy" else 0
+        obs, info = self.observe()
+        return obs, float(chosen[0]) + noise, self.time == 40, False, info
+
+
 class Probe(gym.Env):
     """Observes the step in the episode, the length at which it ends by itself, the action as it arrived. Lengths of 2
     to 7 under a time limit of 5: episodes terminate, are cut off, and both in one step."""
@@ -174,4 +239,6 @@ gym.register("Hop-v0", "environments:Hop", max_episode_steps=40)
 gym.register("Goal-v0", "environments:Goal", max_episode_steps=40)
 gym.register("Endless-v0", "environments:Walk", kwargs={"size": 1_000})
 gym.register("Bandit-v0", "environments:Bandit")
+gym.register("Toll-v0", "environments:Toll")
+gym.register("Pixels-v0", "environments:Pixels")
 gym.register("Probe-v0", "environments:Probe", max_episode_steps=Probe.LIMIT)

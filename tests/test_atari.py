@@ -135,49 +135,49 @@ def test_bootstrap_ends_with_a_life_and_the_game_goes_on():
 def test_the_network_is_shared_and_right():
     """Policy, entropy and value against a second forward pass in plain functions; both heads train the convolutions."""
     torch.manual_seed(0)
-    agent = ppo_atari.Agent(4, gym.spaces.Discrete(6), 16).double()
+    agent = ppo_atari.Agent((4, 84, 84), gym.spaces.Discrete(6), 16).double()
     obs = torch.randint(0, 256, (2, 3, 4, 84, 84), dtype=torch.uint8)
-    agent.features = lambda x: agent.body(x.flatten(0, -4).double() / 255).view(*x.shape[:-3], -1)
+    agent.features = lambda x: agent.encoder(x.flatten(0, -4).double() / 255).view(*x.shape[:-3], -1)
     actions = torch.randint(0, 6, (2, 3, 1))
     logps, entropy, values = agent(obs, actions)
     x = obs.flatten(0, 1).double() / 255
     for i, stride in ((0, 4), (2, 2), (4, 1)):
-        x = torch.conv2d(x, agent.body[i].weight, agent.body[i].bias, stride).relu()
-    x = (x.flatten(1) @ agent.body[7].weight.T + agent.body[7].bias).relu()
-    policy = torch.distributions.Categorical(logits=x @ agent.actor_head.weight.T + agent.actor_head.bias)
+        x = torch.conv2d(x, agent.encoder[i].weight, agent.encoder[i].bias, stride).relu()
+    x = (x.flatten(1) @ agent.encoder[7].weight.T + agent.encoder[7].bias).relu()
+    policy = torch.distributions.Categorical(logits=x @ agent.actor.weight.T + agent.actor.bias)
     torch.testing.assert_close(logps.flatten(), policy.log_prob(actions.flatten()))
     torch.testing.assert_close(entropy.flatten(), policy.entropy())
-    torch.testing.assert_close(values.flatten(), (x @ agent.critic_head.weight.T + agent.critic_head.bias)[:, 0])
+    torch.testing.assert_close(values.flatten(), (x @ agent.critic.weight.T + agent.critic.bias)[:, 0])
     torch.testing.assert_close(agent.value(obs), values)
     assert torch.equal(agent.act(obs[0], torch.zeros(3, 6))[:, 0], policy.logits.view(2, 3, 6)[0].argmax(-1))
     for number in (logps.sum(), values.sum()):
-        (gradient,) = torch.autograd.grad(number, agent.body[0].weight, retain_graph=True)
+        (gradient,) = torch.autograd.grad(number, agent.encoder[0].weight, retain_graph=True)
         assert gradient.abs().sum() > 0
 
 
 def test_uint8_observations_are_divided_once():
-    agent = ppo_atari.Agent(4, gym.spaces.Discrete(2), 8)
-    ones = agent.body(torch.ones(1, 4, 84, 84))
+    agent = ppo_atari.Agent((4, 84, 84), gym.spaces.Discrete(2), 8)
+    ones = agent.encoder(torch.ones(1, 4, 84, 84))
     torch.testing.assert_close(agent.features(torch.full((1, 4, 84, 84), 255, dtype=torch.uint8)), ones)
 
 
 def test_rewards_are_signs_and_scores_are_not():
     """What is trained on is -1, 0 or 1; the environment, hence the logged return, has the score itself."""
-    statistics = ppo_atari.Statistics(4, 1, 0.99, True)
+    statistics = ppo_atari.Statistics((4, 84, 84), 1, 0.99, True)
     assert statistics.reward(np.array([-3.0, 0.0, 7.0]), np.zeros(3, bool)).tolist() == [-1, 0, 1]
-    off = ppo_atari.Statistics(4, 1, 0.99, False)
+    off = ppo_atari.Statistics((4, 84, 84), 1, 0.99, False)
     assert off.reward(np.array([-3.0, 7.0]), np.zeros(2, bool)).tolist() == [-3, 7]
     assert max(row[1] for row in play(partial(ppo_atari.make_atari, "ALE/Qbert-v5")(), 1, 200)) > 1
 
 
 def test_the_first_policy_is_nearly_uniform_and_the_first_values_are_not_all_equal():
     torch.manual_seed(0)
-    agent = ppo_atari.Agent(4, gym.spaces.Discrete(6), 64)
+    agent = ppo_atari.Agent((4, 84, 84), gym.spaces.Discrete(6), 64)
     obs = torch.randint(0, 256, (8, 4, 84, 84), dtype=torch.uint8)
     _, entropy, values = agent(obs, torch.zeros(8, 1, dtype=torch.long))
     assert entropy.min() > np.log(6) - 1e-4
-    hidden = [(layer, 2**0.5) for layer in agent.body if hasattr(layer, "weight")]
-    for layer, gain in [*hidden, (agent.actor_head, 0.01), (agent.critic_head, 1.0)]:
+    hidden = [(layer, 2**0.5) for layer in agent.encoder if hasattr(layer, "weight")]
+    for layer, gain in [*hidden, (agent.actor, 0.01), (agent.critic, 1.0)]:
         weight = layer.weight.detach().flatten(1)
         assert torch.linalg.svdvals(weight).tolist() == pytest.approx([gain] * min(weight.shape), rel=1e-4)
 

@@ -43,7 +43,6 @@ CONTROL = [
     ("--env-kwargs size=3", "size", "--env-id"),
     ("--env-kwargs size", "NAME=VALUE"),
     (f"{BANDIT} action=unit observation=sequence", "observation space", "fixed number"),
-    (f"{BANDIT} action=multibinary", "action space", "MultiBinary"),
     (f"{BANDIT} action=dict", "action space", "Dict"),
     (f"{BANDIT} action=tuple", "action space", "Tuple"),
     (f"{BANDIT} action=integers", "int64", "Box of floats"),
@@ -63,6 +62,7 @@ OWN = {
     "sac": [
         ("--env-id CartPole-v1", "Discrete", "SAC needs a Box"),
         (f"{BANDIT} action=box", "Box", "finite bounds"),
+        (f"{BANDIT} action=multibinary", "action space", "MultiBinary"),
         ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
         ("--buffer-size 1000000000000000", "--buffer-size 1000000000000000", "36,000,000.0 GB"),
         *CONTROL,
@@ -110,6 +110,7 @@ def test_wrong_input_is_seen_before_the_run(algo, args, words, tmp_path, monkeyp
 TRAINED = {
     "ppo-cartpole": [],
     "ppo-walk": [*WALK, "--env-kwargs", "size=5", "label=a b"],
+    "ppo-pixels": ["--env-id", "environments:Pixels-v0", "--hidden-size", 8],
     "sac-walk": [*WALK, "--env-kwargs", "size=5"],
     "dqn-hop": [*walk("dqn"), "--env-kwargs", "size=5"],
     "c51-hop": walk("c51"),

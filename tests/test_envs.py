@@ -101,7 +101,7 @@ def test_observations_become_vectors(name):
     assert np.asarray(rows[-1][0]).shape == (3, gym.spaces.flatdim(space))
 
 
-@pytest.mark.parametrize("action", ["discrete", "multidiscrete", "grid", "box", "unit"])
+@pytest.mark.parametrize("action", ["discrete", "multidiscrete", "multibinary", "grid", "box", "unit"])
 def test_the_environment_gets_members_of_its_own_action_space(action, tmp_path):
     """Bandit asserts so. Spaces that are refused: test_command_line_control.py."""
     new_run(ppo, tmp_path, *SMALL["ppo"], *BANDIT.split(), f"action={action}", "observation=image")

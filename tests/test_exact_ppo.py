@@ -14,7 +14,7 @@ import pytest
 import torch
 from control import close, float64
 from every_script import stand_in
-from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from helpers import SMALL, metrics, new_run
 from scipy import stats
 from torch import nn
@@ -27,7 +27,10 @@ from utils.envs import make_vector
 script = stand_in("ppo", "update", "collect", "ppo_loss", "gae", "act_in_evaluation")
 only_ppo = pytest.mark.parametrize("script", ["ppo"], indirect=True)
 DISCRETE, MULTI, GAUSSIAN = Discrete(3, start=5), MultiDiscrete([2, 3], start=[7, 1]), Box(-0.5, 0.5, (2,))
-SPACES = pytest.mark.parametrize("space", [DISCRETE, MULTI, GAUSSIAN], ids=["discrete", "multi", "gaussian"])
+BINARY = MultiBinary(3)
+SPACES = pytest.mark.parametrize(
+    "space", [DISCRETE, MULTI, BINARY, GAUSSIAN], ids=["discrete", "multi", "binary", "gaussian"]
+)
 
 
 def tensors(*arrays) -> list[torch.Tensor]:
@@ -199,7 +202,8 @@ def test_advantages_of_every_pattern_of_ends(gae_lambda):
 def test_update_equals_numpy(space, changes):
     """Weights after several epochs and minibatches, clips in force, and every metric: ratios to the policy before the
     first epoch, targets from the values before it, advantages normalised within each minibatch."""
-    agent, args, orders, rate = linear_agent(48, space), settings(**changes), [], 0.5 if space is GAUSSIAN else 3.0
+    agent, args, orders = linear_agent(48, space), settings(**changes), []
+    rate = 0.5 if space is GAUSSIAN else 1.0 if space is BINARY else 3.0
     batch = random_batch(agent)
 
     def recorded(agent, obs, *others):  # row i is in state i
@@ -392,7 +396,7 @@ def test_actions_of_a_rollout(space):
         batch = rollout(space, agent)[0]
         close(batch.actions, agent.actor(batch.obs).detach(), 1e-5)
     else:
-        assert np.array_equal(taken, sampled + space.start) and sampled.min() == 0
+        assert np.array_equal(taken, sampled + getattr(space, "start", 0)) and sampled.min() == 0
         assert len(np.unique(sampled.reshape(12, -1), axis=0)) > 2
 
 
@@ -467,7 +471,15 @@ def test_initial_weights():
 @only_ppo
 @pytest.mark.parametrize(
     "space",
-    [Discrete(5), MultiDiscrete([2, 3, 4]), MultiDiscrete([[2, 3], [4, 2]]), Box(-1, 1, (1,)), Box(-1, 1, (2, 2))],
+    [
+        Discrete(5),
+        MultiDiscrete([2, 3, 4]),
+        MultiDiscrete([[2, 3], [4, 2]]),
+        MultiBinary(4),
+        MultiBinary((2, 3)),
+        Box(-1, 1, (1,)),
+        Box(-1, 1, (2, 2)),
+    ],
 )
 def test_log_probabilities_equal_torch(space):
     agent = linear_agent(3, space)
@@ -480,6 +492,11 @@ def test_log_probabilities_equal_torch(space):
         assert actions.shape == (4, 2, np.prod(space.shape))
         theirs = torch.distributions.Independent(torch.distributions.Normal(out, agent.log_std.exp()), 1)
         expected = theirs.log_prob(actions), theirs.entropy()
+    elif isinstance(space, MultiBinary):  # independent coins
+        assert actions.shape == (4, 2, np.prod(space.shape))
+        logits = out[..., 1::2] - out[..., ::2]
+        theirs = torch.distributions.Independent(torch.distributions.Bernoulli(logits=logits), 1)
+        expected = theirs.log_prob(actions.double()), theirs.entropy()
     else:
         assert actions.shape == (4, 2, space.nvec.size if isinstance(space, MultiDiscrete) else 1)
         theirs = [torch.distributions.Categorical(logits=part) for part in out.split(agent.parts, -1)]

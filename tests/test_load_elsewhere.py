@@ -16,12 +16,12 @@ import pytest
 from helpers import ENVIRONMENT, SMALL, command_line, new_run
 from small_data import pendulum
 
-from algos import bc, c51, dqn, dt, iql, ppo, sac
+from algos import bc, c51, dqn, dt, iql, ppo, ppo_lstm, ppo_mask, sac
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "algos/README.md").read_text()
 SECTION = PAGE[PAGE.index("## Load a trained agent elsewhere") :]
-PPO, SAC, DQN, C51, OFFLINE, DT = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[:6]
+PPO, SAC, DQN, C51, OFFLINE, DT, MASK, LSTM = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[:8]
 SHORT = "max_episode_steps=40"
 WIDE = [
     "--env-id",
@@ -39,6 +39,9 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "c51": (C51, c51, ["--learning-rate", "0.04"]),
     "bc": (OFFLINE, bc, ["--dataset", "DATA"]),
     "iql": (OFFLINE, iql, ["--dataset", "DATA"]),
+    "ppo_mask": (MASK, ppo_mask, ["--env-id", "Taxi-v4", "--env-kwargs", SHORT, "--learning-rate", "0.04"]),
+    "ppo_lstm discrete": (LSTM, ppo_lstm, ["--env-id", "CartPole-v1", "--learning-rate", "0.04"]),
+    "ppo_lstm continuous": (LSTM, ppo_lstm, WIDE),
     "dt": (DT, dt, ["--dataset", "DATA", "--target-returns", "-100"]),
 }
 

@@ -332,6 +332,7 @@ SPACES = {
     "box": gym.spaces.Box(-1, 1, (2,)),
     "discrete": gym.spaces.Discrete(4),
     "multidiscrete": gym.spaces.MultiDiscrete([2, 3]),
+    "multibinary": gym.spaces.MultiBinary(3),
 }
 
 

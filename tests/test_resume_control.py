@@ -28,11 +28,11 @@ from helpers import (
 )
 from small_data import pendulum
 
-from algos import ppo_atari
+from algos import ppo_atari, ppo_lstm, ppo_mask
 from utils import run as run_module
 from utils.checkpoint import load_newest
 
-MODULES = SCRIPTS | CHILDREN | OFFLINE | {"ppo_atari": ppo_atari}
+MODULES = SCRIPTS | CHILDREN | OFFLINE | {"ppo_atari": ppo_atari, "ppo_mask": ppo_mask, "ppo_lstm": ppo_lstm}
 SHORT = "--env-kwargs max_episode_steps=50"
 CASES = {  # name: SCRIPT-... -> arguments. Every run has 160 steps; episodes are longer than the steps between saves
     "ppo-cartpole": "",
@@ -40,6 +40,7 @@ CASES = {  # name: SCRIPT-... -> arguments. Every run has 160 steps; episodes ar
     "ppo-cheetah": f"--env-id HalfCheetah-v5 {SHORT}",
     "ppo-walk-async": f"{' '.join(WALK)} --vector async",
     "ppo-raw": f"{' '.join(WALK)} --no-normalize --no-anneal-lr --target-kl 1e-4 --clip-vloss",
+    "ppo-pixels": "--env-id environments:Pixels-v0 --hidden-size 8",
     "sac-pendulum": SHORT,
     "sac-cheetah": f"--env-id HalfCheetah-v5 {SHORT}",
     "sac-walk-async": f"{' '.join(WALK)} --vector async --buffer-size 100",
@@ -48,6 +49,9 @@ CASES = {  # name: SCRIPT-... -> arguments. Every run has 160 steps; episodes ar
     "c51-cartpole": "",
     "her-bitflip": "--env-kwargs n=40",
     "ppo_atari-breakout": "--env-id ALE/Breakout-v5 --env-kwargs max_num_frames_per_episode=320 --hidden-size 8",
+    "ppo_mask-toll": "--env-id environments:Toll-v0 --env-kwargs action=multidiscrete --vector async",
+    "ppo_lstm-hidden": "",
+    "ppo_lstm-pixels": "--env-id environments:Pixels-v0 --vector async --no-anneal-lr",
     "bc-best": "--top-fraction 0.5",
     "bc-dropout": "--dropout 0.2",
     "iql": "",

@@ -123,11 +123,14 @@ class Log:
 
 
 def make_env(
-    env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None, flatten: bool = True
-) -> gym.Env:
+    env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None, flatten: bool = True,
+    images: bool = False,
+) -> gym.Env:  # fmt: skip
     """One environment, with `flatten` its observations flattened to a vector where they are not one: images,
-    dictionaries, tuples, discrete numbers (one-hot). `module:Name-v0` imports `module` first, also from the working
-    directory. A specification in JSON (EnvSpec.to_json) stands for the environment with its arguments and wrappers.
+    dictionaries, tuples, discrete numbers (one-hot). With `images`, bytes with three dimensions are not flattened but
+    come as C x H x W; the smaller one of the first and the last dimension is taken for the channels.
+    `module:Name-v0` imports `module` first, also from the working directory. A specification in JSON (EnvSpec.to_json)
+    stands for the environment with its arguments and wrappers.
 
     Raises UserError for an unknown name, arguments that it does not take, and spaces that have no vector form.
     """
@@ -151,6 +154,12 @@ def make_env(
     space = env.observation_space
     if not flatten or isinstance(space, gym.spaces.Box) and len(space.shape) == 1:
         return env
+    if images and isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3:
+        if space.shape[0] < space.shape[2]:
+            return env
+        low, high = (np.moveaxis(bound, 2, 0) for bound in (space.low, space.high))
+        moved = gym.spaces.Box(low, high, dtype=np.uint8)
+        return gym.wrappers.TransformObservation(env, lambda obs: np.moveaxis(obs, 2, 0), moved)
     if not space.is_np_flattenable:
         raise UserError(f"--env-id {env_id} has the observation space {space}: it must have a fixed number of values")
     return gym.wrappers.FlattenObservation(env)
@@ -175,14 +184,15 @@ def read_spec(text: str) -> EnvSpec:
 
 
 def open_env(args, make: Callable = make_env) -> tuple[Callable, int, Any]:
-    """How the run makes an environment, how many numbers one observes (of images: how many are stacked), and its
-    actions. Raises UserError where there is no such environment."""
+    """How the run makes an environment, how many numbers one observes (of images: their C, H, W), and its actions.
+    Raises UserError where there is no such environment."""
     if args.capture_video and not args.evaluate:
         raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
     make = partial(make, getattr(args, "env_spec", "") or args.env_id, args.env_kwargs)
     env = make()
     env.close()
-    return make, env.observation_space.shape[0], env.action_space
+    shape = env.observation_space.shape
+    return make, shape if len(shape) == 3 else shape[0], env.action_space
 
 
 def make_vector(make: Callable[[], gym.Env], num_envs: int, seed: int, kind: str = "sync") -> Vector:

@@ -65,4 +65,55 @@ class BitFlip(gym.Env):
         return self.observe(), reward, reward == 0, self.time == self.n, {"is_success": reward == 0}
 
 
-PROBLEMS: dict[str, Any] = {"NoiseMDP-v0": NoiseMDP, "BitFlip-v0": BitFlip}
+class Board(gym.Env):
+    """A piece on a board of n x n cells is to go to the last cell, in a corner. An action names a cell and a direction,
+    4 n^2 in all; 2 to 4 are valid: those that name the piece's cell and keep it on the board. The others do nothing. So
+    do orders to units in a game of strategy (Huang and Ontanon 2020). The reward is -1; the corner ends the episode,
+    100 steps cut it off. The best return is minus the distance, rows and columns together.
+
+    mask: what action_masks() allows, the valid actions or all.
+    """
+
+    MOVES = np.array([(-1, 0), (1, 0), (0, -1), (0, 1)])
+
+    def __init__(self, n: int = 5, mask: bool = True):
+        self.n, self.mask, self.action_space = n, mask, gym.spaces.Discrete(4 * n * n)
+        self.observation_space = gym.spaces.Box(0, 1, (n * n,))
+
+    def targets(self) -> np.ndarray:
+        """The cells beside the piece in the four directions, (4,); -1 for those that are not there."""
+        cells = np.array(divmod(self.piece, self.n)) + self.MOVES
+        return np.where(((cells >= 0) & (cells < self.n)).all(1), cells @ [self.n, 1], -1)
+
+    def action_masks(self) -> np.ndarray:
+        valid = np.full((self.n**2, 4), not self.mask)
+        valid[self.piece] |= self.targets() >= 0
+        return valid.flatten()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time, self.piece = 0, int(self.np_random.integers(self.n**2 - 1))
+        return np.eye(self.n**2, dtype=np.float32)[self.piece], {}
+
+    def step(self, action):
+        cell, direction = divmod(int(action), 4)
+        if cell == self.piece and self.targets()[direction] >= 0:
+            self.piece = int(self.targets()[direction])
+        self.time += 1
+        obs = np.eye(self.n**2, dtype=np.float32)[self.piece]
+        return obs, -1.0, self.piece == self.n**2 - 1, self.time == 100, {}
+
+
+def cartpole_without_velocities(**kwargs) -> gym.Env:
+    """CartPole-v1 of which place and angle are seen, but not where they go: that must be remembered."""
+    env = gym.make("CartPole-v1", disable_env_checker=True, **kwargs)
+    low, high = (getattr(env.observation_space, bound)[[0, 2]] for bound in ("low", "high"))
+    return gym.wrappers.TransformObservation(env, lambda obs: obs[[0, 2]], gym.spaces.Box(low, high))
+
+
+PROBLEMS: dict[str, Any] = {
+    "NoiseMDP-v0": NoiseMDP,
+    "BitFlip-v0": BitFlip,
+    "Board-v0": Board,
+    "CartPoleNoVelocity-v0": cartpole_without_velocities,
+}

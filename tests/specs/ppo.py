@@ -98,12 +98,32 @@ first-choice-for-all: written for one choice, and then put in a loop
 + actions[..., :1].long()
 
 actions-count-from-zero: nearly every discrete space begins at 0
-- return actions.reshape(-1, *self.space.shape) + self.space.start
+- return actions.reshape(-1, *self.space.shape) + getattr(self.space, "start", 0)
 + return actions.reshape(-1, *self.space.shape)
 
 policy-head-of-gain-1: one gain for all layers: the first policies are far from uniform
 - sum(self.parts), 0.01)
 + sum(self.parts), 1.0)
+
+policy-head-of-gain-1:images: two heads, in an order that is written down elsewhere
+- [2**0.5] * len(hidden) + [0.01, 1.0]
++ [2**0.5] * len(hidden) + [1.0, 0.01]
+
+pixels-not-divided: a wrapper did it before
+- self.encoder(obs.flatten(0, -4).float() / 255)
++ self.encoder(obs.flatten(0, -4).float())
+
+border-not-seen: the large images' kernels have no padding, and a board's border is where things happen
+- padding=0 if large else 1)
++ padding=0)
+
+binary-actions-in-one-choice: a MultiBinary of n is n coins, not one of n
+- self.parts = [2] * int(np.prod(space.shape))
++ self.parts = [int(np.prod(space.shape)) * 2]
+
+image-policy-learns-alone: two networks as for vectors, of which the critic's then sees features that it cannot move
+- return *self.log_prob(features, actions), self.critic(features)[..., 0]
++ return *self.log_prob(features, actions), self.critic(features.detach())[..., 0]
 
 evaluation-with-training-noise:ppo: one function acts in both
 - agent.noise((len(obs),), generator) * scale
@@ -136,7 +156,7 @@ SPEC = Spec(
     "Control",
     small="--device cpu --num-envs 2 --num-steps 16 --total-timesteps 160 --num-minibatches 2 --update-epochs 2 "
           "--eval-every 64 --eval-episodes 2 --save-every 32",
-    tests="exact_ppo parity_sb3 command_line_control envs resume_control",
+    tests="exact_ppo images parity_sb3 command_line_control envs resume_control",
     known=True,
     curves={
         "ppo-cartpole": Curve(

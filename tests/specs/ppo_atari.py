@@ -4,17 +4,9 @@ from tests.flags import PPO
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
-policy-head-of-gain-1:atari: two heads, in an order that is written down elsewhere
-- gains = [2**0.5] * 4 + [0.01, 1.0]
-+ gains = [2**0.5] * 4 + [1.0, 0.01]
-
 rewards-not-clipped: Pong's are signs already
 - return np.sign(rewards) if self.enabled else rewards
 + return rewards
-
-pixels-not-divided: a wrapper did it before
-- self.body(obs.flatten(0, -4).float() / 255)
-+ self.body(obs.flatten(0, -4).float())
 
 frames-not-stacked: networks take whatever number of channels comes
 - frame_skip=frameskip)), 4
@@ -69,7 +61,7 @@ SPEC = Spec(
     },
     recipes=(
         Recipe(
-            "algos/ppo_atari.py  ", "arXiv 1707.06347, table 5", preset="discrete",
+            "algos/ppo_atari.py  ", "arXiv 1707.06347, table 5", preset="images",
             paper=dict(num_steps=128, learning_rate=2.5e-4, update_epochs=3, num_minibatches=8 * 128 // 256,
                        gamma=0.99, gae_lambda=0.95, num_envs=8, clip_coef=0.1, vf_coef=1.0, ent_coef=0.01,
                        anneal_lr=True, total_timesteps=10_000_000),

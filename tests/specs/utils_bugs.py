@@ -8,7 +8,7 @@ TESTS = {  # as Spec.tests
     "utils/decode.py": "invariance",
     "utils/distributed.py": "distributed",
     "utils/engine.py": "engine",
-    "utils/envs.py": "exact_ppo exact_sac envs atari offline_data command_line_control resume_control",
+    "utils/envs.py": "exact_ppo exact_sac envs images atari offline_data command_line_control resume_control",
     "utils/evaluation.py": "exact_grpo runs rewards",
     "utils/head.py": "invariance properties exact_grpo distributed",
     "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs architectures distributed",
@@ -245,6 +245,10 @@ numbers-left-over: the target is reached, and nobody asks which numbers were use
 heldout-in-training:envs: one seed for everything: evaluation starts where training started
 - Episode(env, seed + 2**31, i % (starts or episodes))
 + Episode(env, seed, i % (starts or episodes))
+
+images-reshaped: channels last and channels first hold as many numbers
+- lambda obs: np.moveaxis(obs, 2, 0)
++ lambda obs: obs.reshape(moved.shape)
 
 no-bootstrap-at-truncation:envs: one flag `done` of the old interface: time limits look like failures
 (vwxyzjn/cleanrl#198)

@@ -1,0 +1,80 @@
+"""PPO with an LSTM: algos/ppo_lstm.py."""
+
+from tests.specs import Curve, Effect, Spec, parse_bugs
+from tests.specs.ppo import SPEC as PARENT
+
+BUGS = """
+memory-crosses-episodes: the reset of the state is written where actions are drawn, and forgotten in the replay
+- state = state * ~begins[first][:, None]
++ pass
+
+cuts-of-one-environment: minibatches have several environments, and each has its own ends
+- begins[1:].any(1).nonzero()
++ begins[1:, 0].nonzero()
+
+first-step-of-an-episode-late: flags of the end stand in the row before the beginning
+- begins[t + 1] |= done
++ begins[t] |= done
+
+bootstrap-from-an-empty-memory: after the reset the state is what the next episode begins with
+- after.append(state * args.memory)
++ after.append(state * ~begins[t][:, None] * 0)
+
+bootstrap-from-the-memory-before: the state that goes into a step is at hand, too
+- next_values = agent.value(batch.next_obs.flatten(0, 1), after).view_as(values)
++ next_values = agent.value(batch.next_obs.flatten(0, 1), after.roll(values.shape[1], 1)).view_as(values)
+
+replayed-from-nothing: rollouts begin inside episodes
+- rows = [batch.obs, batch.actions, batch.state,
++ rows = [batch.obs, batch.actions, batch.state * 0,
+
+steps-and-environments-exchanged: (T, 2, N, H) and (2, T N, H) have as many numbers
+- batch.after.transpose(0, 1).flatten(1, 2)
++ batch.after.reshape(2, -1, batch.after.shape[-1])
+
+memory-kept-after-the-rollout: an episode that ends with the last step has its successor in the next rollout
+- state * ~done[:, None], episodes
++ state, episodes
+
+h-for-c: two states that are the same size
+- (state[:1], state[1:])
++ (state[1:], state[:1])
+
+memory-not-in-evaluation: a policy is a function of the observation, until it is not
+- actions, state = agent.act(normalized, state, begins,
++ actions, _ = agent.act(normalized, state, begins,
+
+memory-not-restored: weights, optimizer and environments are back
+- run.state["memory"].to(device) if run.state else agent.empty(args.num_envs)
++ agent.empty(args.num_envs)
+
+memory-of-a-lost-episode: the environment begins a new one, and the state still knows the old one
+- memory = memory * torch.tensor(envs.log.length > 0, device=device)[:, None]
++ pass
+"""
+
+HIDDEN = dict(env_id="CartPoleNoVelocity-v0", total_timesteps=24_576, eval_every=0)
+
+SPEC = Spec(
+    "PPO with an LSTM",
+    PARENT.family,
+    small=PARENT.small.replace("--num-minibatches 2", "--num-minibatches 2 --hidden-size 16"),
+    tests="exact_ppo_lstm resume_control",
+    no_recipe="there is no paper of its own; --help has the settings",
+    curves={
+        "ppo_lstm-cartpole": Curve(
+            HIDDEN | dict(eval_every=8192), "eval/return", numbers={"mean eval/return": "plain"},
+        ),
+    },
+    effects={
+        "ppo_lstm-cartpole": Effect(
+            dict(lstm=("ppo_lstm", HIDDEN), ppo=("ppo", HIDDEN), control=("ppo_lstm", HIDDEN | dict(memory=False))),
+            "last eval/return",
+            claims={"lstm > 2 * ppo": 9, "lstm > 2 * control": 9},
+        ),
+    },
+    flags=PARENT.flags,
+    special=PARENT.special | dict(num_minibatches=({}, 1)),
+    noise=PARENT.noise,
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

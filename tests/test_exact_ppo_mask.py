@@ -1,0 +1,223 @@
+"""PPO with action masks: probabilities and gradients of what is allowed, against NumPy and against ppo.py on the
+smaller problem that masks make of a larger one; where masks come from; that they reach every action that is taken."""
+
+import itertools
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from control import close, float64
+from gymnasium.spaces import Discrete, MultiDiscrete
+from helpers import SMALL, assert_same_result, command_line, metrics, new_run, user_error, weights
+from scipy import stats
+from torch import nn
+
+from algos import ppo, ppo_mask
+from utils.envs import make_vector, reset_vector, step_vector
+
+MULTI = MultiDiscrete([2, 3])
+TOLL = ["--env-id", "environments:Toll-v0", "--env-kwargs"]
+
+
+def linear_agent(module, obs_size: int, space, masks: int = 0):
+    """In float64, with matrices for networks."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        agent = module.Agent(masks + obs_size, space, 4)
+        agent.actor = nn.Linear(obs_size, sum(agent.parts), bias=False)
+        agent.critic = nn.Linear(obs_size, 1, bias=False)
+        for parameter in agent.parameters():
+            nn.init.normal_(parameter, 0.0, 0.7)
+    return agent.double()
+
+
+def settings(**changes):
+    return ppo.Args(**dict(num_minibatches=1, update_epochs=3, ent_coef=0.1, max_grad_norm=1e9) | changes)
+
+
+def update(module, agent, batch, args, rate: float = 0.5) -> dict[str, float]:
+    optimizer, generator = torch.optim.SGD(agent.parameters(), rate), torch.Generator().manual_seed(0)
+    return module.update(agent, optimizer, batch, generator, args)
+
+
+def random_batch(masks: np.ndarray, actions: np.ndarray, states: int = 4, seed: int = 0) -> ppo.Batch:
+    """Steps x environments in random states, each with its mask in front."""
+    rng, shape = np.random.default_rng(seed), masks.shape[:2]
+    obs, after = (np.concatenate([masks, np.eye(states)[rng.integers(states, size=shape)]], -1) for _ in range(2))
+    ends = rng.random((2, *shape)) < 0.2
+    return ppo.Batch(*map(torch.as_tensor, (obs, actions, rng.normal(size=shape), after, *ends)))
+
+
+@float64()
+@pytest.mark.parametrize("mask", itertools.product([0, 1], repeat=5), ids=lambda m: "".join(map(str, m)))
+def test_every_mask(mask):
+    """Of choices of 2 and 3: probabilities are exactly 0 or those of the softmax of what is allowed; entropy is theirs;
+    no gradient reaches a logit that is not allowed, and none is NaN, also where one action is left."""
+    mask = np.array(mask)
+    if not (mask[:2].any() and mask[2:].any()):
+        return  # no action: the wrapper refuses it
+    agent, obs = linear_agent(ppo_mask, 2, MULTI, 5), torch.tensor([[*map(float, mask), 0.3, -1.2]])
+    logits = (agent.actor.weight.detach().numpy() @ [0.3, -1.2]).copy()
+    entropy, logps = 0.0, []
+    for part in (slice(0, 2), slice(2, 5)):
+        weight = np.exp(logits[part]) * mask[part]
+        pi = weight / weight.sum()
+        entropy -= sum(p * np.log(p) for p in pi if p)
+        logps.append(pi)
+    for a, b in itertools.product(range(2), range(3)):
+        logp, own_entropy = agent.log_prob(obs, torch.tensor([[a, b]]))
+        close(own_entropy, [entropy])
+        expected = logps[0][a] * logps[1][b]
+        assert logp.exp().item() == 0 if expected == 0 else abs(logp.exp().item() - expected) < 1e-12
+        if expected:
+            (gradient,) = torch.autograd.grad((logp + 0.3 * own_entropy).sum(), agent.actor.weight)
+            assert gradient.isfinite().all() and (gradient[mask == 0] == 0).all()
+            assert (gradient[mask == 1].abs().sum() > 0) == (mask[:2].all() or mask[2:].sum() > 1)
+
+
+def test_samples_are_of_the_masked_policy():
+    """Chi-square of what is allowed; nothing else in 20,000 draws; without noise the likeliest that is allowed."""
+    agent = linear_agent(ppo_mask, 1, Discrete(4), 4)
+    obs = torch.tensor([[1.0, 0.0, 1.0, 1.0, 1.0]]).double().expand(20_000, -1)
+    logits = agent.actor.weight.detach().numpy()[:, 0]
+    pi = np.exp(logits) * [1, 0, 1, 1]
+    with torch.no_grad():
+        actions = agent.act(obs, agent.noise((20_000,), torch.Generator().manual_seed(0)))[:, 0].numpy()
+        likeliest = agent.act(obs[:1], torch.zeros(1, 4)).item()
+    counts = np.bincount(actions, minlength=4)
+    assert counts[1] == 0 and likeliest == pi.argmax()
+    assert stats.chisquare(counts[[0, 2, 3]], 20_000 * pi[[0, 2, 3]] / pi.sum()).pvalue > 1e-3
+
+
+@float64()
+def test_a_mask_makes_the_smaller_problem():
+    """Whatever is allowed always, update does what ppo.py does with these actions alone: weights, ratios, KL, entropy.
+    The rows of other actions do not move."""
+    allowed, rng = np.array([1, 3]), np.random.default_rng(3)
+    mask, chosen = np.isin(np.arange(5), allowed).astype(float), rng.integers(2, size=(6, 4, 1))
+    batch = random_batch(np.broadcast_to(mask, (6, 4, 5)), allowed[chosen])
+    small = batch._replace(obs=batch.obs[..., 5:], next_obs=batch.next_obs[..., 5:], actions=torch.as_tensor(chosen))
+    ours, theirs = linear_agent(ppo_mask, 4, Discrete(5), 5), linear_agent(ppo, 4, Discrete(2))
+    before = ours.actor.weight.detach().clone()
+    with torch.no_grad():
+        theirs.actor.weight.copy_(before[allowed])
+        theirs.critic.weight.copy_(ours.critic.weight)
+    args = settings(num_minibatches=2, clip_vloss=True)
+    metrics = [update(module, agent, b, args) for module, agent, b in ((ppo_mask, ours, batch), (ppo, theirs, small))]
+    close(list(metrics[0].values()), list(metrics[1].values()))
+    assert metrics[0]["clip_fraction"] > 0.1 and metrics[0]["approx_kl"] > 1e-3
+    close(ours.actor.weight[allowed], theirs.actor.weight)
+    close(ours.critic.weight, theirs.critic.weight)
+    assert torch.equal(ours.actor.weight[[0, 2, 4]], before[[0, 2, 4]])
+    assert (ours.actor.weight[allowed] - before[allowed]).abs().max() > 0.05
+
+
+@float64()
+def test_expected_movement_is_the_policy_gradient_of_what_is_allowed():
+    """One decision in each of two states with masks of their own: over all actions, the mean movement of `update` is
+    the gradient of the expected reward of the masked softmax."""
+    masks, rewards = np.array([[1, 0, 1, 1], [0, 1, 1, 0]]), np.random.default_rng(0).normal(size=(2, 4))
+    agent, moved, expected = linear_agent(ppo_mask, 2, Discrete(4), 4), np.zeros((4, 2)), np.zeros((4, 2))
+    before = {name: p.clone() for name, p in agent.state_dict().items()}
+    start = before["actor.weight"]
+    args = settings(update_epochs=1, ent_coef=0.0, normalize_advantages=False, gae_lambda=1.0)
+    for state in range(2):
+        weight = np.exp(start.numpy()[:, state]) * masks[state]
+        pi = weight / weight.sum()
+        expected[:, state] = pi * (rewards[state] - pi @ rewards[state])
+        for action in np.flatnonzero(masks[state]):
+            obs = torch.as_tensor(np.concatenate([masks[state], np.eye(2)[state]])).expand(1, 2, -1)
+            yes = torch.ones(1, 2, dtype=torch.bool)
+            reward = torch.full((1, 2), rewards[state, action])
+            batch = ppo.Batch(obs, torch.full((1, 2, 1), int(action)), reward, obs, yes, ~yes)
+            update(ppo_mask, agent, batch, args, rate=1.0)
+            moved += pi[action] * (agent.actor.weight.detach() - start).numpy()
+            agent.load_state_dict(before)
+    close(moved, expected)
+
+
+def test_masks_that_allow_everything_change_nothing(tmp_path):
+    """The run is that of ppo.py, bit for bit."""
+    common = [*SMALL["ppo"], "--env-id", "Board-v0", "--env-kwargs", "n=3"]
+    ours, theirs = new_run(ppo_mask, tmp_path, *common, "mask=false"), new_run(ppo, tmp_path, *common)
+    assert_same_result(ours, theirs)
+    masked = new_run(ppo_mask, tmp_path, *common)
+    assert metrics(masked) != metrics(ours)
+    assert weights(masked)["obs_mean"].shape == (9,)
+
+
+@pytest.mark.parametrize("action", ["discrete", "multidiscrete", "multibinary"])
+@pytest.mark.parametrize("more", [["gives=info"], ["gives=method"], ["gives=both", "--vector", "async"]], ids=str)
+def test_only_allowed_actions_are_taken(action, more, tmp_path):
+    """In training and in evaluation, likeliest and sampled: the environment fails at any other. Info goes before the
+    method. At its end an episode allows nothing."""
+    run = new_run(ppo_mask, tmp_path, *SMALL["ppo"], *TOLL, f"action={action}", *more)
+    assert metrics(run)[-1]["eval/length"] == 40
+
+
+def test_the_mask_stands_before_its_observation():
+    """Also where a vector resets: there it is the new episode's; the last observation of the old one keeps its own."""
+    envs = make_vector(lambda: ppo_mask.make_masked("environments:Toll-v0", ("action=multidiscrete",)), 2, 1)
+    obs, inner = reset_vector(envs), [env.unwrapped for env in envs.envs]
+    assert obs.shape == (2, 7)
+    for step in range(85):
+        masks = np.stack([np.concatenate(env.masks) for env in inner])
+        assert np.array_equal(obs[:, :5], masks) and (obs[:, 6] == [env.time for env in inner]).all()
+        actions = np.stack([[m.argmax() for m in env.masks] for env in inner])
+        obs, true_obs, *_, ended = step_vector(envs, actions, step)
+        assert (true_obs[:, 4] == 0).all() and (true_obs[:, 6] == 40).all() if ended else (obs == true_obs).all()
+
+
+def test_statistics_leave_masks_alone():
+    statistics = ppo_mask.Statistics(4, 2, 3, 0.99, True)
+    rng = np.random.default_rng(0)
+    obs = np.hstack([rng.integers(2, size=(3, 2)), rng.normal(5, 3, (3, 2))])
+    shown = statistics.observe(obs, count=True)
+    assert np.array_equal(shown[:, :2], obs[:, :2])
+    expected = ppo.Statistics(2, 3, 0.99, True).observe(obs[:, 2:], count=True)
+    close(shown[:, 2:], expected)
+    assert np.array_equal(statistics.weights()["obs_mean"], statistics.obs.mean[2:])
+    assert np.array_equal(ppo_mask.Statistics(4, 2, 3, 0.99, False).observe(obs), obs.astype(np.float32))
+
+
+def test_the_networks_do_not_see_the_mask():
+    agent, rest = ppo_mask.Agent(9, Discrete(4), 8), torch.randn(6, 5)
+    shown = [torch.cat([mask.expand(6, 4), rest], 1) for mask in (torch.ones(4), torch.tensor([1.0, 0, 1, 0]))]
+    assert torch.equal(*(agent.value(obs) for obs in shown))
+    with torch.no_grad():
+        close(agent.logits(shown[0]), agent.actor(rest))
+        close(agent.logits(shown[1])[:, ::2], agent.actor(rest)[:, ::2])
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ([*TOLL, "gives=none"], ["no mask", "action_masks()", "info['action_mask']"]),
+        ([*TOLL, "gives=short"], ["1 entries", "need 3"]),
+        (["--env-id", "Pendulum-v1"], ["action space", "Discrete, MultiDiscrete or MultiBinary"]),
+    ],
+    ids=str,
+)
+def test_wrong_masks_are_seen_before_the_run(args, words, tmp_path, capsys):
+    with user_error(capsys, *words):
+        command_line(ppo_mask, *SMALL["ppo"], *args, "--output-dir", tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("vector", ["sync", "async"])
+@pytest.mark.parametrize("action, mask", [("discrete", "[0, 0, 0]"), ("multidiscrete", "0, 0, 0]")])
+def test_a_mask_that_allows_nothing_is_one_clear_error(action, mask, vector, tmp_path, capsys):
+    with user_error(capsys, mask, "no choice", "end the episode"):
+        args = [*TOLL, "gives=empty", f"action={action}", "--vector", vector, "--output-dir", tmp_path]
+        command_line(ppo_mask, *SMALL["ppo"], *args)
+
+
+def test_a_mask_may_be_a_list_for_each_choice():
+    env = SimpleNamespace(action_space=MULTI, observation_space=gym.spaces.Box(0, 1, (1,)))
+    masked = ppo_mask.Masked.__new__(ppo_mask.Masked)
+    masked.env, masked.parts, masked.starts = env, [2, 3], [0, 2]
+    masked._observation_space, masked._action_space = env.observation_space, MULTI
+    for mask in ([[1, 0], [0, 1, 1]], ([True, False], np.array([0, 1, 1])), np.array([1, 0, 0, 1, 1])):
+        assert masked.with_mask(np.array([0.5]), {"action_mask": mask}).tolist() == [1, 0, 0, 1, 1, 0.5]
