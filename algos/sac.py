@@ -18,11 +18,29 @@ minimises
     s'     the true next observation, never that of a reset; truncation does not end the bootstrap
     gamma, tau, alpha, H   --gamma, --tau, --alpha (none: learned), --target-entropy
 
+REDQ (Chen et al. 2021, arXiv 2101.05982) and DroQ (Hiraoka et al. 2021, arXiv 2110.02034) are SAC with other critics
+and many updates per step. In REDQ the minimum is over M random critics of N, drawn anew for each update (--subset-size,
+--num-critics); the actor moves once per step and maximises the mean of all N. In DroQ each of two critics has dropout
+and LayerNorm in its hidden layers: Linear, dropout, LayerNorm, ReLU. Its target critics drop out, too.
+
+gSDE (Raffin, Kober, Stulp 2020, arXiv 2005.05719) explores smoothly: --sde N keeps a matrix theta for N steps, entries
+N(0, sigma^2), and u = mean(s) + theta^T phi(s), where phi is the last hidden layer. The losses use the density of one
+such step, u ~ N(mean, phi^2 sigma^2 + 1e-6), and sigma is learned.
+
 Run
     python algos/sac.py                                                                 Pendulum-v1
     python algos/sac.py --env-id HalfCheetah-v5 --total-timesteps 1000000 --learning-starts 10000 --eval-every 20000
                                                                                         the paper's recipe for MuJoCo
     python algos/sac.py --env-id HalfCheetah-v5 --utd-ratio 4 --num-envs 4
+    python algos/sac.py --env-id Hopper-v5 --total-timesteps 125000 --learning-starts 5000 --num-critics 10 \
+        --subset-size 2 --actor-q mean --utd-ratio 20 --policy-frequency 20 --target-entropy -1
+                                                                                        REDQ; never run at length
+    python algos/sac.py --env-id Hopper-v5 --total-timesteps 100000 --learning-starts 5000 --layer-norm \
+        --dropout 0.01 --actor-q mean --utd-ratio 20 --policy-frequency 20 --target-entropy -1
+                                                                                        DroQ; never run at length
+    python algos/sac.py --env-id MountainCarContinuous-v0 --total-timesteps 50000 --learning-starts 0 --gamma 0.9999 \
+        --tau 0.01 --alpha 0.1 --batch-size 512 --hidden-size 64 --sde 32 --log-std-init -3.67
+                                                                                        gSDE; never run at length
     python algos/sac.py --env-id package.module:Name-v0 --env-kwargs size=5             your own environment
     python algos/sac.py --env-id Hopper-v5 --total-timesteps 1000000 --eval-every 10000 --record-dataset data/hopper
                                                                                         collections for offline scripts
@@ -38,7 +56,7 @@ Metrics
     return, length      of the training episodes that ended since the row before; absent where none did
     eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
     eval/success        share of these episodes that reach a success; where the environment reports it
-    Of the newest update:
+    Of the newest update (entropy and alpha: of the newest that moved the actor):
     q                   mean of Q_1 over the batch; should stay near the discounted return, runaway growth is divergence
     td_error            mean |Q_1(s, a) - y|
     entropy             mean of -log pi in nats of the [-1, 1] box; comes down to the target H
@@ -49,6 +67,16 @@ Differences
     - Densities are of actions in [-1, 1], before stretching to the environment's bounds, so the target entropy means
       the same in every environment, as in the authors' code and SB3. CleanRL's density includes the bounds.
     - One actor update for every critic update, as in the paper; CleanRL makes two every second step.
+    - REDQ's and DroQ's settings are those of the authors' code (watchernyu/REDQ, redq_sac.py; TakuyaHiraoka/
+      Dropout-Q-Functions..., KUCodebase), on Hopper-v5 for their Hopper-v2; we have not read the papers' tables. REDQ's
+      code moves the actor by the critics from before the update, ours by those after it. DroQ's repository has two
+      bases with other rates of dropout for the same results: 0.01 on Hopper in one, 0.0001 in the other.
+    - gSDE's settings for MountainCarContinuous are rl-baselines3-zoo's, but for its 32 updates after every 32 steps:
+      ours come one by one. As in SB3, phi is learned by the noise, too; SB3 also clips the mean to [-2, 2]. Its losses
+      take one matrix for a whole minibatch, ours new noise for each row, which has the same distribution in each row.
+      Evaluation draws new noise in each step, and so do recorded collections.
+    - Swimmer needs a longer horizon than MuJoCo's other tasks: rl-baselines3-zoo takes gamma 0.9999 there, and 0.99
+      elsewhere. We have not run it.
     - The default is for Pendulum and starts learning earlier than the paper.
 """
 
@@ -59,7 +87,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -112,6 +140,22 @@ class Args(EnvArgs):
     """target entropy in nats; None: -(action size)"""
     utd_ratio: PositiveInt = 1
     """updates per environment step"""
+    policy_frequency: PositiveInt = 1
+    """updates of the critics for one of actor and temperature"""
+    num_critics: PositiveInt = 2
+    """critics in the ensemble"""
+    subset_size: PositiveInt | None = None
+    """critics, drawn anew for each update, whose minimum makes the target; None: all"""
+    actor_q: Literal["min", "mean"] = "min"
+    """what the actor maximises of all critics"""
+    layer_norm: bool = False
+    """LayerNorm in each hidden layer of the critics"""
+    dropout: Annotated[float, "at least 0 and below 1"] = 0.0
+    """dropout in each hidden layer of the critics and target critics, before LayerNorm"""
+    sde: NonNegativeInt = 0
+    """gSDE: steps for which an environment keeps its matrix of noise; 0: plain SAC, new noise in each step"""
+    log_std_init: float = -3.0
+    """gSDE: initial log standard deviation of the matrix's entries"""
     batch_size: PositiveInt = 256
     """transitions per update"""
     buffer_size: PositiveInt = 1_000_000
@@ -142,63 +186,99 @@ class Transitions(NamedTuple):
     next_obs: Tensor  # (B, D)
 
 
-def network(size_in: int, hidden_size: int, size_out: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(size_in, hidden_size), nn.ReLU(), nn.Linear(hidden_size, hidden_size), nn.ReLU(),
-                         nn.Linear(hidden_size, size_out))  # fmt: skip
+def network(size_in: int, hidden_size: int, size_out: int, layer_norm: bool = False,
+            dropout: float = 0.0) -> nn.Sequential:  # fmt: skip
+    layers: list[nn.Module] = []
+    for size in (size_in, hidden_size):
+        layers.append(nn.Linear(size, hidden_size))
+        if dropout:
+            layers.append(nn.Dropout(dropout))
+        if layer_norm:
+            layers.append(nn.LayerNorm(hidden_size))
+        layers.append(nn.ReLU())
+    return nn.Sequential(*layers, nn.Linear(hidden_size, size_out))
 
 
 class Actor(nn.Module):
-    def __init__(self, obs_size: int, action_size: int, hidden_size: int):
+    """sde: the last hidden layer's features phi (F) make the noise: std(s)^2 = phi^2 sigma^2 + 1e-6, sigma (F, A)."""
+
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int, sde: bool = False, log_std_init: float = 0.0):
         super().__init__()
-        self.net = network(obs_size, hidden_size, 2 * action_size)
+        self.net = network(obs_size, hidden_size, action_size if sde else 2 * action_size)
+        self.log_sigma = nn.Parameter(torch.full((hidden_size, action_size), log_std_init)) if sde else None
+
+    def normal(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean and log standard deviation of u, and phi: (B, A), (B, A), (B, F)."""
+        features = self.net[:-1](obs)
+        if self.log_sigma is None:
+            mean, log_std = self.net[-1](features).chunk(2, -1)
+            return mean, log_std.clamp(*LOG_STD_BOUNDS), features
+        variance = features.square() @ (2 * self.log_sigma).exp() + 1e-6  # where all features are 0, so is the noise
+        return self.net[-1](features), 0.5 * variance.log(), features
+
+    def kept_noise(self, obs: Tensor, matrices: Tensor) -> Tensor:
+        """The noise (B, A) that gSDE's standard normal matrices (B, F, A) come to in these states, as a number of
+        standard deviations: theta^T phi / std(s), with theta = sigma times a matrix."""
+        _, log_std, features = self.normal(obs)
+        return torch.einsum("bf,bfa->ba", features, matrices * self.log_sigma.exp()) / log_std.exp()
 
     def forward(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Actions in [-1, 1] from standard normal noise (B, A), and their log-density there: (B, A), (B, 1). Noise 0
         gives the likeliest u, hence the deterministic action."""
-        mean, log_std = self.net(obs).chunk(2, -1)
-        log_std = log_std.clamp(*LOG_STD_BOUNDS)
+        mean, log_std, _ = self.normal(obs)
         u = mean + log_std.exp() * noise
         log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))  # log(1 - tanh(u)^2), stable: no constant added inside
         return u.tanh(), (log_normal - log_slope).sum(-1, keepdim=True)
 
 
-class Critics(nn.Module):
-    def __init__(self, obs_size: int, action_size: int, hidden_size: int):
-        super().__init__()
-        self.q1, self.q2 = (network(obs_size + action_size, hidden_size, 1) for _ in range(2))
+class Critics(nn.ModuleDict):
+    """An ensemble: q1, q2, ..."""
 
-    def forward(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Q_1 and Q_2, each (B, 1)."""
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int, count: int = 2, layer_norm: bool = False,
+                 dropout: float = 0.0):  # fmt: skip
+        sizes = obs_size + action_size, hidden_size, 1
+        super().__init__({f"q{i}": network(*sizes, layer_norm, dropout) for i in range(1, count + 1)})
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Q_1, ..., Q_N: (N, B, 1)."""
         both = torch.cat([obs, actions], -1)
-        return self.q1(both), self.q2(both)
+        return torch.stack([q(both) for q in self.values()])
 
 
 class Agent(nn.Module):
-    """What is saved: actor, critics, target critics and log alpha."""
+    """What is saved: actor, critics, target critics and log alpha. `actor`: sde, log_std_init; `critics`: count,
+    layer_norm, dropout."""
 
-    def __init__(self, obs_size: int, action_size: int, hidden_size: int, alpha: float):
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int, alpha: float, actor: dict | None = None,
+                 **critics):  # fmt: skip
         super().__init__()
-        self.actor = Actor(obs_size, action_size, hidden_size)
-        self.critics = Critics(obs_size, action_size, hidden_size)
+        self.actor = Actor(obs_size, action_size, hidden_size, **(actor or {}))
+        self.critics = Critics(obs_size, action_size, hidden_size, **critics)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
 
 
-def critic_loss(agent: Agent, batch: Transitions, noise: Tensor, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of both critics' losses (equation 5 with a sample of the soft value), Q_1 and the target y. noise (B, A)."""
+def critic_loss(agent: Agent, batch: Transitions, noise: Tensor, gamma: float,
+                subset: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sum of all critics' losses (equation 5 with a sample of the soft value), Q_1 and the target y. noise (B, A);
+    subset: numbers of the target critics, from 0, of which the minimum is taken; None: all."""
     with torch.no_grad():
         next_actions, next_logps = agent.actor(batch.next_obs, noise)
-        soft_value = torch.min(*agent.targets(batch.next_obs, next_actions)) - agent.log_alpha.exp() * next_logps
+        next_q = agent.targets(batch.next_obs, next_actions)
+        smallest = (next_q if subset is None else next_q[subset]).amin(0)
+        soft_value = smallest - agent.log_alpha.exp() * next_logps
         target = batch.rewards + gamma * (1 - batch.terminated) * soft_value
-    q1, q2 = agent.critics(batch.obs, batch.actions)
-    return 0.5 * ((q1 - target).square().mean() + (q2 - target).square().mean()), q1.detach(), target
+    q = agent.critics(batch.obs, batch.actions)
+    return 0.5 * (q - target).square().mean((1, 2)).sum(), q[0].detach(), target
 
 
-def actor_loss(agent: Agent, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+def actor_loss(agent: Agent, obs: Tensor, noise: Tensor, actor_q: str = "min") -> tuple[Tensor, Tensor]:
     """Equation 9, and the log-densities (B, 1) of the actions without gradient. noise (B, A)."""
     actions, logps = agent.actor(obs, noise)
-    return (agent.log_alpha.detach().exp() * logps - torch.min(*agent.critics(obs, actions))).mean(), logps.detach()
+    q = agent.critics(obs, actions)
+    q = q.mean(0) if actor_q == "mean" else q.amin(0)
+    return (agent.log_alpha.detach().exp() * logps - q).mean(), logps.detach()
 
 
 def alpha_loss(log_alpha: Tensor, logps: Tensor, target_entropy: float) -> Tensor:
@@ -214,31 +294,37 @@ class Optimizers(NamedTuple):
 
 
 def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: torch.Generator, args: Args,
-           critic_loss: Callable = critic_loss, actor_loss: Callable = actor_loss) -> dict[str, Tensor]:  # fmt: skip
-    """One step of critics, actor, temperature and target critics, in this order. Returns metrics, as tensors: reading
-    them would make the CPU wait for the device at every update."""
+           number: int, critic_loss: Callable = critic_loss, actor_loss: Callable = actor_loss
+           ) -> dict[str, Tensor]:  # fmt: skip
+    """One step of critics, actor, temperature and target critics, in this order; of actor and temperature only where
+    the update's number is a multiple of --policy-frequency. Returns metrics, as tensors: reading them would make the
+    CPU wait for the device at every update."""
     noise, next_noise = torch.randn(2, *batch.actions.shape, generator=generator, device=batch.obs.device)
-    loss, q, target = critic_loss(agent, batch, next_noise, args.gamma)
+    subset = None
+    if args.subset_size not in (None, args.num_critics):
+        subset = torch.randperm(args.num_critics, generator=generator, device=batch.obs.device)[: args.subset_size]
+    loss, q, target = critic_loss(agent, batch, next_noise, args.gamma, subset)
     optimizers.critics.zero_grad(set_to_none=True)
     loss.backward()
     optimizers.critics.step()
     grad_norm = torch.nn.utils.get_total_norm([p.grad for p in agent.critics.parameters()])
+    metrics = {"q": q.mean(), "td_error": (q - target).abs().mean(), "grad_norm": grad_norm}
 
-    agent.critics.requires_grad_(False)  # the actor's gradient passes through them; theirs would be thrown away
-    loss, logps = actor_loss(agent, batch.obs, noise)
-    optimizers.actor.zero_grad(set_to_none=True)
-    loss.backward()
-    optimizers.actor.step()
-    agent.critics.requires_grad_(True)
-
-    if optimizers.alpha is not None:
-        optimizers.alpha.zero_grad(set_to_none=True)
-        alpha_loss(agent.log_alpha, logps, args.target_entropy).backward()
-        optimizers.alpha.step()
+    if number % args.policy_frequency == 0:
+        agent.critics.requires_grad_(False)  # the actor's gradient passes through them; theirs would be thrown away
+        loss, logps = actor_loss(agent, batch.obs, noise, args.actor_q)
+        optimizers.actor.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizers.actor.step()
+        agent.critics.requires_grad_(True)
+        if optimizers.alpha is not None:
+            optimizers.alpha.zero_grad(set_to_none=True)
+            alpha_loss(agent.log_alpha, logps, args.target_entropy).backward()
+            optimizers.alpha.step()
+        metrics |= {"entropy": -logps.mean(), "alpha": agent.log_alpha.detach().exp()}
     with torch.no_grad():
         torch._foreach_lerp_(list(agent.targets.parameters()), list(agent.critics.parameters()), args.tau)
-    return {"q": q.mean(), "td_error": (q - target).abs().mean(), "entropy": -logps.mean(),
-            "alpha": agent.log_alpha.detach().exp(), "grad_norm": grad_norm}  # fmt: skip
+    return metrics
 
 
 def check(args: Args, space: gym.Space) -> None:
@@ -248,16 +334,23 @@ def check(args: Args, space: gym.Space) -> None:
         raise UserError(f"--env-id {args.env_id} has the action space {space}: SAC needs {wanted}")
     if args.total_timesteps % args.num_envs:
         raise UserError(f"--total-timesteps {args.total_timesteps} must be a multiple of --num-envs {args.num_envs}")
+    if args.subset_size and args.subset_size > args.num_critics:
+        raise UserError(f"--subset-size {args.subset_size} must be at most --num-critics {args.num_critics}")
     if args.record_dataset:
         check_recording(args)
 
 
 @torch.no_grad()
-def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float,
-        generator: torch.Generator) -> np.ndarray:  # fmt: skip
-    """Actions (N, A) in [-1, 1] of observations (N, D); `scale` 0: the likeliest, 1: samples."""
-    noise = torch.randn(len(obs), math.prod(space.shape), generator=generator, device=generator.device)
-    return actor(torch.from_numpy(obs.astype(np.float32)).to(generator.device), noise * scale)[0].cpu().numpy()
+def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float, generator: torch.Generator,
+        matrices: Tensor | None = None) -> np.ndarray:  # fmt: skip
+    """Actions (N, A) in [-1, 1] of observations (N, D); `scale` 0: the likeliest, 1: samples. matrices (N, F, A): of
+    gSDE; None: new noise."""
+    inputs = torch.from_numpy(obs.astype(np.float32)).to(generator.device)
+    if matrices is None:
+        noise = torch.randn(len(obs), math.prod(space.shape), generator=generator, device=generator.device)
+    else:
+        noise = actor.kept_noise(inputs, matrices)
+    return actor(inputs, noise * scale)[0].cpu().numpy()
 
 
 def train(args: Args) -> list[dict]:
@@ -267,7 +360,9 @@ def train(args: Args) -> list[dict]:
     action_size = math.prod(space.shape)
     if args.target_entropy is None:
         args.target_entropy = -float(action_size)
-    agent = Agent(obs_size, action_size, args.hidden_size, args.alpha or 1.0).to(device)
+    agent = Agent(obs_size, action_size, args.hidden_size, args.alpha or 1.0,
+                  dict(sde=args.sde > 0, log_std_init=args.log_std_init), count=args.num_critics,
+                  layer_norm=args.layer_norm, dropout=args.dropout).to(device)  # fmt: skip
     score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),
                           args.eval_episodes, args.seed, device)  # fmt: skip
     if args.evaluate:
@@ -286,12 +381,14 @@ def train(args: Args) -> list[dict]:
         environment's draws from global generators are not repeated: copying those at each step would cost time."""
         return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers if o is not None],
                 "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
-                "episodes": episodes, "snapshots": snapshots, "replay": replay.save(run.dir / "replay", args.keep)
-                }  # fmt: skip
+                "metrics": metrics, "episodes": episodes, "snapshots": snapshots, "matrices": matrices,
+                "replay": replay.save(run.dir / "replay", args.keep)}  # fmt: skip
 
-    step, episodes, snapshots, metrics = run.step, [], [], {}
+    step, episodes, snapshots, metrics, matrices = run.step, [], [], {}, None
     if run.state is not None:
-        episodes, snapshots = run.state["episodes"], run.state["snapshots"]
+        names = "metrics", "episodes", "snapshots", "matrices"
+        metrics, episodes, snapshots, matrices = (run.state[name] for name in names)
+        matrices = matrices if matrices is None else matrices.to(device)
         replay.load(run.dir / "replay", run.state["replay"])
         obs = restore_vector(envs, run.state["envs"])
     else:
@@ -303,19 +400,22 @@ def train(args: Args) -> list[dict]:
         # collect
         after = step + args.num_envs
         with run.saving(step, partial(state, generator.get_state())):
+            if args.sde and step // args.num_envs % args.sde == 0:
+                size = args.num_envs, args.hidden_size, action_size
+                matrices = torch.randn(size, generator=generator, device=device)
             if step < args.learning_starts:
                 actions = torch.rand(len(obs), action_size, generator=generator, device=device).cpu().numpy() * 2 - 1
             else:
-                actions = act(agent.actor, space, obs, 1.0, generator)
+                actions = act(agent.actor, space, obs, 1.0, generator, matrices)
             next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space), after)
         replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
         obs, step, episodes = next_obs.copy(), after, episodes + ended
 
         # update
         if step > args.learning_starts:
-            for _ in range(args.utd_ratio * args.num_envs):
+            for number in range(args.utd_ratio * (step - args.num_envs), args.utd_ratio * step):
                 batch = Transitions(*replay.sample(args.batch_size, generator))
-                metrics = update(agent, optimizers, batch, generator, args, *losses)
+                metrics |= update(agent, optimizers, batch, generator, args, number + 1, *losses)
 
         # evaluate
         due = run.due(step, args.eval_every)

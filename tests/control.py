@@ -10,10 +10,10 @@ import torch
 from environments import Probe
 from helpers import command_line
 
-from algos import bc, c51, dqn, dt, her, iql, ppo, sac
+from algos import bc, c51, ddpg, dqn, dt, her, iql, ppo, sac, td3
 from tests.specs import SPECS
 
-SCRIPTS = {"ppo": ppo, "sac": sac, "dqn": dqn}
+SCRIPTS = {"ppo": ppo, "sac": sac, "ddpg": ddpg, "td3": td3, "dqn": dqn}
 CHILDREN = {"c51": c51, "her": her}
 OFFLINE = {"bc": bc, "iql": iql, "dt": dt}
 scripts = pytest.mark.parametrize("algo", SCRIPTS)

@@ -19,9 +19,9 @@ NUMBERS = {  # what the sentence says -> wrong numbers, for every script that ha
     "at least 1": "total-timesteps 0, num-envs 0, hidden-size 0, eval-episodes 0, save-every 0, keep 0, num-steps 0, "
     "num-minibatches 0, update-epochs 0, batch-size 0, buffer-size 0, utd-ratio 0, log-every 0, max-steps 0, "
     "context-length 0, max-episode-length 0, train-frequency 0, gradient-steps 0, target-network-frequency 0, "
-    "num-atoms 0",
+    "num-atoms 0, num-critics 0, subset-size 0, policy-frequency 0",
     "at least 0": "eval-every -1, threads -1, ent-coef -0.1, vf-coef -1, learning-starts -1, temperature -1, "
-    "online-steps -1, weight-decay -1, her-k -1",
+    "online-steps -1, weight-decay -1, her-k -1, exploration-noise -0.1, policy-noise -1, noise-clip -1",
     "above 0": "learning-rate 0, clip-coef 0, max-grad-norm 0, target-kl 0, alpha 0, top-fraction 0, expectile 0, "
     "rtg-scale 0",
     "finite": "learning-rate nan, gamma nan, vf-coef inf, log-std-init nan, target-entropy nan, target-returns nan 1",
@@ -63,6 +63,21 @@ OWN = {
         ("--env-id CartPole-v1", "Discrete", "SAC needs a Box"),
         (f"{BANDIT} action=box", "Box", "finite bounds"),
         (f"{BANDIT} action=multibinary", "action space", "MultiBinary"),
+        ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
+        ("--subset-size 3", "--subset-size 3", "--num-critics 2"),
+        ("--buffer-size 1000000000000000", "--buffer-size 1000000000000000", "36,000,000.0 GB"),
+        *CONTROL,
+    ],
+    "ddpg": [
+        ("--env-id CartPole-v1", "Discrete", "DDPG needs a Box"),
+        (f"{BANDIT} action=box", "Box", "finite bounds"),
+        ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
+        ("--buffer-size 1000000000000000", "--buffer-size 1000000000000000", "36,000,000.0 GB"),
+        *CONTROL,
+    ],
+    "td3": [
+        ("--env-id CartPole-v1", "Discrete", "TD3 needs a Box"),
+        (f"{BANDIT} action=box", "Box", "finite bounds"),
         ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
         ("--buffer-size 1000000000000000", "--buffer-size 1000000000000000", "36,000,000.0 GB"),
         *CONTROL,
@@ -115,6 +130,8 @@ TRAINED = {
     "dqn-hop": [*walk("dqn"), "--env-kwargs", "size=5"],
     "c51-hop": walk("c51"),
     "her": ["--env-kwargs", "n=5"],
+    "ddpg-walk": [*WALK, "--env-kwargs", "size=5"],
+    "td3-walk": [*WALK, "--env-kwargs", "size=5"],
     "bc": [],
     "iql": ["--online-steps", 32],
     "dt": [],

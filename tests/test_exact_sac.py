@@ -5,6 +5,7 @@ The second implementation takes tensors by name and uses its own forward pass, d
 log(1 - a^2)), losses and Adam; only derivatives are left to autograd.
 """
 
+import itertools
 import math
 import shutil
 from types import SimpleNamespace
@@ -161,7 +162,7 @@ def test_update_equals_a_second_implementation(learned):
         batch = minibatch(sac.Transitions, step)
         for name in ("critics", "targets"):  # each of the two is the smaller one somewhere
             assert 0 < torch.lt(*twins(p, name, batch.obs, batch.actions)).sum() < B
-        numbers = sac.update(agent, optimizers, batch, generator, args, *losses)
+        numbers = sac.update(agent, optimizers, batch, generator, args, step + 1, *losses)
         next_noise, noise = noises[-2:]
         own = own_update(p, moments, batch, noise, next_noise, learned)
         for name, tensor in agent.state_dict().items():
@@ -198,6 +199,140 @@ def test_the_compiled_losses_are_one_graph_with_equal_gradients(backend, toleran
         assert (results[0] - results[1]).abs().max() < tolerance * results[0].abs().max()
 
 
+# --- ensembles: REDQ and DroQ
+
+
+def normalised(p: dict, name: str, obs, actions):
+    """Q of a critic with LayerNorm between each hidden layer and its ReLU."""
+    x = torch.hstack([obs, actions])
+    for linear, norm in ((0, 1), (3, 4)):
+        x = x @ p[f"{name}.{linear}.weight"].T + p[f"{name}.{linear}.bias"]
+        centred = x - x.mean(1)[:, None]
+        x = centred / torch.sqrt((centred**2).mean(1)[:, None] + 1e-5)
+        x = x * p[f"{name}.{norm}.weight"] + p[f"{name}.{norm}.bias"]
+        x = x * (x > 0)
+    return x @ p[f"{name}.6.weight"].T + p[f"{name}.6.bias"]
+
+
+@float64()
+def test_update_of_an_ensemble_equals_a_second_implementation():
+    """REDQ: four critics, the minimum of two, LayerNorm; the actor maximises the mean of all, every second update.
+    Critics and targets move in each update, actor and temperature in those alone whose number is even."""
+    names = [f"q{i}" for i in (1, 2, 3, 4)]
+    agent = randomise(sac.Agent(D, A, H, 0.3, count=4, layer_norm=True), 111, 0.6, 0.5)
+    optimizers, p, moments, given = make_optimizers(agent), named(agent), {}, []
+    args = sac.Args(gamma=GAMMA, tau=TAU, target_entropy=ENTROPY, num_critics=4, subset_size=2, actor_q="mean",
+                    policy_frequency=2, layer_norm=True)  # fmt: skip
+
+    def critics(agent, batch, noise, gamma, subset):
+        given.append((noise.clone(), subset.tolist()))
+        return sac.critic_loss(agent, batch, noise, gamma, subset)
+
+    def actor(agent, obs, noise, kind):
+        given.append(noise.clone())
+        return sac.actor_loss(agent, obs, noise, kind)
+
+    generator = torch.Generator().manual_seed(0)
+    for number in (1, 2, 3, 4):
+        batch = minibatch(sac.Transitions, number)
+        numbers = sac.update(agent, optimizers, batch, generator, args, number, critics, actor)
+        moves = number % 2 == 0
+        next_noise, subset = given[-1 - moves]
+        actions, logps = own_policy(p, batch.next_obs, next_noise)
+        all_q = [normalised(p, f"targets.{q}", batch.next_obs, actions) for q in names]
+        value = torch.minimum(*(all_q[i] for i in subset)) - p["log_alpha"].exp().item() * logps
+        target = (batch.rewards + GAMMA * (1 - batch.terminated) * value).detach()
+        q = [normalised(p, f"critics.{name}", batch.obs, batch.actions) for name in names]
+        close(numbers["q"], q[0].mean())
+        close(numbers["td_error"], (q[0] - target).abs().mean())
+        adam(p, moments, "critics", sum(((x - target) ** 2).sum() / (2 * B) for x in q), RATE)
+        assert moves == ("entropy" in numbers) == ("alpha" in numbers)
+        if moves:
+            actions, logps = own_policy(p, batch.obs, given[-1])
+            mean = sum(normalised(p, f"critics.{name}", batch.obs, actions) for name in names) / 4
+            adam(p, moments, "actor", (p["log_alpha"].exp().item() * logps - mean).sum() / B, RATE)
+            adam(p, moments, "log_alpha", -torch.exp(p["log_alpha"]) * (logps.detach() + ENTROPY).mean(), RATE)
+        lag(p, TAU)
+        for name, tensor in agent.state_dict().items():
+            close(tensor, p[name].detach())
+
+
+@float64()
+def test_the_target_is_the_minimum_of_the_subset():
+    """Of every subset of four critics, by enumeration; without one, of all."""
+    agent = randomise(sac.Agent(D, A, H, 0.3, count=4), 111, 0.4, 0.1)
+    p, batch, noise = named(agent), minibatch(sac.Transitions), torch.randn(B, A)
+    actions, logps = own_policy(p, batch.next_obs, noise)
+    inputs, alpha = torch.hstack([batch.next_obs, actions]), p["log_alpha"].exp().item()
+    q = np.array([mlp(p, f"targets.q{i}", inputs).tolist() for i in (1, 2, 3, 4)])
+    smallest = set()
+    for subset in [None, *(list(c) for size in (1, 2, 3, 4) for c in itertools.combinations(range(4), size))]:
+        chosen = q if subset is None else q[subset]
+        smallest |= set(np.arange(4)[subset][chosen.argmin(0)].flatten().tolist()) if subset else set()
+        value = chosen.min(0) - alpha * logps.detach().numpy()
+        wanted = batch.rewards.numpy() + GAMMA * (1 - batch.terminated.numpy()) * value
+        indices = None if subset is None else torch.tensor(subset)
+        close(sac.critic_loss(agent, batch, noise, GAMMA, indices)[2], wanted)
+    assert smallest == {0, 1, 2, 3}
+
+
+def test_subsets_are_drawn_uniformly_and_anew():
+    """Each of the ten pairs of five critics equally often, never one critic twice, independent of the draw before."""
+    agent, batch, pairs = sac.Agent(D, A, 4, 0.3, count=5), minibatch(sac.Transitions, rows=4), []
+
+    def critics(agent, batch, noise, gamma, subset):
+        pairs.append(tuple(sorted(subset.tolist())))
+        return sac.critic_loss(agent, batch, noise, gamma, subset)
+
+    args = sac.Args(num_critics=5, subset_size=2, policy_frequency=10**9, target_entropy=ENTROPY)
+    optimizers, generator, unused = make_optimizers(agent), torch.Generator().manual_seed(0), torch.get_rng_state()
+    for _ in range(1000):
+        sac.update(agent, optimizers, batch, generator, args, 1, critics)
+    every = list(itertools.combinations(range(5), 2))
+    assert set(pairs) == set(every)
+    assert stats.chisquare([pairs.count(pair) for pair in every]).pvalue > 1e-3
+    table = [[sum(a == x and b == y for a, b in zip(pairs, pairs[1:])) for y in every] for x in every]
+    assert stats.chi2_contingency(table).pvalue > 1e-3
+    assert torch.equal(torch.get_rng_state(), unused)
+
+
+@float64()
+def test_a_subset_of_all_critics_is_plain_sac():
+    """--num-critics 2 --subset-size 2 draws nothing: the same update, bit for bit, as without the flags."""
+    states = []
+    for flags in ({}, {"num_critics": 2, "subset_size": 2, "policy_frequency": 1, "actor_q": "min"}):
+        agent, generator = make_agent(), torch.Generator().manual_seed(0)
+        args, optimizers = sac.Args(target_entropy=ENTROPY, **flags), make_optimizers(agent)
+        for step in range(3):
+            sac.update(agent, optimizers, minibatch(sac.Transitions, step), generator, args, step + 1)
+        states.append(agent.state_dict())
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+@float64()
+def test_droq_drops_out_before_layer_norm():
+    """Linear, dropout, LayerNorm, ReLU: half of the units are left out of what LayerNorm sees, in online and target
+    critics alike, at random each time. The output layer and the actor have neither."""
+    agent = randomise(sac.Agent(D, A, H, 0.3, count=2, layer_norm=True, dropout=0.5), 111, 0.6, 0.5)
+    p, batch = named(agent), minibatch(sac.Transitions)
+    assert not any(isinstance(module, nn.Dropout | nn.LayerNorm) for module in agent.actor.modules())
+    for part in ("critics", "targets"):
+        torch.manual_seed(3)
+        found = getattr(agent, part)(batch.obs, batch.actions)
+        torch.manual_seed(3)
+        masks = [nn.functional.dropout(torch.ones(B, H), 0.5) for _ in range(4)]
+        assert sorted(masks[0].unique().tolist()) == [0, 2]
+        for i, name in enumerate((f"{part}.q1", f"{part}.q2")):
+            x = torch.hstack([batch.obs, batch.actions])
+            for layer, mask in ((0, masks[2 * i]), (4, masks[2 * i + 1])):  # 0 to 3: Linear, dropout, LayerNorm, ReLU
+                x = (x @ p[f"{name}.{layer}.weight"].T + p[f"{name}.{layer}.bias"]) * mask
+                x = (x - x.mean(1)[:, None]) / torch.sqrt(x.var(1, correction=0)[:, None] + 1e-5)
+                x = x * p[f"{name}.{layer + 2}.weight"] + p[f"{name}.{layer + 2}.bias"]
+                x = x * (x > 0)
+            close(found[i], x @ p[f"{name}.8.weight"].T + p[f"{name}.8.bias"])
+        assert not torch.equal(getattr(agent, part)(batch.obs, batch.actions), found)
+
+
 # --- expectations by quadrature
 
 
@@ -212,7 +347,7 @@ class Quadratic(nn.Module):
     def forward(self, obs, actions):
         state = obs[:, 0].long()
         q = self.heights[state, None] - self.curvature * (actions - self.centres[state, None]) ** 2
-        return (q, q + self.gap)[:: -1 if self.smaller else 1]
+        return torch.stack((q, q + self.gap)[:: -1 if self.smaller else 1])
 
 
 @float64()
@@ -431,7 +566,8 @@ def test_train_takes_every_update(probe_run):
     folder, calls, untrained = probe_run
     updates = 3 * (160 - 40)  # steps 42, 44, .. 160, twice each
     assert len(calls) == updates
-    agent, optimizers, _, _, args, *losses = calls[0]
+    agent, optimizers, _, _, args, _, *losses = calls[0]
+    assert [number for *_, number, _, _ in calls] == list(range(121, 481))  # of all that the steps so far have had
     assert args.target_entropy == -2 and losses == [sac.critic_loss, sac.actor_loss]
     for optimizer, part in zip(optimizers, (agent.actor.parameters(), agent.critics.parameters(), [agent.log_alpha])):
         (group,) = optimizer.param_groups
@@ -452,7 +588,7 @@ def test_train_explores_uniformly_then_acts(tmp_path, monkeypatch):
     the observation that is stored with its action. Evaluation stretches actions too, likeliest ones without noise."""
     given = []
 
-    def quarter(actor, space, obs, scale, generator):
+    def quarter(actor, space, obs, scale, generator, matrices=None):
         given.append((obs.copy(), scale))
         return np.full((len(obs), 2), 0.25, np.float32)
 

@@ -134,7 +134,8 @@ def with_control_rewards(monkeypatch, module, change) -> None:
                             agent, optimizer, batch._replace(rewards=change(batch.rewards)), *rest))  # fmt: skip
 
 
-@curves("ppo-cartpole", "ppo-pendulum", "sac-pendulum", "dqn-cartpole", "c51-cartpole", "her-bitflip")
+@curves("ppo-cartpole", "ppo-pendulum", "sac-pendulum", "ddpg-pendulum", "td3-pendulum", "dqn-cartpole", "c51-cartpole",
+        "her-bitflip")  # fmt: skip
 def test_control_learns_nothing_from_shuffled_rewards(name, monkeypatch):
     """CartPole pays 1 in every step, and BitFlip -1 in all but the last, so there the rewards are noise."""
     noise = (lambda r: torch.randn_like(r)) if not name.endswith("pendulum") else (

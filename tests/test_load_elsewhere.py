@@ -16,12 +16,12 @@ import pytest
 from helpers import ENVIRONMENT, SMALL, command_line, new_run
 from small_data import pendulum
 
-from algos import bc, c51, dqn, dt, iql, ppo, ppo_lstm, ppo_mask, sac
+from algos import bc, c51, ddpg, dqn, dt, iql, ppo, ppo_lstm, ppo_mask, sac, td3
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "algos/README.md").read_text()
 SECTION = PAGE[PAGE.index("## Load a trained agent elsewhere") :]
-PPO, SAC, DQN, C51, OFFLINE, DT, MASK, LSTM = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[:8]
+PPO, SAC, TD3, DQN, C51, OFFLINE, DT, MASK, LSTM = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[:9]
 SHORT = "max_episode_steps=40"
 WIDE = [
     "--env-id",
@@ -35,6 +35,9 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "ppo discrete": (PPO, ppo, ["--learning-rate", "0.04"]),
     "ppo continuous": (PPO, ppo, WIDE),
     "sac": (SAC, sac, ["--env-kwargs", SHORT]),
+    "sac sde": (SAC, sac, ["--env-kwargs", SHORT, "--sde", "4"]),
+    "ddpg": (TD3, ddpg, ["--env-kwargs", SHORT]),
+    "td3": (TD3, td3, ["--env-kwargs", SHORT]),
     "dqn": (DQN, dqn, ["--learning-rate", "0.04"]),
     "c51": (C51, c51, ["--learning-rate", "0.04"]),
     "bc": (OFFLINE, bc, ["--dataset", "DATA"]),

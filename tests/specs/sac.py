@@ -14,16 +14,16 @@ next-observation-of-the-reset:sac: what a vector returns is the first observatio
 + replay.add(obs, actions, rewards[:, None], terminated[:, None], next_obs)
 
 max-of-the-twins: Q-learning has a max there
-- torch.min(*agent.targets(batch.next_obs, next_actions))
-+ torch.max(*agent.targets(batch.next_obs, next_actions))
+- next_q[subset]).amin(0)
++ next_q[subset]).amax(0)
 
 max-of-the-twins:actor: the actor maximises
-- torch.min(*agent.critics(obs, actions))
-+ torch.max(*agent.critics(obs, actions))
+- else q.amin(0)
++ else q.amax(0)
 
 target-of-the-online-critics: two networks of one kind
-- torch.min(*agent.targets(batch.next_obs, next_actions))
-+ torch.min(*agent.critics(batch.next_obs, next_actions))
+- next_q = agent.targets(batch.next_obs, next_actions)
++ next_q = agent.critics(batch.next_obs, next_actions)
 
 target-of-old-actions: the action of the batch is at hand, and of the same shape
 - agent.targets(batch.next_obs, next_actions)
@@ -37,8 +37,74 @@ entropy-punished-in-the-target: entropy is minus a log-probability
 +  + agent.log_alpha.exp() * next_logps
 
 entropy-punished-in-the-actor: entropy is minus a log-probability
-- (agent.log_alpha.detach().exp() * logps - torch.min(
-+ (-agent.log_alpha.detach().exp() * logps - torch.min(
+- (agent.log_alpha.detach().exp() * logps - q)
++ (-agent.log_alpha.detach().exp() * logps - q)
+
+subset-of-all-critics: the draw is there, the cut is forgotten
+- device=batch.obs.device)[: args.subset_size]
++ device=batch.obs.device)
+
+subset-with-replacement: two draws of one critic are no minimum (zhouzypaul/wsrl draws so)
+- torch.randperm(args.num_critics, generator
++ torch.randint(args.num_critics, (args.num_critics,), generator
+
+actor-maximises-the-sum: REDQ's mean over critics, without its denominator
+- q = q.mean(0) if actor_q
++ q = q.sum(0) if actor_q
+
+actor-moves-in-the-other-updates: a delay that counts the wrong ones
+- if number % args.policy_frequency == 0:
++ if number % args.policy_frequency != 0 or args.policy_frequency == 1:
+
+updates-are-counted-anew-in-each-step: a delay longer than a step's updates would never end
+- metrics |= update(agent, optimizers, batch, generator, args, number + 1, *losses)
++ metrics |= update(agent, optimizers, batch, generator, args, number % args.utd_ratio + 1, *losses)
+
+layer-norm-after-relu: both orders are in use
+-         if layer_norm:
+-             layers.append(nn.LayerNorm(hidden_size))
+-         layers.append(nn.ReLU())
++         layers.append(nn.ReLU())
++         if layer_norm:
++             layers.append(nn.LayerNorm(hidden_size))
+
+dropout-after-layer-norm: both orders are in use
+-         if dropout:
+-             layers.append(nn.Dropout(dropout))
+-         if layer_norm:
+-             layers.append(nn.LayerNorm(hidden_size))
++         if layer_norm:
++             layers.append(nn.LayerNorm(hidden_size))
++         if dropout:
++             layers.append(nn.Dropout(dropout))
+
+target-critics-without-dropout: target networks are put into evaluation mode by habit
+- copy.deepcopy(self.critics).requires_grad_(False)
++ copy.deepcopy(self.critics).requires_grad_(False).eval()
+
+metrics-not-restored: an update that does not move the actor says nothing of entropy and alpha
+- metrics, episodes, snapshots, matrices = (run.state[name] for name in names)
++ _, episodes, snapshots, matrices = (run.state[name] for name in names)
+
+noise-matrix-not-restored: it was drawn before the checkpoint and is in use after it
+- metrics, episodes, snapshots, matrices = (run.state[name] for name in names)
++ metrics, episodes, snapshots, _ = (run.state[name] for name in names)
+
+noise-matrix-of-every-step: what makes gSDE is that it is kept
+- if args.sde and step // args.num_envs % args.sde == 0:
++ if args.sde:
+
+one-noise-matrix-for-all-environments: it is broadcast
+- size = args.num_envs, args.hidden_size, action_size
++ size = 1, args.hidden_size, action_size
+
+noise-matrix-of-unit-variance: the learned deviations are left out
+- torch.einsum("bf,bfa->ba", features, matrices * self.log_sigma.exp())
++ torch.einsum("bf,bfa->ba", features, matrices)
+
+variances-from-deviations: a sum of independent terms adds their squares
+- variance = features.square() @ (2 * self.log_sigma).exp() + 1e-6
++ variance = features.square() @ self.log_sigma.exp() + 1e-6
 
 temperature-falls-when-it-should-rise: the sign of a loss whose value means nothing
 - return -(log_alpha.exp() * (logps + target_entropy)).mean()
@@ -57,8 +123,8 @@ tanh-correction-of-the-wrong-sign: the stable form of the correction is copied f
 + F.softplus(2 * u)
 
 log-std-without-bounds: runs go well until a standard deviation overflows
-- log_std = log_std.clamp(*LOG_STD_BOUNDS)
-+ log_std = log_std + 0.0
+- return mean, log_std.clamp(*LOG_STD_BOUNDS), features
++ return mean, log_std + 0.0, features
 
 no-gradient-through-the-action: sample() for rsample()
 - u = mean + log_std.exp() * noise
@@ -85,8 +151,8 @@ observation-overwritten: vectors write into one array: a transition then begins 
 + obs, step, episodes = next_obs,
 
 evaluation-with-training-noise:sac: one function acts in both
-- .to(generator.device), noise * scale)
-+ .to(generator.device), noise)
+- return actor(inputs, noise * scale)
++ return actor(inputs, noise)
 
 generator-not-restored:sac: weights and optimizer are what people think of (Stable-Baselines3#1526, open)
 - optimizers=optimizers, generator=generator)
@@ -105,7 +171,7 @@ SPEC = Spec(
     "Control",
     small="--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
           "--log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32",
-    tests="exact_sac parity_sb3_sac collection command_line_control envs resume_control",
+    tests="exact_sac exact_sde parity_sb3_sac collection command_line_control envs resume_control",
     known=True,
     curves={
         "sac-pendulum": Curve(
@@ -130,10 +196,30 @@ SPEC = Spec(
             paper=dict(learning_rate=3e-4, gamma=0.99, tau=0.005, batch_size=256, buffer_size=1_000_000,
                        hidden_size=256, utd_ratio=1, target_entropy=None, alpha=None),
         ),
+        Recipe(
+            "--num-critics 10", "watchernyu/REDQ, redq_sac.py and core.py (the paper's table was not read)",
+            paper=dict(learning_rate=3e-4, gamma=0.99, tau=0.005, batch_size=256, buffer_size=1_000_000,
+                       hidden_size=256, utd_ratio=20, policy_frequency=20, num_critics=10, subset_size=2,
+                       actor_q="mean", learning_starts=5000, total_timesteps=125_000, target_entropy=-1.0, alpha=None,
+                       layer_norm=False, dropout=0.0),
+        ),
+        Recipe(
+            "--sde 32", "DLR-RM/rl-baselines3-zoo, hyperparams/sac.yml (the paper's table was not read)",
+            paper=dict(learning_rate=3e-4, total_timesteps=50_000, alpha=0.1, gamma=0.9999, tau=0.01, batch_size=512,
+                       hidden_size=64, sde=32, log_std_init=-3.67, learning_starts=0),
+        ),
+        Recipe(
+            "--dropout 0.01", "TakuyaHiraoka/Dropout-Q-Functions..., KUCodebase (the paper's table was not read)",
+            paper=dict(learning_rate=3e-4, gamma=0.99, tau=0.005, batch_size=256, buffer_size=1_000_000,
+                       hidden_size=256, utd_ratio=20, policy_frequency=20, num_critics=2, subset_size=None,
+                       actor_q="mean", learning_starts=5000, total_timesteps=100_000, target_entropy=-1.0, alpha=None,
+                       layer_norm=True, dropout=0.01),
+        ),
     ),
     flags=dict(env_kwargs=("max_episode_steps=20",), num_envs=2, total_timesteps=48, learning_starts=16, batch_size=8,
                hidden_size=8, buffer_size=1000, log_every=16, eval_every=0, eval_episodes=1),
     noise=WALK,
-    special={"alpha": ({}, 0.5), "buffer_size": ({}, 16)},
+    special={"alpha": ({}, 0.5), "buffer_size": ({}, 16), "subset_size": ({"num_critics": 3}, 2),
+             "log_std_init": ({"sde": 4}, -1.0)},
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -616,8 +616,8 @@ same:division-of-pixels
 + .float().div(255)
 
 same:one-mean-of-two-errors
-- 0.5 * ((q1 - target).square().mean() + (q2 - target).square().mean())
-+ ((q1 - target).square() + (q2 - target).square()).mean() / 2
+- 0.5 * (q - target).square().mean((1, 2)).sum()
++ (q - target).square().mean((1, 2)).sum() / 2
 
 same:sign-of-the-temperature-inside
 - -(log_alpha.exp() * (logps + target_entropy)).mean()

@@ -1,0 +1,334 @@
+r"""Twin delayed deep deterministic policy gradient (TD3).
+
+Fujimoto, van Hoof, Meger 2018, "Addressing Function Approximation Error in Actor-Critic Methods" (arXiv 1802.09477,
+algorithm 1).
+
+Parent: ddpg.py. TD3 is DDPG and three ideas against overestimation, each with a flag that takes it out; without all
+three, td3.py is ddpg.py bit for bit.
+
+An actor that climbs a critic finds the critic's errors, and bootstrapping spreads them. So the target takes the smaller
+of two critics, its action is blurred by noise, and the actor waits until the critics have settled. Minimises
+
+    J_Q(theta_i) = E (Q_i(s, a) - y)^2,    i = 1, 2
+               y = r + gamma (1 - terminated) min_i Qbar_i(s', a')
+              a' = clip(mubar(s') + clip(sigma' N(0, 1), -c, c), -1, 1)
+    J_mu(phi)    = E -Q_1(s, mu(s))
+
+    min_i         twin critics; --num-critics 1: no
+    a'            target policy smoothing: sigma' --policy-noise, c --noise-clip; --policy-noise 0: no
+    delay         actor, target actor and target critics move in every second update; --policy-frequency 1: in every one
+    mu            the policy: actions in [-1, 1] by a tanh
+    mubar, Qbar   target actor and target critics: mubar <- (1 - tau) mubar + tau mu, and so for Q
+    a             clip(mu(s) + sigma N(0, 1), -1, 1) where it was collected; sigma: --exploration-noise
+    s'            the true next observation, never that of a reset; truncation does not end the bootstrap
+    gamma, tau    --gamma, --tau
+
+Run
+    python algos/td3.py                                                                 Pendulum-v1
+    python algos/td3.py --env-id HalfCheetah-v5 --total-timesteps 1000000 --learning-starts 25000 \
+        --learning-rate 3e-4                                                            never run at length
+    python algos/td3.py --num-critics 1 --policy-frequency 1 --policy-noise 0           DDPG
+    python algos/td3.py --env-id package.module:Name-v0 --env-kwargs size=5             your own environment
+    python algos/td3.py --evaluate RUN --eval-episodes 100 --capture-video              scores a saved agent
+
+Expect
+    Pendulum-v1: from -1,491 to -173 without noise (seed 1), in 87 CPU seconds on one thread (measured once, on a busy
+    machine). At equal settings ddpg.py learns this task earlier, but its returns go up and down (two seeds).
+    What the ideas are for: `python benchmarks/effects.py run td3-bias` compares Q(s, mu(s)) of DDPG, of TD3 and of each
+    idea alone where every true Q is 0.
+
+Metrics
+    return, length      of the training episodes that ended since the row before; absent where none did
+    eval/return         mean over --eval-episodes without noise; eval/return_stochastic: with that of exploration
+    eval/success        share of these episodes that reach a success; where the environment reports it
+    Of the newest update (q_policy: of the newest that moved the actor):
+    q                   mean of Q_1 over the batch; should stay near the discounted return, runaway growth is divergence
+    q_policy            mean of Q_1(s, mu(s)); far above q, the actor has found errors of the critic
+    td_error            mean |Q_1(s, a) - y|
+    grad_norm           of the critics
+
+Differences
+    - The command for HalfCheetah takes the settings of the authors' code as it is today (sfujim/TD3, TD3.py and
+      main.py, for HalfCheetah-v2): 256 units, learning rate 3e-4, batch 256. Their code of 2018 has 400 and 300 units,
+      1e-3 and 100; we have not read the paper's table.
+    - The delay counts updates from the run's first step; the authors' code moves the actor in the second, fourth, ...
+      update, as we do where --learning-starts is even and each step has one update.
+    - Both kinds of noise are drawn for each environment or row, in units of [-1, 1], before stretching to the
+      environment's bounds. CleanRL draws exploration noise once for all environments that are stepped together, and
+      clips to the bounds of the first dimension.
+    - The default is for Pendulum and starts learning earlier than the authors.
+"""
+
+import copy
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.envs import (
+    EnvArgs,
+    episode_columns,
+    make_vector,
+    open_env,
+    reset_vector,
+    restore_vector,
+    step_vector,
+)
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
+from utils.replay import ReplayBuffer
+from utils.rollouts import evaluate, score_saved
+from utils.run import Run, main, prepare
+from utils.spaces import to_env
+
+NAME, TITLE = "td3", "TD3"
+
+
+@dataclass
+class Args(EnvArgs):
+    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
+    # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
+    env_id: str = "Pendulum-v1"
+    """a Gymnasium environment with bounded continuous actions, or MODULE:NAME of one that MODULE registers"""
+    total_timesteps: PositiveInt = 10_000
+    """environment steps, over all environments"""
+    num_envs: PositiveInt = 1
+    """environments that are stepped together"""
+    vector: Literal["sync", "async"] = "sync"
+    """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
+    learning_rate: PositiveFloat = 1e-3
+    """learning rate of Adam, for actor and critics"""
+    gamma: UnitInterval = 0.99
+    """discount"""
+    tau: UnitInterval = 0.005
+    """step of the targets towards actor and critics"""
+    exploration_noise: NonNegativeFloat = 0.1
+    """standard deviation of the noise that is added to actions in [-1, 1]"""
+    num_critics: PositiveInt = 2
+    """critics, whose minimum makes the target"""
+    policy_noise: NonNegativeFloat = 0.2
+    """standard deviation of the noise on the target's actions in [-1, 1]"""
+    noise_clip: NonNegativeFloat = 0.5
+    """bound of that noise"""
+    policy_frequency: PositiveInt = 2
+    """updates of the critics for one of actor and targets"""
+    utd_ratio: PositiveInt = 1
+    """updates per environment step"""
+    batch_size: PositiveInt = 256
+    """transitions per update"""
+    buffer_size: PositiveInt = 1_000_000
+    """newest transitions that are kept, on the device"""
+    learning_starts: NonNegativeInt = 1_000
+    """steps with uniformly random actions before the first update"""
+    hidden_size: PositiveInt = 256
+    """units of the two hidden layers of actor and critics"""
+    compile: bool = False
+    """compile the losses: meant for a GPU"""
+    log_every: PositiveInt = 500
+    """environment steps between rows of metrics"""
+    save_every: PositiveInt = 10_000
+    """environment steps between checkpoints"""
+
+
+class Transitions(NamedTuple):
+    """A minibatch of B rows, all float32."""
+
+    obs: Tensor  # (B, D)
+    actions: Tensor  # (B, A) in [-1, 1]
+    rewards: Tensor  # (B, 1)
+    terminated: Tensor  # (B, 1), 0 or 1; 0 where an episode was only cut off
+    next_obs: Tensor  # (B, D)
+
+
+def network(size_in: int, hidden_size: int, size_out: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for size in (size_in, hidden_size):
+        layers.append(nn.Linear(size, hidden_size))
+        layers.append(nn.ReLU())
+    return nn.Sequential(*layers, nn.Linear(hidden_size, size_out))
+
+
+class Actor(nn.Module):
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int):
+        super().__init__()
+        self.net = network(obs_size, hidden_size, action_size)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """Actions in [-1, 1]: (B, A)."""
+        return self.net(obs).tanh()
+
+
+class Critics(nn.ModuleDict):
+    """q1, q2, ..."""
+
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int, count: int):
+        sizes = obs_size + action_size, hidden_size, 1
+        super().__init__({f"q{i}": network(*sizes) for i in range(1, count + 1)})
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Q_1, ..., Q_N: (N, B, 1)."""
+        both = torch.cat([obs, actions], -1)
+        return torch.stack([q(both) for q in self.values()])
+
+
+class Agent(nn.Module):
+    """What is saved: actor, critics and the targets of all."""
+
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int, num_critics: int):
+        super().__init__()
+        self.actor = Actor(obs_size, action_size, hidden_size)
+        self.critics = Critics(obs_size, action_size, hidden_size, num_critics)
+        self.target_actor = copy.deepcopy(self.actor).requires_grad_(False)
+        self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
+
+
+def critic_loss(agent: Agent, batch: Transitions, noise: Tensor | float,
+                gamma: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sum of all J_Q, Q_1 and the target y. noise (B, A), clipped: what smooths the target's actions."""
+    with torch.no_grad():
+        next_actions = (agent.target_actor(batch.next_obs) + noise).clamp(-1, 1)
+        next_q = agent.target_critics(batch.next_obs, next_actions).amin(0)
+        target = batch.rewards + gamma * (1 - batch.terminated) * next_q
+    q = agent.critics(batch.obs, batch.actions)
+    return (q - target).square().mean((1, 2)).sum(), q[0].detach(), target
+
+
+def actor_loss(agent: Agent, obs: Tensor) -> Tensor:
+    """J_mu, whose gradient is the deterministic policy gradient."""
+    return -agent.critics["q1"](torch.cat([obs, agent.actor(obs)], -1)).mean()
+
+
+class Optimizers(NamedTuple):
+    actor: torch.optim.Optimizer
+    critics: torch.optim.Optimizer
+
+
+def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: torch.Generator, args: Args,
+           number: int, critic_loss: Callable = critic_loss, actor_loss: Callable = actor_loss
+           ) -> dict[str, Tensor]:  # fmt: skip
+    """One step of critics, actor and targets, in this order; of actor and targets only where the update's number is a
+    multiple of --policy-frequency. Returns metrics, as tensors: reading them would make the CPU wait for the device at
+    every update."""
+    noise: Tensor | float = 0.0
+    if args.policy_noise:
+        noise = torch.randn(batch.actions.shape, generator=generator, device=batch.obs.device) * args.policy_noise
+        noise = noise.clamp(-args.noise_clip, args.noise_clip)
+    loss, q, target = critic_loss(agent, batch, noise, args.gamma)
+    optimizers.critics.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizers.critics.step()
+    grad_norm = torch.nn.utils.get_total_norm([p.grad for p in agent.critics.parameters()])
+    metrics = {"q": q.mean(), "td_error": (q - target).abs().mean(), "grad_norm": grad_norm}
+
+    if number % args.policy_frequency == 0:
+        agent.critics.requires_grad_(False)  # the actor's gradient passes through them; theirs would be thrown away
+        loss = actor_loss(agent, batch.obs)
+        optimizers.actor.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizers.actor.step()
+        agent.critics.requires_grad_(True)
+        metrics["q_policy"] = -loss.detach()
+        with torch.no_grad():
+            for lagging, network in ((agent.target_actor, agent.actor), (agent.target_critics, agent.critics)):
+                torch._foreach_lerp_(list(lagging.parameters()), list(network.parameters()), args.tau)
+    return metrics
+
+
+def check(args: Args, space: gym.Space) -> None:
+    """Raises UserError for impossible settings."""
+    if not isinstance(space, gym.spaces.Box) or not space.is_bounded() or space.dtype.kind != "f":
+        wanted = "a Box of floats with finite bounds"
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
+    if args.total_timesteps % args.num_envs:
+        raise UserError(f"--total-timesteps {args.total_timesteps} must be a multiple of --num-envs {args.num_envs}")
+
+
+@torch.no_grad()
+def act(actor: Actor, obs: np.ndarray, scale: Tensor | float, generator: torch.Generator) -> np.ndarray:
+    """Actions (N, A) in [-1, 1] of observations (N, D), with normal noise of standard deviation `scale`, clipped."""
+    actions = actor(torch.from_numpy(obs.astype(np.float32)).to(generator.device))
+    noise = torch.randn(actions.shape, generator=generator, device=generator.device)
+    return (actions + scale * noise).clamp(-1, 1).cpu().numpy()
+
+
+def train(args: Args) -> list[dict]:
+    device = prepare(args)
+    make, obs_size, space = open_env(args)
+    check(args, space)
+    action_size = math.prod(space.shape)
+    agent = Agent(obs_size, action_size, args.hidden_size, args.num_critics).to(device)
+
+    def act_in_evaluation(obs: np.ndarray, scale: Tensor, generator: torch.Generator) -> np.ndarray:
+        return to_env(act(agent.actor, obs, scale * args.exploration_noise, generator), space)
+
+    score_agent = partial(evaluate, make, act_in_evaluation, args.eval_episodes, args.seed, device)
+    if args.evaluate:
+        return score_saved(args, score_agent, agent=agent)
+    adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
+    optimizers = Optimizers(adam(agent.actor.parameters()), adam(agent.critics.parameters()))
+    losses = [torch.compile(loss) if args.compile else loss for loss in (critic_loss, actor_loss)]
+    generator = torch.Generator(device).manual_seed(args.seed)
+    replay = ReplayBuffer(args.buffer_size, (obs_size, action_size, 1, 1, obs_size), device)
+    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "q"), "total_timesteps")
+    envs = make_vector(make, args.num_envs, args.seed, args.vector)
+
+    def state(drawn: Tensor | None = None) -> dict:
+        """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
+        environment's draws from global generators are not repeated: copying those at each step would cost time."""
+        return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
+                "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
+                "metrics": metrics, "episodes": episodes, "replay": replay.save(run.dir / "replay", args.keep)
+                }  # fmt: skip
+
+    step, episodes, metrics = run.step, [], {}
+    if run.state is not None:
+        metrics, episodes = run.state["metrics"], run.state["episodes"]
+        replay.load(run.dir / "replay", run.state["replay"])
+        obs = restore_vector(envs, run.state["envs"])
+    else:
+        obs = reset_vector(envs)
+    run.restore(agent=agent, optimizers=optimizers, generator=generator)
+    while step < run.total:
+        # collect
+        after = step + args.num_envs
+        with run.saving(step, partial(state, generator.get_state())):
+            if step < args.learning_starts:
+                actions = torch.rand(len(obs), action_size, generator=generator, device=device).cpu().numpy() * 2 - 1
+            else:
+                actions = act(agent.actor, obs, args.exploration_noise, generator)
+            next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space), after)
+        replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
+        obs, step, episodes = next_obs.copy(), after, episodes + ended
+
+        # update
+        if step > args.learning_starts:
+            for number in range(args.utd_ratio * (step - args.num_envs), args.utd_ratio * step):
+                batch = Transitions(*replay.sample(args.batch_size, generator))
+                metrics |= update(agent, optimizers, batch, generator, args, number + 1, *losses)
+
+        # evaluate
+        due = run.due(step, args.eval_every)
+        if due or run.due(step, args.log_every):
+            columns = {name: value.item() for name, value in metrics.items()} | episode_columns(episodes)
+            columns["time/steps_per_second"], episodes = run.speed(step), []
+            if due:
+                with run.saving(step, state, columns=columns):
+                    columns |= score_agent()
+            run.log(step, **columns)
+        run.end_step(step, state)
+
+    envs.close()
+    curves = {"return": ("return", "eval/return"), "value": ("q", "q_policy")}
+    return run.finish(agent.state_dict(), curves, f"{TITLE} on {args.env_id}")
+
+
+if __name__ == "__main__":
+    main(Args, train)

@@ -1,0 +1,92 @@
+"""DDPG: algos/ddpg.py."""
+
+from tests.flags import WALK
+from tests.specs import Curve, Recipe, Spec, parse_bugs
+
+BUGS = """
+bootstrap-through-termination:ddpg: the mask is forgotten: the end of an episode costs nothing
+- gamma * (1 - batch.terminated) * next_q
++ gamma * next_q
+
+target-actor-forgotten: the online actor is at hand (SAC has no target actor)
+- agent.target_critic(batch.next_obs, agent.target_actor(batch.next_obs))
++ agent.target_critic(batch.next_obs, agent.actor(batch.next_obs))
+
+target-critic-forgotten: two networks of one kind
+- agent.target_critic(batch.next_obs, agent.target_actor(batch.next_obs))
++ agent.critic(batch.next_obs, agent.target_actor(batch.next_obs))
+
+actor-descends: the optimizer minimises
+- return -agent.critic(obs, agent.actor(obs)).mean()
++ return agent.critic(obs, agent.actor(obs)).mean()
+
+actor-without-a-gradient: the action is detached, as in the target
+- return -agent.critic(obs, agent.actor(obs)).mean()
++ return -agent.critic(obs, agent.actor(obs).detach()).mean() + 0 * agent.actor(obs).mean()
+
+tanh-forgotten: networks end in a linear layer
+- return self.net(obs).tanh()
++ return self.net(obs).clamp(-1, 1)
+
+target-actor-stands-still: SAC has none, so the loop over targets is copied without it
+- for lagging, network in ((agent.target_actor, agent.actor), (agent.target_critic, agent.critic)):
++ for lagging, network in ((agent.target_critic, agent.critic),):
+
+targets-follow-at-once: tau is the share of the new in some papers and of the old in others
+- torch._foreach_lerp_(list(lagging.parameters()), list(network.parameters()), args.tau)
++ torch._foreach_lerp_(list(lagging.parameters()), list(network.parameters()), 1 - args.tau)
+
+noise-is-not-clipped: the environment clips, too; what is stored then is not what was done
+- return (actions + scale * noise).clamp(-1, 1).cpu().numpy()
++ return (actions + scale * noise).cpu().numpy()
+
+noise-shared-by-all-environments: one draw is broadcast (CleanRL's td3_continuous_action.py)
+- noise = torch.randn(actions.shape, generator=generator
++ noise = torch.randn(actions.shape[1], generator=generator
+
+evaluation-with-unit-noise: SAC's scale is 1
+- act(agent.actor, obs, scale * args.exploration_noise, generator), space)
++ act(agent.actor, obs, scale, generator), space)
+
+exploration-without-noise: the actor is deterministic, as in evaluation
+- actions = act(agent.actor, obs, args.exploration_noise, generator)
++ actions = act(agent.actor, obs, 0.0, generator)
+
+optimizers-of-one-network: two lines that look alike
+- Optimizers(adam(agent.actor.parameters()), adam(agent.critic.parameters()))
++ Optimizers(adam(agent.critic.parameters()), adam(agent.critic.parameters()))
+
+episodes-not-restored:ddpg: those that ended before the checkpoint and wait for the next row of metrics
+- metrics, episodes = run.state["metrics"], run.state["episodes"]
++ metrics, episodes = run.state["metrics"], []
+"""
+
+SMALL = ("--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
+         "--log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32")  # fmt: skip
+FLAGS = dict(env_kwargs=("max_episode_steps=20",), num_envs=2, total_timesteps=48, learning_starts=16, batch_size=8,
+             hidden_size=8, buffer_size=1000, log_every=16, eval_every=0, eval_episodes=1)  # fmt: skip
+AUTHORS = dict(learning_rate=3e-4, gamma=0.99, tau=0.005, batch_size=256, buffer_size=1_000_000, hidden_size=256,
+               utd_ratio=1, learning_starts=25_000, total_timesteps=1_000_000, exploration_noise=0.1)  # fmt: skip
+PENDULUM = dict(total_timesteps=6000, learning_starts=500, learning_rate=0.002, tau=0.01, batch_size=64,
+                hidden_size=64, eval_every=1000)  # fmt: skip
+
+SPEC = Spec(
+    "DDPG, arXiv 1509.02971",
+    "Control",
+    small=SMALL,
+    tests="exact_ddpg parity_sb3_td3 command_line_control resume_control",
+    curves={
+        "ddpg-pendulum": Curve(PENDULUM, "eval/return",
+                               numbers={"mean eval/return": "plain", "last eval/return": "plain"}),
+    },
+    recipes=(
+        Recipe(
+            "HalfCheetah-v5 --total-timesteps 1000000",
+            "sfujim/TD3, OurDDPG.py and main.py, read there (the paper's own table was not read)", paper=AUTHORS,
+        ),
+    ),
+    flags=FLAGS,
+    noise=WALK,
+    special={"buffer_size": ({}, 16)},
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

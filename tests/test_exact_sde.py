@@ -1,0 +1,151 @@
+"""gSDE in sac.py (--sde): the noise's covariance and the log-density by hand and by Monte-Carlo, against
+Stable-Baselines3, and how long train() keeps a matrix."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from control import WALK, close, float64, mlp, named, randomise
+from helpers import new_run
+from scipy import stats
+
+from algos import sac
+
+D, A, H, B = 3, 2, 8, 16
+
+
+def make_actor() -> sac.Actor:
+    return randomise(sac.Actor(D, A, H, sde=True, log_std_init=-1.0), 5, 0.6, 0.3)
+
+
+def by_hand(actor: sac.Actor, obs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """phi (B, F), the mean of u (B, A) and sigma (F, A), in NumPy."""
+    p = {name: tensor.numpy() for name, tensor in actor.state_dict().items()}
+    x = obs
+    for i in (0, 2):
+        x = np.maximum(x @ p[f"net.{i}.weight"].T + p[f"net.{i}.bias"], 0)
+    return x, x @ p["net.4.weight"].T + p["net.4.bias"], np.exp(p["log_sigma"])
+
+
+def observations(rows: int = B) -> torch.Tensor:
+    return torch.randn(rows, D, generator=torch.Generator().manual_seed(1))
+
+
+@float64()
+def test_the_log_density_is_that_of_a_normal_u_squashed():
+    """N(mean, phi^2 sigma^2 + 1e-6) for each action, then tanh."""
+    actor, obs, noise = make_actor(), observations(), torch.randn(B, A, generator=torch.Generator().manual_seed(2))
+    actions, logps = actor(obs, noise)
+    phi, mean, sigma = by_hand(actor, obs.numpy())
+    std = np.sqrt(phi**2 @ sigma**2 + 1e-6)
+    u = mean + std * noise.numpy()
+    close(actions, np.tanh(u))
+    wanted = stats.norm.logpdf(u, mean, std) - np.log(1 - np.tanh(u) ** 2)
+    close(logps, wanted.sum(1)[:, None], 1e-8)
+    assert (phi == 0).any() and std.std() > 0.1
+
+
+@float64()
+def test_features_of_zero_leave_a_finite_density():
+    actor = make_actor()
+    with torch.no_grad():
+        actor.net[2].bias.fill_(-100)
+    actions, logps = actor(observations(), torch.ones(B, A))
+    logps.sum().backward()
+    close(actions, torch.tanh(actor.net[4].bias + 1e-3).expand(B, A))
+    assert all(x.grad is None or x.grad.isfinite().all() for x in actor.parameters())
+
+
+@float64()
+def test_kept_noise_is_a_linear_function_of_the_features():
+    """u - mean = theta^T phi, theta = sigma times the matrix; actions then are tanh(mean + theta^T phi)."""
+    actor, obs = make_actor(), observations()
+    matrices = torch.randn(B, H, A, generator=torch.Generator().manual_seed(3))
+    phi, mean, sigma = by_hand(actor, obs.numpy())
+    theta = matrices.numpy() * sigma
+    wanted = np.stack([theta[i].T @ phi[i] for i in range(B)])
+    close(actor(obs, actor.kept_noise(obs, matrices))[0], np.tanh(mean + wanted), 1e-9)
+
+
+@float64()
+def test_covariance_of_the_noise_between_states():
+    """Over matrices, theta^T phi(s) and theta^T phi(s') have covariance phi(s)^T diag(sigma_k^2) phi(s') in action k,
+    and none between actions: states that look alike get noise that is alike. In one state it never changes."""
+    actor, draws = make_actor(), 40_000
+    obs = observations(3)
+    phi, mean, sigma = by_hand(actor, obs.numpy())
+    matrices = torch.randn(draws, H, A, generator=torch.Generator().manual_seed(4))
+    noise = []
+    for state in obs:
+        repeated = state.expand(draws, D)
+        _, log_std, _ = actor.normal(repeated)
+        noise.append((actor.kept_noise(repeated, matrices) * log_std.exp()).detach().numpy())
+    found = np.cov(np.concatenate(noise, 1).T)
+    wanted = np.zeros((3 * A, 3 * A))
+    for i in range(3):
+        for j in range(3):
+            for k in range(A):
+                wanted[A * i + k, A * j + k] = (phi[i] * sigma[:, k] ** 2 * phi[j]).sum()
+    error = np.sqrt((np.outer(np.diag(wanted), np.diag(wanted)) + wanted**2) / draws)  # of a normal covariance
+    assert (abs(found - wanted) < 5 * error + 1e-9).all()
+    assert abs(wanted[0, A]) > 20 * error[0, A]  # two states do share noise
+
+
+def test_densities_equal_stable_baselines3(tmp_path):
+    """Its log_prob of our actions, from the same features, weights and deviations, but for its own 1e-6 in
+    log(1 - a^2)."""
+    distributions = pytest.importorskip("stable_baselines3.common.distributions", reason="not run: SB3 is missing")
+    with float64():
+        actor, obs = make_actor(), observations()
+        theirs = distributions.StateDependentNoiseDistribution(A, learn_features=True, squash_output=True)
+        theirs.proba_distribution_net(H, -1.0)
+        noise = torch.randn(B, A, generator=torch.Generator().manual_seed(2)).clamp(-1, 1)
+        mean, _, features = actor.normal(obs)
+        actions, logps = actor(obs, noise)
+        theirs.bijector.epsilon = 0.0
+        theirs.proba_distribution(mean, actor.log_sigma, features)
+        close(theirs.log_prob(actions), logps[:, 0], 1e-7)
+        theirs.exploration_matrices = torch.randn(B, H, A) * actor.log_sigma.exp()
+        matrices = theirs.exploration_matrices / actor.log_sigma.exp()
+        close(theirs.sample(), actor(obs, actor.kept_noise(obs, matrices))[0], 1e-9)
+
+
+def test_a_matrix_is_kept_for_so_many_steps_of_each_environment(tmp_path, monkeypatch):
+    """Each environment has its own; the random steps at the start count; evaluation draws new noise in each step."""
+    given, whole = [], sac.act
+
+    def listening(actor, space, obs, scale, generator, matrices=None):
+        given.append(matrices)
+        return whole(actor, space, obs, scale, generator, matrices)
+
+    monkeypatch.setattr(sac, "act", listening)
+    settings = ("--device cpu --total-timesteps 60 --num-envs 2 --learning-starts 10 --hidden-size 8 --batch-size 4 "
+                "--eval-every 0 --eval-episodes 1 --sde 4").split() + WALK  # fmt: skip
+    new_run(sac, tmp_path, *settings)
+    kept, evaluated = given[:25], given[25:]  # steps 5, 6, .. 29 of each environment
+    assert all(x is None for x in evaluated) and len(evaluated) > 0
+    changes = [step for step, (x, y) in enumerate(zip(kept, kept[1:]), 6) if not torch.equal(x, y)]
+    assert changes == [8, 12, 16, 20, 24, 28]
+    assert all(x.shape == (2, 8, 1) for x in kept)
+    distinct = torch.stack(kept[::4]).flatten()
+    assert len(distinct.unique()) == len(distinct) and stats.kstest(distinct.numpy(), "norm").pvalue > 0.01
+
+
+@float64()
+def test_gradients_reach_mean_deviations_and_features():
+    """Of the policy gradient's log-density by finite differences."""
+    actor, obs, noise = make_actor(), observations(4), torch.randn(4, A, generator=torch.Generator().manual_seed(2))
+    actor(obs, noise)[1].sum().backward()
+    p = named(actor)
+    with torch.no_grad():
+        for name in ("log_sigma", "net.2.weight", "net.4.bias"):
+            parameter = dict(actor.named_parameters())[name]
+            index, h = tuple(int(i) for i in (parameter.grad.abs() == parameter.grad.abs().max()).nonzero()[0]), 1e-6
+            sums = []
+            for sign in (1, -1):
+                parameter[index] = p[name][index] + sign * h
+                sums.append(actor(obs, noise)[1].sum().item())
+            parameter[index] = p[name][index]
+            assert math.isclose((sums[0] - sums[1]) / (2 * h), parameter.grad[index].item(), rel_tol=1e-4)
+    close(mlp(p, "net", obs), actor.normal(obs)[0])
