@@ -286,7 +286,9 @@ def test_an_environment_that_fails(algo, vector, how, tmp_path):
         assert "environments.py" in out and "in deep" in out
 
 
-@pytest.mark.parametrize("case", ["ppo-raw", "sac-pendulum", "td3-pendulum", "dqn-cartpole", "bc-best", "iql-online", "dt"])
+@pytest.mark.parametrize(
+    "case", ["ppo-raw", "sac-pendulum", "td3-pendulum", "dqn-cartpole", "bc-best", "iql-online", "dt"]
+)
 def test_an_exception_in_evaluation(case, flags, uninterrupted, tmp_path, monkeypatch):
     """The training up to it is saved. The resumed run goes on after it, and all else is as if nothing had failed."""
     module, args = flags(case)
