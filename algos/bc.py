@@ -54,12 +54,13 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.cli import main, prepare
 from utils.envs import open_env
 from utils.errors import PositiveFloat, PositiveInt, UserError
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
 from utils.replay import ReplayBuffer
 from utils.rollouts import evaluate, score_saved
-from utils.run import Run, main, prepare
+from utils.run import Run
 from utils.spaces import to_env, to_unit
 
 NAME, TITLE = "bc", "BC"

@@ -66,6 +66,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.cli import main, prepare
 from utils.envs import (
     EnvArgs,
     episode_columns,
@@ -78,7 +79,7 @@ from utils.envs import (
 from utils.errors import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.replay import ReplayBuffer
 from utils.rollouts import evaluate, score_saved
-from utils.run import Run, crosses, main, prepare
+from utils.run import Run, crosses
 
 NAME, TITLE = "c51", "C51"
 

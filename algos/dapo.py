@@ -101,6 +101,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
 from utils.checks import check_model
+from utils.cli import main, prepare
 from utils.distributed import clip_gradients, deal, share, total, unsharded
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import advice, decode, evaluate, mean, show_samples
@@ -119,7 +120,7 @@ from utils.models import (
     without_dropout,
 )
 from utils.rewards import Scored, lowered, make_scorer
-from utils.run import Run, main, prepare
+from utils.run import Run
 from utils.schedule import set_learning_rate
 from utils.tasks import Task, load_task
 from utils.text import encode_prompt, present, usable_prompts
@@ -140,7 +141,7 @@ STD_EPSILON = 1e-4  # the paper names none; 1e-4 as in most code
 
 
 @dataclass
-class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/cli.py
     task: str = "countdown"
     """countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset"""
     prompt_column: str = "prompt"

@@ -76,6 +76,7 @@ from torch.nn.functional import logsigmoid, relu, sigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checks import check_model
+from utils.cli import main, prepare
 from utils.distributed import clip_gradients, deal, share, total, unsharded
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate, show
@@ -93,7 +94,7 @@ from utils.models import (
     without_dropout,
 )
 from utils.preferences import Batches, encode_rows, load_preferences, usable
-from utils.run import Run, main, prepare
+from utils.run import Run
 from utils.schedule import set_learning_rate
 from utils.tasks import Lazy
 from utils.text import encode_pair
@@ -111,7 +112,7 @@ SMOOTHED = ("sigmoid", "robust", "exo")  # the losses that --label-smoothing cha
 
 
 @dataclass
-class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/cli.py
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt (or none), chosen, rejected"""
     num_pairs: PositiveInt = 2048

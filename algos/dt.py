@@ -63,11 +63,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.cli import main, prepare
 from utils.envs import open_env
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
 from utils.rollouts import rollouts, score_saved
-from utils.run import Run, main, prepare
+from utils.run import Run
 from utils.spaces import to_env, to_unit
 
 NAME, TITLE = "dt", "Decision Transformer"

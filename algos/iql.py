@@ -71,12 +71,13 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.cli import main, prepare, resolve
 from utils.envs import episode_columns, make_vector, open_env, reset_vector, restore_vector, step_vector
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
 from utils.replay import ReplayBuffer
 from utils.rollouts import evaluate, score_saved
-from utils.run import Run, main, prepare, resolve
+from utils.run import Run
 from utils.spaces import to_env, to_unit
 
 NAME, TITLE = "iql", "IQL"

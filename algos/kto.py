@@ -78,6 +78,7 @@ from torch.nn.functional import sigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checks import check_model
+from utils.cli import main, prepare
 from utils.distributed import clip_gradients, deal, share, total, unsharded
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate, show
@@ -95,7 +96,7 @@ from utils.models import (
     without_dropout,
 )
 from utils.preferences import Batches, check_labels, encode_rows, load_unpaired, usable
-from utils.run import Run, main, prepare
+from utils.run import Run
 from utils.schedule import set_learning_rate
 from utils.tasks import Lazy
 from utils.text import encode_row
@@ -112,7 +113,7 @@ PRESETS = {  # defaults that depend on the model, for arguments left at None
 
 
 @dataclass
-class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/cli.py
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt, completion, label; or pairs"""
     num_pairs: PositiveInt = 2048

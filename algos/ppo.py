@@ -78,6 +78,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checkpoint import rng_state
+from utils.cli import main, prepare, resolve
 from utils.envs import (
     EnvArgs,
     episode_columns,
@@ -91,7 +92,7 @@ from utils.envs import (
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.normalize import RunningMeanStd
 from utils.rollouts import evaluate, score_saved
-from utils.run import Run, main, prepare, resolve
+from utils.run import Run
 
 NAME, TITLE = "ppo", "PPO"
 PRESETS = {  # defaults that depend on the kind of actions and observations, for arguments left at None

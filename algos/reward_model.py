@@ -85,6 +85,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.cli import main, prepare
 from utils.distributed import clip_gradients, deal, keep_shards, placed, shard_settings, share, total, unsharded
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.lm import split_rows
@@ -103,7 +104,7 @@ from utils.models import (
 )
 from utils.preferences import Batches, load_preferences
 from utils.reward_models import encode_answer, load_reward_model, sequence_scores
-from utils.run import Run, main, prepare
+from utils.run import Run
 from utils.schedule import set_learning_rate
 from utils.tasks import Lazy, remembered
 from utils.text import usable_rows
@@ -121,7 +122,7 @@ BINS = 10  # of the calibration error
 
 
 @dataclass
-class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
+class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/cli.py
     model: str = TINY_MODEL
     """folder or hub name: a causal language model gets a new head, a reward model is trained further"""
     task: str = "countdown"

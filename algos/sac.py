@@ -96,6 +96,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.cli import main, prepare
 from utils.collection import check_recording, record, snapshot
 from utils.envs import (
     EnvArgs,
@@ -109,7 +110,7 @@ from utils.envs import (
 from utils.errors import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.replay import ReplayBuffer
 from utils.rollouts import evaluate, score_saved
-from utils.run import Run, main, prepare
+from utils.run import Run
 from utils.spaces import to_env
 
 NAME, TITLE = "sac", "SAC"

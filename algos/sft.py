@@ -51,6 +51,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.checks import check_model
+from utils.cli import main, prepare
 from utils.distributed import clip_gradients, deal, total_numbers
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate
@@ -68,7 +69,7 @@ from utils.models import (
     trained_state,
     with_policy_flags,
 )
-from utils.run import Run, main, prepare
+from utils.run import Run
 from utils.schedule import set_learning_rate
 from utils.tasks import load_task
 from utils.text import encode_prompt, encode_row, usable_task
@@ -86,7 +87,7 @@ PRESETS = {  # defaults that depend on the model, for arguments left at None
 
 
 @dataclass
-class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/run.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/cli.py
     model: str = "new"
     """folder or hub name of a causal language model; new: a tiny character model with random weights"""
     task: tuple[str, ...] = ("countdown", "countdown", "sort")

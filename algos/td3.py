@@ -74,6 +74,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.cli import main, prepare
 from utils.envs import (
     EnvArgs,
     episode_columns,
@@ -86,7 +87,7 @@ from utils.envs import (
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.replay import ReplayBuffer
 from utils.rollouts import evaluate, score_saved
-from utils.run import Run, main, prepare
+from utils.run import Run
 from utils.spaces import to_env
 
 NAME, TITLE = "td3", "TD3"

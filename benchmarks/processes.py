@@ -42,10 +42,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from algos import grpo  # noqa: E402
 from benchmarks.memory import MODELS, QWEN  # noqa: E402
+from utils.cli import prepare  # noqa: E402
 from utils.machine import environment  # noqa: E402
 from utils.models import load_model, resolve_for, trained_parameters, without_dropout  # noqa: E402
 from utils.rewards import make_scorer  # noqa: E402
-from utils.run import prepare  # noqa: E402
 from utils.tasks import load_task  # noqa: E402
 
 README, RESULT = ROOT / "benchmarks/README.md", ROOT / "benchmarks/results/processes.json"

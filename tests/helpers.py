@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from tests.specs import SPECS
 from utils import run as utils_run
+from utils.cli import main
 
 REPO = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
@@ -78,7 +79,7 @@ def command_line(module, *args, picture: bool = False) -> None:
             mock.patch.object(utils_run, "plot", utils_run.plot if picture else lambda *rest: rest[-1].touch()),
             torch.random.fork_rng(devices=[]),
         ):
-            utils_run.main(module.Args, module.train)
+            main(module.Args, module.train)
     finally:
         torch.set_num_threads(threads)
         sys.path[:] = path

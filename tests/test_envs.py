@@ -22,10 +22,11 @@ from algos import ppo
 from utils import envs as envs_module
 from utils import rollouts as rollouts_module
 from utils.checkpoint import rng_state
+from utils.cli import saved_args
 from utils.envs import Episode, make_env, make_vector, reset_vector, restore_vector, step_vector
 from utils.errors import UserError
 from utils.rollouts import evaluate, rollouts
-from utils.run import Run, saved_args
+from utils.run import Run
 
 CPU = torch.device("cpu")
 REFUSED = {"sequence", "graph", "dict of a sequence"}

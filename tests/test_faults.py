@@ -41,11 +41,12 @@ from safetensors.torch import load_file, save_file
 
 from utils import run as run_module
 from utils.checkpoint import load_newest, save_checkpoint
+from utils.cli import RunArgs, prepare
 from utils.errors import UserError
 from utils.models import TINY_MODEL, load_model
 from utils.preferences import load_preferences
 from utils.replay import ReplayBuffer
-from utils.run import Run, RunArgs, prepare
+from utils.run import Run
 from utils.tasks import load_task
 
 SIZE = 2000  # a step adds 8,000 bytes to the replay buffer's file

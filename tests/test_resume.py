@@ -32,9 +32,9 @@ import utils.run
 from algos import grpo
 from tests.specs import parent_of
 from utils.checkpoint import load_newest
+from utils.cli import saved_args
 from utils.errors import UserError
 from utils.machine import environment
-from utils.run import saved_args
 
 MODULES = {name: importlib.import_module(f"algos.{name}") for name in LANGUAGE}
 # 11 steps, so that the last one is evaluated out of turn; all checkpoints kept, to resume from any of them; pairs that

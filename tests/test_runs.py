@@ -16,6 +16,7 @@ import torch
 from helpers import ONLINE, SMALL, command_line, metrics, new_run, runs_in, start, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
+import utils.cli
 import utils.lm
 import utils.run
 from algos import grpo, ppo_lm, sft
@@ -74,8 +75,8 @@ def test_threads_are_the_cores_that_may_be_used(monkeypatch):
     """As many as taskset or a batch system leaves to the process, not as the machine has."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 6}, raising=False)
-    args = utils.run.RunArgs()
-    utils.run.prepare(args)
+    args = utils.cli.RunArgs()
+    utils.cli.prepare(args)
     assert args.threads == 3 == torch.get_num_threads()
 
 

@@ -24,9 +24,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import utils.distributed
 import utils.lm
+from utils.cli import saved_args
 from utils.distributed import on_rank_0, start, stop, whole
 from utils.models import TINY_MODEL
-from utils.run import saved_args
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else "")
 RANK = os.environ.get("RANK")  # also where a run believes to be alone

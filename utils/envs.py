@@ -22,10 +22,10 @@ import torch
 from gymnasium.envs.registration import EnvSpec, WrapperSpec, load_env_creator
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
+from utils.cli import RunArgs
 from utils.errors import NonNegativeInt, PositiveInt, UserError, parse_pairs
 from utils.imports import users_imports
 from utils.problems import PROBLEMS
-from utils.run import RunArgs
 
 LONGEST_LOG = 200_000  # actions of one episode that are kept for a resume; a longer episode starts anew
 Vector = Any  # AsyncVectorEnv or SyncVectorEnv with a Log in its attribute `log`, which their types lack

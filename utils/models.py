@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from utils.cli import RunArgs, resolve
 from utils.distributed import at_rest, gathered, is_sharded, keep_shards, on_rank_0, shard_settings, world
 from utils.errors import NonNegativeInt, UserError, parse_pairs
 from utils.lm import rope_limit
-from utils.run import RunArgs, resolve
 from utils.text import ChatSettings
 
 TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")

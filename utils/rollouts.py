@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from utils.checkpoint import load_newest, restore, rng_state, set_rng_state
+from utils.cli import LOGGING_FLAGS, saved_args
 from utils.envs import EnvArgs, Episode
 from utils.errors import UserError
-from utils.run import LOGGING_FLAGS, saved_args
 
 LONGEST = 50_000  # steps after which an evaluation episode counts as it stands
 FREE_FLAGS = ("evaluate", "resume", "seed", "device", "threads", "eval_episodes", "capture_video", *LOGGING_FLAGS)

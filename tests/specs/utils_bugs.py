@@ -5,6 +5,7 @@ from tests.specs import parse_bugs
 TESTS = {  # as Spec.tests
     "utils/checks.py": "checks",
     "utils/checkpoint.py": "resume_control runs",
+    "utils/cli.py": "runs resume_control command_line memory",
     "utils/decode.py": "invariance",
     "utils/distributed.py": "distributed",
     "utils/engine.py": "engine",
