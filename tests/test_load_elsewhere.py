@@ -125,8 +125,3 @@ def test_saved_agents_act_the_same_without_our_code(tmp_path, monkeypatch):
         assert float(re.search(r"-?\d+\.\d+", printed)[0]) == pytest.approx(scored, rel=1e-5), name
         if name == "ppo continuous":
             assert 2.0 in np.abs(ours[0]), "no action reaches the bounds, so the block's clip is not tested"
-
-
-def test_the_block_on_the_first_page_is_the_one_that_was_run():
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert block == PPO
