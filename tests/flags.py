@@ -14,6 +14,7 @@ EXEMPT = {
     "evaluate": "does not train; tests of its own",
     "capture_video": "goes with --evaluate",
     "trust_remote_code": "needs a model that brings code; tests of its own",
+    "fsdp": "needs several processes; test_distributed.py shows that it acts",
     "sampler": "needs a server; test_engine.py shows that it acts",
     "cuda_graphs": "equal on a CPU; test_invariance.py shows that it acts",
     "env_spec": "filled in from the dataset; tests of its own",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from control import close, float64
-from every_script import stand_in
+from every_script import sharing, stand_in
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from helpers import SMALL, metrics, new_run
 from scipy import stats
@@ -24,7 +24,8 @@ from algos.ppo import Agent, Statistics
 from utils.checkpoint import load_newest
 from utils.envs import make_vector
 
-script = stand_in("ppo", "update", "collect", "ppo_loss", "gae", "act_in_evaluation")
+FUNCTIONS = "update", "collect", "ppo_loss", "gae", "act_in_evaluation"
+script = stand_in("ppo", *FUNCTIONS)
 only_ppo = pytest.mark.parametrize("script", ["ppo"], indirect=True)
 DISCRETE, MULTI, GAUSSIAN = Discrete(3, start=5), MultiDiscrete([2, 3], start=[7, 1]), Box(-0.5, 0.5, (2,))
 BINARY = MultiBinary(3)
@@ -508,8 +509,7 @@ def test_log_probabilities_equal_torch(space):
 
 
 def test_actions_are_samples_of_the_policy():
-    """Without noise the likeliest action. With it: choices as often as the softmax says, jointly for two choices
-    (chi-square), Gaussians by their distribution function (Kolmogorov-Smirnov)."""
+    """Without noise the likeliest action. With noise: as often as the softmax says, jointly (chi-square)."""
     agent, generator = linear_agent(1, MULTI), torch.Generator().manual_seed(0)
     obs, out = torch.ones(20_000, 1).double(), weights(agent)["actor.weight"][:, 0]
     with torch.no_grad():
@@ -521,6 +521,11 @@ def test_actions_are_samples_of_the_policy():
     counts = np.bincount(actions @ [3, 1], minlength=6)
     assert stats.chisquare(counts, 20_000 * np.outer(first, second).flatten()).pvalue > 1e-3
 
+
+@pytest.mark.parametrize("script", [algo for algo in sharing("ppo", *FUNCTIONS) if algo != "ppo_mask"], indirect=True)
+def test_gaussian_actions_are_samples_of_the_policy():
+    """By their distribution function (Kolmogorov-Smirnov). Masks are for choices alone."""
+    generator, obs = torch.Generator().manual_seed(0), torch.ones(20_000, 1).double()
     agent = linear_agent(1, GAUSSIAN)
     mean, std = weights(agent)["actor.weight"][:, 0], np.exp(weights(agent)["log_std"])
     with torch.no_grad():

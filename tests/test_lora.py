@@ -54,7 +54,7 @@ def test_what_is_saved_is_what_was_trained(folder, precision, base, tmp_path):
 def test_the_reference_is_held_in_bfloat16(folder):
     def dtypes(precision):
         args = SimpleNamespace(model=folder, lora_rank=0, precision=precision, trust_remote_code=False,
-                               attn_implementation="eager", float32_head=False)  # fmt: skip
+                               attn_implementation="eager", float32_head=False, fsdp=False)  # fmt: skip
         model = load_reference(args, "cpu")
         assert model.config._attn_implementation == "eager"
         return {p.dtype for p in model.parameters()}

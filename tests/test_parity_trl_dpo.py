@@ -9,6 +9,7 @@ The differences that remain, each of them named in algos/dpo.py and pinned here:
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -43,10 +44,11 @@ def by_script(name: str, data: dict, sft_coef: float = 0.0, **settings) -> tuple
 
     LOSSES = dict(dpo.LOSSES)
     model = torch.nn.Module()
-    model.table = table
+    model.table, model.device = table, table.device
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dpo, "pair_logps", pair_logps)
         patch.setitem(dpo.LOSSES, name, counted)
+        patch.setattr(torch, "zeros", partial(torch.zeros, dtype=torch.float64))  # log-probabilities are, here
         dpo.update(model, torch.optim.SGD(model.parameters(), 0.0), pairs, args)
     if sft_coef:
         logps, mask = data["logps"][:B], data["mask"][:B]

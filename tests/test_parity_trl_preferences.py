@@ -8,6 +8,8 @@ The differences that remain, each of them named in the scripts and pinned here:
     - TRL's KTO takes z over a micro-batch.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -65,6 +67,7 @@ def by_script(case: str, data: dict) -> tuple[torch.Tensor, torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "completion_logps", completion_logps)
         patch.setattr(module, f"{name}_loss", lambda *x: losses.append(loss(*x)) or losses[-1])
+        patch.setattr(torch, "zeros", partial(torch.zeros, dtype=torch.float64))  # log-probabilities are, here
         module.update(model, torch.optim.SGD(model.parameters(), 0.0), batch, args)
     total = torch.cat(losses).detach().sum() / len(batch)
     if case == "simpo-sft":

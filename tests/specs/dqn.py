@@ -18,9 +18,8 @@ target-of-the-online-network: two networks of one kind
 + next_values = agent.q(batch.next_obs)
 
 double-turned-round: which of the two chooses is easy to mix up: this is DQN again, with the networks exchanged
--         chosen = (agent.q(batch.next_obs) if args.double else next_values).argmax(1, keepdim=True)
-+         chosen = next_values.argmax(1, keepdim=True)
-+         next_values = agent.q(batch.next_obs) if args.double else next_values
+- next_values.gather(1, chosen)
++ (agent.q(batch.next_obs) if args.double else next_values).gather(1, next_values.argmax(1, keepdim=True))
 
 double-always: the flag is lost in a clean-up
 - (agent.q(batch.next_obs) if args.double else next_values)

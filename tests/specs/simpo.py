@@ -4,10 +4,6 @@ from tests.flags import JITTER, PAIRS
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
-labels-swapped:simpo: chosen and rejected are two tensors of one shape
-- chosen, rejected = some.unbind(1)
-+ rejected, chosen = some.unbind(1)
-
 target-margin-of-the-wrong-sign: a margin to be reached is taken off what is there, and people add bonuses
 - return -logsigmoid(args.beta * (chosen - rejected) - args.gamma)
 + return -logsigmoid(args.beta * (chosen - rejected) + args.gamma)

@@ -544,8 +544,8 @@ engine-raw-logprobs: without the temperature, where the mode is the default
 + if config["logprobs_mode"] is None:
 
 engine-scored-at-one: the server divides by the temperature, the scorer does not
-- completion_logps(model, *inputs, temperature)
-+ completion_logps(model, *inputs)
+- completion_logps(model, *prompts, *completions, temperature)
++ completion_logps(model, *prompts, *completions)
 
 engine-weights-not-put-back: the run goes on from perturbed weights
 -             p.data = held.get(name, p.data)
