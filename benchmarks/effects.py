@@ -71,7 +71,8 @@ def holds(effect: Effect, values: dict[str, dict[int, float]]) -> dict[str, tupl
 def verdict(name: str) -> str:
     effect, values, lines = EFFECTS[name], by_run(name), [f"{name}: {EFFECTS[name].statistic}"]
     for run, found in values.items():
-        n, text = len(found), "not run"
+        n = len(found)
+        text = f"{min(found.values()):.3g} (1 seed)" if n else "not run"
         if n > 1:
             half = student.ppf(0.975, n - 1) * statistics.stdev(found.values()) / n**0.5
             text = f"{statistics.mean(found.values()):.3g} +- {half:.2g} ({n} seeds, {min(found.values()):.3g} to "
