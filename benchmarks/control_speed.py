@@ -1,4 +1,4 @@
-"""Environment steps per second of algos/ppo.py and algos/sac.py beside CleanRL, Stable-Baselines3 and a bare loop.
+"""Environment steps per second of ppo.py, sac.py, dqn.py and td3.py beside CleanRL, Stable-Baselines3 and a bare loop.
 
     git clone https://github.com/vwxyzjn/cleanrl /tmp/cleanrl          (recorded with its commit fe8d8a0)
     pip install -e ".[peers]"
@@ -9,12 +9,15 @@ Cases. All on the CPU, all with CleanRL's settings and the same update work on e
     ppo-cartpole       CartPole-v1, 4 environments x 128 steps, 4 minibatches, 4 epochs, value clipping, not normalised
     ppo-halfcheetah    HalfCheetah-v5, 1 x 2048, 32 minibatches, 10 epochs, value clipping, normalised
     sac-halfcheetah    HalfCheetah-v5, batch 256, two hidden layers of 256, one update per step; learning starts at 1000
+    td3-halfcheetah    the same, the actor every second step
+    dqn-cartpole       CartPole-v1, batch 128, an update every 10 steps; two layers of 120 (cleanrl: 120 and 84)
 Sides.
     ours      algos/*.py as they are, rows of metrics included, without evaluation and checkpoints
     compiled  the same with --compile (PPO)
     cleanrl   its scripts, changed in a temporary copy only where gymnasium 1.x demands it (EDITS below), and with a
               SummaryWriter that writes nothing, which is in its favour. It makes two actor updates every second step.
-    sb3       PPO("MlpPolicy") with VecNormalize and separate 64-64 networks, SAC("MlpPolicy"); nothing is logged.
+    sb3       PPO("MlpPolicy") with VecNormalize and separate 64-64 networks, SAC, TD3 and DQN("MlpPolicy"); nothing is
+              logged.
     bare      `run_bare` below (PPO): the same updates on plain gymnasium environments, nothing logged, nothing saved:
               what is possible in eager torch
 
@@ -31,6 +34,7 @@ minibatch) over all seconds; rest is storing, normalising, snapshots and metrics
 """
 
 import functools
+import importlib
 import importlib.metadata
 import json
 import os
@@ -81,11 +85,20 @@ CASES = {
                                  ent_coef=0.0, normalize=True, clip_vloss=True)),
     "sac-halfcheetah": Case("HalfCheetah-v5", ("ours", "sb3", "cleanrl"), (1, 2), 500, 1500, 5000, {"sb3": (1.2, 1.6)},
                             dict(num_envs=1, batch_size=256, hidden_size=256, learning_starts=1000)),
+    "td3-halfcheetah": Case("HalfCheetah-v5", ("ours", "cleanrl", "sb3"), (1,), 500, 1500, 5000,
+                            {"cleanrl": (1.0, 1.5), "sb3": (1.0, 1.5)},
+                            dict(num_envs=1, batch_size=256, hidden_size=256, learning_starts=1000)),
+    "dqn-cartpole": Case("CartPole-v1", ("ours", "cleanrl", "sb3"), (1,), 1000, 2000, 22_000,
+                         {"cleanrl": (1.0, 1.5), "sb3": (1.0, 1.5)},
+                         dict(num_envs=1, batch_size=128, hidden_size=120, learning_starts=1000, train_frequency=10,
+                              gradient_steps=1, buffer_size=10_000, target_network_frequency=50, learning_rate=2.5e-4,
+                              exploration_fraction=0.5)),
 }  # fmt: skip
 
 # What gymnasium 1.x demands of CleanRL's scripts: (old, new), each found exactly once. None changes what is computed.
 # per_env(infos["final_info"]) turns the dictionary of arrays that gymnasium 1.x gives into 0.29's list of dictionaries.
 SAME_STEP = ("gym.vector.SyncVectorEnv(", 'gym.vector.SyncVectorEnv(autoreset_mode="SameStep", env_fns=')
+FINAL_OBS = ('infos["final_observation"]', 'infos["final_obs"]')
 FINAL_INFO = ('in infos["final_info"]', 'in per_env(infos["final_info"])')
 EDITS = {
     "ppo-cartpole": ("ppo.py", (SAME_STEP, FINAL_INFO)),
@@ -94,8 +107,10 @@ EDITS = {
         ("lambda obs: np.clip(obs, -10, 10))", "lambda obs: np.clip(obs, -10, 10), None)"),  # a new argument: the space
     )),
     "sac-halfcheetah": ("sac_continuous_action.py", (
-        SAME_STEP, FINAL_INFO, ('infos["final_observation"]', 'infos["final_obs"]'),
+        SAME_STEP, FINAL_INFO, FINAL_OBS,
     )),
+    "td3-halfcheetah": ("td3_continuous_action.py", (SAME_STEP, FINAL_INFO, FINAL_OBS)),
+    "dqn-cartpole": ("dqn.py", (SAME_STEP, FINAL_INFO, FINAL_OBS)),
 }  # fmt: skip
 
 
@@ -106,11 +121,11 @@ def now() -> tuple[float, float]:
 
 def run_ours(name: str, case: Case, seed: int, threads: int, compiled: bool) -> list[tuple]:
     """Marks of a whole run of our script: (step, *now(), seconds in environment, inference and update until then)."""
-    from algos import ppo, sac
+    from algos import ppo
     from utils.replay import ReplayBuffer
     from utils.run import Run
 
-    script, marks, seconds = ppo if name.startswith("ppo") else sac, [], [0.0, 0.0, 0.0]
+    script, marks, seconds = importlib.import_module(f"algos.{name.split('-')[0]}"), [], [0.0, 0.0, 0.0]
 
     def timed(holder, attribute: str, part: int) -> None:
         function = getattr(holder, attribute)
@@ -186,7 +201,7 @@ def run_cleanrl(name: str, case: Case, seed: int, folder: Path) -> list[tuple]:
 
 def run_sb3(name: str, case: Case, seed: int) -> list[tuple]:
     """Marks of Stable-Baselines3."""
-    from stable_baselines3 import PPO, SAC
+    from stable_baselines3 import DQN, PPO, SAC, TD3
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecNormalize
@@ -209,9 +224,12 @@ def run_sb3(name: str, case: Case, seed: int) -> list[tuple]:
                     ent_coef=s["ent_coef"], clip_range_vf=0.2, seed=seed, device="cpu",
                     policy_kwargs={"net_arch": {"pi": [64, 64], "vf": [64, 64]}})  # fmt: skip
     else:
-        model = SAC("MlpPolicy", envs, batch_size=s["batch_size"], learning_starts=s["learning_starts"], train_freq=1,
-                    gradient_steps=1, seed=seed, device="cpu",
-                    policy_kwargs={"net_arch": [s["hidden_size"]] * 2})  # fmt: skip
+        kind = {"sac": SAC, "td3": TD3, "dqn": DQN}[name.split("-")[0]]
+        own = dict(learning_rate=s["learning_rate"], buffer_size=s["buffer_size"], target_update_interval=500,
+                   exploration_fraction=s["exploration_fraction"]) if kind is DQN else {}  # fmt: skip
+        model = kind("MlpPolicy", envs, batch_size=s["batch_size"], learning_starts=s["learning_starts"],
+                     train_freq=s.get("train_frequency", 1), gradient_steps=1, seed=seed, device="cpu",
+                     policy_kwargs={"net_arch": [s["hidden_size"]] * 2}, **own)  # fmt: skip
     model.learn(case.total, callback=Clock())
     return marks
 
@@ -397,7 +415,7 @@ def main(
     Args:
         cleanrl: folder of a clone of CleanRL; without it that side is left out
         rounds: runs of each side
-        cases: of ppo-cartpole, ppo-halfcheetah, sac-halfcheetah
+        cases: of those above
         quick: one round
         threads: thread counts; default: each case's own
         output: folder for a speed_CASE.json, written where every side was run, in at least 3 rounds
