@@ -72,7 +72,8 @@ class Played(gym.Env):
         return obs, float(reward), bool(terminated), bool(truncated), {}
 
 
-def run_sb3(stream: dict, case: dict, hidden_size: int, algorithm=None, played=Played) -> dict[str, torch.Tensor]:
+def run_sb3(stream: dict, case: dict, hidden_size: int, algorithm=None, played=Played,
+            names=NAMES) -> dict[str, torch.Tensor]:  # fmt: skip
     """ROUNDS of SB3's PPO, or of another class with its arguments: `<round>/<what>`, `before/<parameter>` and
     `<round>/<parameter>`."""
     from stable_baselines3 import PPO
@@ -99,7 +100,7 @@ def run_sb3(stream: dict, case: dict, hidden_size: int, algorithm=None, played=P
         weights = {}
         for name, value in model.policy.state_dict().items():
             module, dot, kind = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
-            weights[NAMES[module] + dot + kind] = value.clone()
+            weights[names[module] + dot + kind] = value.clone()
         return weights
 
     result = {f"before/{name}": value for name, value in parameters().items()}

@@ -59,7 +59,7 @@ SPEC = Spec(
     "PPO with an LSTM",
     PARENT.family,
     small=PARENT.small.replace("--num-minibatches 2", "--num-minibatches 2 --hidden-size 16"),
-    tests="exact_ppo_lstm resume_control",
+    tests="parity_sb3_contrib exact_ppo_lstm resume_control",
     no_recipe="there is no paper of its own; --help has the settings",
     curves={
         "ppo_lstm-cartpole": Curve(
