@@ -29,7 +29,7 @@ Run
     python algos/dapo.py --max-completion-length 14 --overlong-buffer 2             long answers lose reward
     python algos/dapo.py --model Qwen/Qwen2.5-32B --task prompts.jsonl --reward rewards.py:accuracy \
         --num-prompts 512 --num-generations 16 --max-completion-length 20480 --overlong-buffer 4096 \
-        --learning-rate 1e-6 --warmup-steps 20
+        --num-minibatches 16 --learning-rate 1e-6 --warmup-steps 20
                                                                                     the paper's hyper-parameters
                                                                                     (section 4.1)
     python algos/dapo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
@@ -57,12 +57,12 @@ Metrics
     reward/task    the task's own score, where --reward is given. A fall while reward rises is over-optimisation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
                    pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
-    grad_norm      before clipping; steady
+    grad_norm      before clipping, mean over the step's updates; steady
     kl             as in grpo.py (beta > 0 only); grows slowly
     approx_kl      mean of rho - 1 - log rho in the last update epoch; near 0 with one epoch
     clip_fraction  share of tokens whose gradient is cut; below 0.3. In the first epoch 0 in float32; in bfloat16 the
                    sampler's rounding alone can take a few tokens beyond the clip
-    sampler_gap    mean |log pi_theta - log pi_old| in the first epoch; 1e-6 in float32, more means a bug
+    sampler_gap    mean |log pi_theta - log pi_old| before the first update; 1e-6 in float32, more means a bug
     engine/weight, engine/above_2, engine/ess   with --sampler, over tokens: mean of pi_theta / pi_engine, its share
                    above 2, effective sample size over the number of tokens; about 1, 0 and 1
     entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
@@ -70,13 +70,13 @@ Metrics
     nothing about its gradient.
 
 Differences
-    - The paper takes 16 optimizer steps on each batch; here it is one per update epoch. The clip needs
-      --num-iterations above 1.
+    - The paper takes 16 optimizer steps on each batch; here it is one. The clip needs --num-minibatches or
+      --num-iterations above 1. Advantages are those of the whole batch, denominators those of a minibatch.
     - The paper samples until the batch is full. Here it is at most --max-sampling-rounds times; groups with equal
       rewards fill the rest.
     - Groups are judged by their rewards before the penalty: the paper asks for right and wrong answers in each group.
     - The paper's rewards are 1 and -1. The tasks' own are 1 and 0, so the penalty weighs twice as much.
-    - The formula divides by the tokens of each group; this script, TRL and verl by those of the whole step.
+    - The formula divides by the tokens of each group; this script, TRL and verl by those of a minibatch.
     - beta is 0, as in the paper. --beta above 0 adds GRPO's penalty.
     - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16), as far as
       the clip lets it, and saves a forward pass. TRL recomputes it, or takes rho = 1.
@@ -88,7 +88,7 @@ Differences
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -172,6 +172,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """completions in one forward and backward pass: a multiple or a divisor of G; changes memory, not the result"""
     num_iterations: PositiveInt = 1
     """update epochs per batch of completions (mu in the paper)"""
+    num_minibatches: PositiveInt = 1
+    """optimizer steps per update epoch, each on an equal share of the prompts: from the second on, pi_old is stale"""
     epsilon: PositiveFloat = 0.2
     """lower clip of the ratio: 1 - epsilon"""
     epsilon_high: PositiveFloat = 0.28
@@ -272,38 +274,48 @@ def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
     return difference.exp() - difference - 1
 
 
+def minibatches(samples: Samples, number: int) -> Iterator[tuple[Samples, slice]]:
+    """Equal shares of the prompts with their completions, and the rows of these."""
+    prompts, size = len(samples.prompt_ids) // number, len(samples.completion_ids) // number
+    for i in range(number):
+        share, rows = slice(i * prompts, (i + 1) * prompts), slice(i * size, (i + 1) * size)
+        yield Samples(*(x[share] for x in samples[:2]), *(x[rows] for x in samples[2:])), rows
+
+
 def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
-    """`num_iterations` optimizer steps on one batch of completions. Returns metrics."""
+    """`num_iterations` epochs of `num_minibatches` optimizer steps on one batch of completions. Returns metrics."""
     samples, groups = batch.samples, batch.rewards.view(-1, args.num_generations)
     advantage = advantages(groups, args.scale_rewards).view(-1, 1)
     mask = samples.completion_mask
     if args.mask_truncated_completions:
         mask = mask & samples.ended[:, None]
-    weights = token_weights(mask.to(samples.logps.dtype), args.aggregation, args.max_completion_length)
-    tokens = mask.sum().clamp(min=1)
-    first = Means(tokens)
-    for epoch in range(args.num_iterations):
-        means = Means(tokens)
-        optimizer.zero_grad(set_to_none=True)
-        parts = micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens)
-        for (rows, inputs), counts in deal(parts, model):  # to this process, of perhaps several
-            with autocast(model.device, args.precision):
-                logps, entropy = completion_logps(model, *inputs, args.temperature)
-            width = logps.shape[1]
-            old_logps, valid = samples.logps[rows, :width], counts * mask[rows, :width]
-            loss, clipped = policy_loss(logps, old_logps, advantage[rows], args.epsilon, args.epsilon_high)
-            if batch.ref_logps is not None:
-                kl = k3(logps, batch.ref_logps[rows, :width])
-                loss = loss + args.beta * kl
-                means.add(valid, kl=kl)
-            (counts * loss * weights[rows, :width]).sum().backward()
-            logps = logps.detach()
-            means.add(valid, clip_fraction=clipped, approx_kl=k3(old_logps, logps), entropy=entropy)
-            if epoch == 0:
-                first.add(valid, sampler_gap=(logps - old_logps).abs())
-        grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
-        optimizer.step()
-    return first.read() | means.read() | {"grad_norm": grad_norm.item()}
+    norms: list[Tensor] = []
+    for _ in range(args.num_iterations):
+        means = Means(mask.sum().clamp(min=1))
+        for minibatch, here in minibatches(samples, args.num_minibatches):
+            if not norms:
+                first = Means(mask[here].sum().clamp(min=1))
+            weights = token_weights(mask[here].to(samples.logps.dtype), args.aggregation, args.max_completion_length)
+            optimizer.zero_grad(set_to_none=True)
+            parts = micro_batches(minibatch, args.micro_batch_size, args.micro_batch_tokens)
+            for (part, inputs), counts in deal(parts, model):  # to this process, of perhaps several
+                with autocast(model.device, args.precision):
+                    logps, entropy = completion_logps(model, *inputs, args.temperature)
+                rows, width = part + here.start, logps.shape[1]
+                old_logps, valid = samples.logps[rows, :width], counts * mask[rows, :width]
+                loss, clipped = policy_loss(logps, old_logps, advantage[rows], args.epsilon, args.epsilon_high)
+                if batch.ref_logps is not None:
+                    kl = k3(logps, batch.ref_logps[rows, :width])
+                    loss = loss + args.beta * kl
+                    means.add(valid, kl=kl)
+                (counts * loss * weights[part, :width]).sum().backward()
+                logps = logps.detach()
+                means.add(valid, clip_fraction=clipped, approx_kl=k3(old_logps, logps), entropy=entropy)
+                if not norms:
+                    first.add(valid, sampler_gap=(logps - old_logps).abs())
+            norms.append(clip_gradients(model.parameters(), args.max_grad_norm))
+            optimizer.step()
+    return first.read() | means.read() | {"grad_norm": torch.stack(norms).mean().item()}
 
 
 def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args,
@@ -366,6 +378,8 @@ def check_groups(args: Args) -> None:
     """Raises UserError for groups that cannot be compared or split."""
     if args.num_generations < 2:
         raise UserError("--num-generations must be at least 2: a group of one has no other reward to compare with")
+    if args.num_prompts % args.num_minibatches:
+        raise UserError(f"--num-minibatches {args.num_minibatches} must divide --num-prompts {args.num_prompts}")
     size, group = args.micro_batch_size, args.num_generations
     if not args.micro_batch_tokens and size % group and group % size:
         raise UserError(f"--micro-batch-size {size} must be a multiple or a divisor of --num-generations {group}")

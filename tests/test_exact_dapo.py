@@ -45,8 +45,9 @@ def some_batches():
 def test_it_is_grpo_with_other_settings(float64):
     """The defaults are token aggregation, a clip at 1.28 and no KL penalty. With them, update is that of grpo.py."""
     for groups in some_batches()[::4]:
-        ours, our_metrics = run_update(batch_of(groups, OLD))
-        theirs, metrics = run_update(batch_of(groups, OLD), grpo, aggregation="token", epsilon_high=0.28, beta=0.0)
+        ours, our_metrics = run_update(batch_of(groups, OLD), num_minibatches=P)
+        theirs, metrics = run_update(batch_of(groups, OLD), grpo, num_minibatches=P, aggregation="token",
+                                     epsilon_high=0.28, beta=0.0)  # fmt: skip
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
         assert our_metrics == pytest.approx(metrics, abs=1e-12)
 

@@ -225,7 +225,29 @@ def test_second_epoch_is_clipped(aggregation):
     close(metrics["approx_kl"], (ratio - np.log(ratio) - 1).mean())
     close(metrics["kl"], (np.exp(ref - now) - (ref - now) - 1).mean())
     close(metrics["sampler_gap"], abs(first - before).mean())
-    close(metrics["grad_norm"], np.linalg.norm(end - middle) / rate)
+    close(metrics["grad_norm"], (np.linalg.norm(middle - TABLE) + np.linalg.norm(end - middle)) / rate / 2)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
+def test_a_minibatch_is_an_optimizer_step(aggregation):
+    """Two epochs of one step for each prompt: advantages of the whole batch, denominators of the prompt's rows, and all
+    ratios to the policy that sampled. The gap to the sampler is that before the first step."""
+    groups, rate = [COMPLETIONS] * P, 2.0
+    rewards, old = rewards_of(groups, REWARDS), TABLE + 0.3 * random_table(6)
+    settings = dict(aggregation=aggregation, scale="batch", old=old, low=0.1, high=0.3, ref=OTHER, beta=0.05)
+    now, norms = TABLE, []
+    for p in [*range(P)] * 2:
+        step = own_movement([groups[q] if q == p else () for q in range(P)], rewards, table=now, **settings)
+        now = now + rate * step
+        norms.append(np.linalg.norm(step))
+    batch = make_batch(groups, rewards, old=old, ref=OTHER)
+    moved, metrics = run_update(batch, rate=rate, num_iterations=2, num_minibatches=P, aggregation=aggregation,
+                                scale_rewards="batch", beta=0.05, epsilon=0.1, epsilon_high=0.3,
+                                micro_batch_size=len(COMPLETIONS))  # fmt: skip
+    close(TABLE + rate * moved, now)
+    close(metrics["grad_norm"], np.mean(norms))
+    gaps = np.concatenate([abs(log_probs(TABLE, 0, c) - log_probs(old, 0, c)) for c in COMPLETIONS])
+    close(metrics["sampler_gap"], gaps.mean())
 
 
 def test_gradient_is_clipped_by_its_global_norm():

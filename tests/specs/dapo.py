@@ -40,8 +40,8 @@ rewards-of-the-first-round: one round is the common case, in which nothing shows
 + torch.cat([scored.rewards for _, scored in rounds[:1]])
 
 rewards-of-other-answers: what is chosen by groups has to be chosen by rows, too
-- *(x[rows] for x in samples[2:])
-+ *(x[: len(rows)] for x in samples[2:])
+- *(x[groups] for x in samples[:2]), *(x[rows] for x in samples[2:])
++ *(x[groups] for x in samples[:2]), *(x[: len(rows)] for x in samples[2:])
 
 one-round-too-many: rounds count from 0 here and from 1 there
 - len(rounds) < args.max_sampling_rounds
@@ -74,7 +74,7 @@ SPEC = Spec(
     recipes=(
         Recipe(
             "Qwen/Qwen2.5-32B", "arXiv 2503.14476, section 4.1", preset="full",
-            paper=dict(learning_rate=1e-6, lr_schedule="constant", warmup_steps=20, num_prompts=512,
+            paper=dict(learning_rate=1e-6, lr_schedule="constant", warmup_steps=20, num_prompts=512, num_minibatches=16,
                        num_generations=16, max_completion_length=16_384 + 4_096, overlong_buffer=4_096, epsilon=0.2,
                        epsilon_high=0.28, beta=0.0, aggregation="token", scale_rewards="group"),
         ),

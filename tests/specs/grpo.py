@@ -85,13 +85,13 @@ constant-is-the-longest: the width of the tensor is at hand; it changes with the
 
 micro-batch-mean: the mean over the tokens at hand is right while there is one micro-batch (huggingface/trl#2617 (18
 trainers), volcengine/verl#906, nanochat's chat_rl)
-- (counts * loss * weights[rows, :width]).sum().backward()
-+ ((loss * valid).sum() / valid.sum().clamp(min=1) * len(valid) / len(mask)).backward()
+- (counts * loss * weights[part, :width]).sum().backward()
++ ((loss * valid).sum() / valid.sum().clamp(min=1) * len(valid) / len(weights)).backward()
 
 truncated-are-trained: a second mask is made, and the first goes on being used (huggingface/trl#6369 and #6439: a
 denominator that ignored the truncation mask)
-- weights = token_weights(mask.to(samples.logps.dtype)
-+ weights = token_weights(samples.completion_mask.to(samples.logps.dtype)
+- weights = token_weights(mask[here].to(samples.logps.dtype)
++ weights = token_weights(samples.completion_mask[here].to(samples.logps.dtype)
 
 temperature-in-sampling-only: the temperature is thought of as a setting of the sampler (huggingface/trl#4159;
 minimind (0.8), rasbt (0.8), simple_GRPO (0.9))
@@ -110,15 +110,27 @@ gradients-never-cleared: torch adds gradients up
 + pass
 
 last-micro-batch-only: zero_grad stands before backward everywhere else
--             width = logps.shape[1]
-+             width = logps.shape[1]
-+             optimizer.zero_grad(set_to_none=True)
+-                 rows, width = part + here.start, logps.shape[1]
++                 rows, width = part + here.start, logps.shape[1]
++                 optimizer.zero_grad(set_to_none=True)
 
 clipped-after-the-step: two lines, in either order of which nothing fails
--         grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
--         optimizer.step()
-+         optimizer.step()
-+         grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
+-             norms.append(clip_gradients(model.parameters(), args.max_grad_norm))
+-             optimizer.step()
++             optimizer.step()
++             norms.append(clip_gradients(model.parameters(), args.max_grad_norm))
+
+rows-of-the-first-minibatch: rows are counted within the minibatch there and within the batch here
+- rows, width = part + here.start, logps.shape[1]
++ rows, width = part, logps.shape[1]
+
+denominator-of-the-whole-batch: the weights stood before the loop when a step was one update
+- weights = token_weights(mask[here].to(samples.logps.dtype), args.aggregation, args.max_completion_length)
++ weights = token_weights(mask.to(samples.logps.dtype), args.aggregation, args.max_completion_length)[here]
+
+prompts-of-the-first-minibatch: the rows move on, the prompts do not
+- share, rows = slice(i * prompts, (i + 1) * prompts),
++ share, rows = slice(0, prompts),
 
 optimizer-not-restored: the weights are back, the moments of Adam are not
 - run.restore(model=model, optimizer=optimizer
