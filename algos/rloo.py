@@ -238,7 +238,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
             loss, clipped = policy_loss(whole, old_whole, advantage[rows], args.epsilon, high)
             (counts * loss.sum() / len(mask)).backward()
             logps = logps.detach()
-            clips.add(1, clip_fraction=clipped)
+            clips.add(counts, clip_fraction=clipped)
             means.add(valid, approx_kl=k3(old_logps, logps), entropy=entropy)
             if epoch == 0:
                 first.add(valid, sampler_gap=(logps - old_logps).abs())

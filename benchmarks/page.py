@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.curves import ENOUGH, band, recorded  # noqa: E402
 from tests import family  # noqa: E402
-from tests.specs import FAMILIES, SPECS, parent_of  # noqa: E402
+from tests.specs import FAMILIES, SPECS, line_of, parent_of  # noqa: E402
 from utils.machine import environment  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
@@ -91,24 +91,25 @@ def default_run(script: str, short: bool = False) -> str:
 
 
 def algorithms() -> str:
-    """By family, for README.md."""
-    rows = ["| script | algorithm | own lines | default run |", "|---|---|---|---|"]
+    """By family, for README.md: scripts without a parent, each with its descendants and their own lines."""
+    rows = ["| script | algorithm | default run | its children, and lines of their own |", "|---|---|---|---|"]
     for field in FAMILIES:
         rows.append(f"| **{field}** | | | |")
         for script, spec in SPECS.items():
-            if spec.family == field:
-                cells = [spec.title, str(own_lines(script)), default_run(script, short=True)]
-                rows.append(f"| [`{script}.py`](algos/{script}.py) | {' | '.join(cells)} |")
+            if spec.family == field and not parent_of(script):
+                below = [s for s in SPECS if s != script and script in line_of(s)]
+                children = ", ".join(f"[`{s}`](algos/{s}.py) {own_lines(s)}" for s in below)
+                cells = [f"[`{script}.py`](algos/{script}.py)", spec.title, default_run(script, short=True), children]
+                rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def catalogue() -> str:
     """For algos/README.md."""
-    rows = ["| script | parent | lines of code | own lines | default run, seed 1: first to last evaluation; seconds |"]
+    rows = ["| script | algorithm | lines of code | own lines | default run, seed 1: first to last evaluation; seconds |"]
     rows.append("|---|---|---|---|---|")
-    for script in SPECS:
-        parent = f"`{parent_of(script)}.py`" if parent_of(script) else ""
-        cells = [f"[`{script}.py`]({script}.py)", parent, lines_of(script), own_lines(script)]
+    for script, spec in SPECS.items():
+        cells = [f"[`{script}.py`]({script}.py)", spec.title, lines_of(script), own_lines(script)]
         rows.append(f"| {' | '.join(map(str, cells))} | {default_run(script)} |")
     return "\n".join(rows)
 

@@ -43,7 +43,7 @@ def run_update(batch, table=TABLE, rate=1.0, **settings) -> tuple[np.ndarray, di
     model = TabularLM(table)
     group_size = len(batch.rewards) // P
     defaults = dict(num_generations=group_size, micro_batch_size=len(batch.rewards), max_completion_length=L_MAX,
-                    precision="float32", max_grad_norm=1e9, beta=0.0, scale_rewards="none",
+                    precision="float32", max_grad_norm=1e9, beta=0.0, scale_rewards="none", num_minibatches=1,
                     aggregation="constant")  # fmt: skip
     metrics = grpo.update(model, torch.optim.SGD(model.parameters(), rate), batch, grpo.Args(**defaults | settings))
     return (model.table.detach().numpy() - table) / rate, metrics
@@ -199,6 +199,7 @@ def test_skipped_rewards_teach_nothing(scale):
     close(moved[1], 0.0)
 
 
+@with_function("grpo", "update", "advantages", "token_weights", "policy_loss")
 @pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
 def test_second_epoch_is_clipped(aggregation):
     """Two epochs equal two numpy steps with ratios to the same old policy, a lower and a wider upper clip, and k3."""
@@ -228,6 +229,7 @@ def test_second_epoch_is_clipped(aggregation):
     close(metrics["grad_norm"], (np.linalg.norm(middle - TABLE) + np.linalg.norm(end - middle)) / rate / 2)
 
 
+@with_function("grpo", "update", "advantages", "token_weights", "policy_loss")
 @pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
 def test_a_minibatch_is_an_optimizer_step(aggregation):
     """Two epochs of one step for each prompt: advantages of the whole batch, denominators of the prompt's rows, and all

@@ -324,7 +324,7 @@ def test_its_siblings_sample_in_parts_too(algo, tmp_path, monkeypatch):
     module, sizes = importlib.import_module(f"algos.{algo}"), []
     spy = lambda *inputs: sizes.append(len(inputs[1]) * inputs[3]) or sample(*inputs)  # noqa: E731
     monkeypatch.setattr(utils.lm, "sample", spy)
-    new_run(module, tmp_path, *SMALL[algo], "--max-steps", 1, "--num-prompts", 6, "--num-generations", 2,
+    new_run(module, tmp_path, *SMALL[algo], "--max-steps", 1, "--num-prompts", 8, "--num-generations", 2,
             "--sample-batch-size", 4, "--eval-samples", 2)  # fmt: skip
     assert max(sizes) <= 4 and len(sizes) > 1
 

@@ -1,0 +1,70 @@
+"""CISPO and GPPO: algos/cispo.py."""
+
+from tests.specs import Curve, Effect, Spec, parse_bugs
+from tests.specs.grpo import SPEC as PARENT
+from tests.specs.gspo import STALE
+
+BUGS = """
+gradient-through-the-weight: rho is made from log pi; the slope is then twice as steep, and clipped tokens have half
+- ratio = (logps.detach() - old_logps).exp()
++ ratio = (logps - old_logps).exp()
+
+ratio-turned-round: old over new
+- ratio = (logps.detach() - old_logps).exp()
++ ratio = (old_logps - logps.detach()).exp()
+
+distances-for-ratios: the bounds of everybody else are distances from 1
+- weight = ratio.clamp(low, high)
++ weight = ratio.clamp(1 - low, 1 + high)
+
+both-bounds-for-both-signs: gppo without its case
+- weight = torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low))
++ weight = ratio.clamp(low, high)
+
+signs-exchanged: which bound holds which sign
+- weight = torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low))
++ weight = torch.where(advantages < 0, ratio.clamp(max=high), ratio.clamp(min=low))
+
+held-tokens-are-dropped: the clip of PPO again
+- return -weight * advantages * logps, weight != ratio
++ return -weight * (weight == ratio) * advantages * logps, weight != ratio
+
+weight-without-the-logarithm: the surrogate of PPO, whose gradient here is none
+- return -weight * advantages * logps, weight != ratio
++ return -weight * advantages + 0 * logps, weight != ratio
+
+high-is-not-taken: one of two lines that look alike
+- high = high if args.ratio_high is None else args.ratio_high
++ high = high if args.ratio_low is None else args.ratio_high or high
+"""
+
+SPEC = Spec(
+    "CISPO, arXiv 2506.13585; GPPO, arXiv 2508.07629",
+    PARENT.family,
+    small=PARENT.small,
+    tests="exact_cispo exact_grpo wiring::test_the_update_scores_as_the_sampler_did "
+          "invariance::test_reference_logps_are_the_scorers "
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
+          "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
+    curves={
+        "cispo-sort": Curve(
+            dict(task="sort", max_steps=6, learning_rate=1e-4, eval_every=0, eval_prompts=256), "reward",
+            numbers={"mean reward": "plain", "eval/greedy": "share"},
+        ),
+    },
+    effects={
+        "cispo-stale": Effect(  # eight epochs on each batch; in "free" no weight is bounded
+            {"cispo": ("cispo", STALE), "grpo": ("grpo", STALE | dict(aggregation="token")),
+             "gppo": ("cispo", STALE | dict(bounds="gppo")),
+             "free": ("cispo", STALE | dict(ratio_low=0.0, ratio_high=1e9))},
+            "last eval/pass@1", {"cispo > gppo + 0.2": 9, "cispo < grpo": 9},
+        ),
+    },
+    no_recipe="neither paper prints a whole table, and the authors' upper bound of CISPO is unknown",
+    flags=PARENT.flags | dict(num_minibatches=2),
+    special=PARENT.special | {"ratio_low": ({"num_iterations": 3}, 1.5), "ratio_high": ({"num_iterations": 3}, 0.5),
+                              "bounds": ({"num_iterations": 3, "ratio_low": 1.5, "ratio_high": 2.0}, "gppo"),
+                              "num_minibatches": ({}, 1)},
+    noise=PARENT.noise,
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

@@ -1,0 +1,72 @@
+"""GSPO: algos/gspo.py."""
+
+from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
+from tests.specs.grpo import SPEC as PARENT
+
+BUGS = """
+sum-for-the-mean: the log-probability of a completion is a sum; the ratio then is RLOO's, and all is cut
+- (((logps - old_logps) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()
++ ((logps - old_logps) * mask).sum(1, keepdim=True).exp()
+
+mean-over-padding: mean(1) is shorter, and padding has the difference 0
+- (((logps - old_logps) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()
++ ((logps - old_logps) * mask).mean(1, keepdim=True).exp()
+
+mean-of-ratios: exp and mean are exchanged
+- (((logps - old_logps) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()
++ ((logps - old_logps).exp() * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+weighed-by-length: TRL with a loss_type other than grpo: the loss of a completion is counted once for each token
+- weights = mask * args.num_minibatches / (len(mask) * lengths)
++ weights = mask * args.num_minibatches / mask.sum().clamp(min=1)
+
+minibatches-forgotten-in-the-mean: with one minibatch it is the same
+- weights = mask * args.num_minibatches / (len(mask) * lengths)
++ weights = mask / (len(mask) * lengths)
+
+old-policy-is-the-sampler: grpo.py takes what the sampler said
+- old_logps = reference_logps(model, model, batch, args)
++ old_logps = samples.logps
+
+old-policy-follows: the pass stands inside the loop
+- old, valid = old_logps[rows, :width], counts * mask[rows, :width]
++ old, valid = logps.detach(), counts * mask[rows, :width]
+"""
+STALE = dict(task="sort", max_steps=10, num_iterations=8, num_minibatches=1, learning_rate=1e-4, eval_every=0,
+             eval_prompts=128)  # fmt: skip
+
+SPEC = Spec(
+    "GSPO, arXiv 2507.18071",
+    PARENT.family,
+    small=PARENT.small,
+    tests="exact_gspo exact_grpo wiring::test_the_update_scores_as_the_sampler_did "
+          "invariance::test_reference_logps_are_the_scorers "
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
+          "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
+    curves={
+        "gspo-sort": Curve(
+            dict(task="sort", max_steps=6, learning_rate=1e-4, eval_every=0, eval_prompts=256), "reward",
+            numbers={"mean reward": "plain", "eval/greedy": "share"},
+        ),
+    },
+    effects={
+        "gspo-stale": Effect(  # eight epochs on each batch; the control has a clip that never cuts
+            {"gspo": ("gspo", STALE), "grpo": ("grpo", STALE),
+             "unclipped": ("gspo", STALE | dict(epsilon=1.0, epsilon_high=1e9)),
+             "one_epoch": ("gspo", STALE | dict(num_iterations=1))},
+            "last eval/pass@1", {"gspo > grpo": 9, "gspo > unclipped": 9, "gspo > one_epoch - 0.03": 9},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "Qwen/Qwen2.5-0.5B-Instruct", "arXiv 2507.18071, section 5.1", preset="lora",
+            paper=dict(epsilon=3e-4, epsilon_high=4e-4, num_minibatches=4, beta=0.0),
+            differs=dict(beta=(0.04, "0.04 for others, as in grpo.py")),
+        ),
+    ),
+    flags=PARENT.flags | dict(num_minibatches=2),
+    special=PARENT.special | {"epsilon": ({}, 0.9), "epsilon_high": ({}, 50.0),
+                              "num_minibatches": ({}, 1)},
+    noise=PARENT.noise,
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

@@ -1,0 +1,116 @@
+"""CISPO and GPPO: values by hand, and steps of `update` against numpy. At ratio 1, test_exact_grpo.py tests it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from groups import REWARDS, TABLE, P, close, make_batch, rewards_of
+from tabular import COMPLETIONS, TabularLM, gradients, log_probs, random_table
+
+from algos import cispo, grpo
+
+pytestmark = pytest.mark.usefixtures("float64")
+LOW, HIGH = 0.9, 1.15
+
+
+def run_update(batch, module=cispo, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
+    """The table's change in one call of update by plain gradient ascent, over `rate`; and its metrics."""
+    model = TabularLM(TABLE)
+    defaults = dict(num_generations=len(batch.rewards) // P, micro_batch_size=len(batch.rewards), num_minibatches=1,
+                    max_completion_length=5, precision="float32", max_grad_norm=1e9, beta=0.0,
+                    aggregation="token")  # fmt: skip
+    metrics = module.update(model, torch.optim.SGD(model.parameters(), rate), batch, module.Args(**defaults | settings))
+    return (model.table.detach().numpy() - TABLE) / rate, metrics
+
+
+def own_step(groups, rewards, table, old, bounds) -> tuple[np.ndarray, np.ndarray]:
+    """Movement of one plain step in numpy, from the formulas; and which tokens' weights a bound holds."""
+    tokens, result, held = sum(len(c) for group in groups for c in group), np.zeros_like(table), []
+    for p, group in enumerate(groups):
+        for i, c in enumerate(group):
+            advantage = (rewards[p][i] - np.mean(rewards[p])) / (np.std(rewards[p], ddof=1) + 1e-4)
+            ratio = np.exp(log_probs(table, p, c) - log_probs(old, p, c))
+            high = math.inf if bounds == "gppo" and advantage < 0 else HIGH
+            low = 0.0 if bounds == "gppo" and advantage > 0 else LOW
+            weight = np.minimum(np.maximum(ratio, low), high)
+            held.append(weight != ratio)
+            result += np.einsum("t,tprv->prv", weight * advantage, gradients(table, p, c)) / tokens
+    return result, np.concatenate(held)
+
+
+@pytest.mark.parametrize("bounds", ["cispo", "gppo"])
+def test_steps_of_minibatches_and_epochs(bounds):
+    """Two epochs of a step for each prompt, with ratios to what the sampler said."""
+    groups, rate = [COMPLETIONS] * P, 2.0
+    rewards, old = rewards_of(groups, REWARDS), TABLE + 0.3 * random_table(6)
+    now, held = TABLE, []
+    for p in [*range(P)] * 2:
+        step, bound = own_step([groups[q] if q == p else () for q in range(P)], rewards, now, old, bounds)
+        now, held = now + rate * step, [*held, bound]
+    moved, metrics = run_update(make_batch(groups, rewards, old=old), rate=rate, num_iterations=2, num_minibatches=P,
+                                bounds=bounds, ratio_low=LOW, ratio_high=HIGH, micro_batch_size=7)  # fmt: skip
+    close(TABLE + rate * moved, now)
+    last = np.concatenate(held[P:])
+    assert 0 < last.sum() < len(last)
+    close(metrics["clip_fraction"], last.mean())
+
+
+def test_the_first_step_is_grpo_s():
+    batch = make_batch([COMPLETIONS] * P, rewards_of([COMPLETIONS] * P, REWARDS))
+    close(run_update(batch)[0], run_update(batch, grpo)[0])
+
+
+@pytest.mark.parametrize(
+    "bounds, advantage, ratio, weight",
+    [
+        ("cispo", 2.0, 0.5, 0.8),
+        ("cispo", 2.0, 1.1, 1.1),
+        ("cispo", 2.0, 1.5, 1.28),
+        ("cispo", -2.0, 0.5, 0.8),
+        ("cispo", -2.0, 1.5, 1.28),
+        ("gppo", 2.0, 0.5, 0.5),
+        ("gppo", 2.0, 1.5, 1.28),  # GRPO's clip gives 0 here
+        ("gppo", -2.0, 0.5, 0.8),  # and here
+        ("gppo", -2.0, 1.1, 1.1),
+        ("gppo", -2.0, 1.5, 1.5),
+    ],
+)
+def test_weights_by_hand(bounds, advantage, ratio, weight):
+    """The slope in log pi is the weight times the advantage: no gradient goes through the weight."""
+    logps = torch.tensor([[math.log(0.4 * ratio)]], requires_grad=True)
+    args = cispo.Args(bounds=bounds, ratio_low=0.8, ratio_high=1.28)
+    loss, held = cispo.policy_loss(logps, torch.tensor([[math.log(0.4)]]), torch.tensor([[advantage]]), args)
+    loss.sum().backward()
+    close(logps.grad.item(), -weight * advantage)
+    close(loss.item(), -weight * advantage * math.log(0.4 * ratio))
+    assert held.item() == (abs(weight - ratio) > 1e-6)
+
+
+@pytest.mark.parametrize("bounds, low, high", [("cispo", 0.0, 5.0), ("gppo", 0.8, 1.28)])
+def test_bounds_by_default(bounds, low, high):
+    logps, sign = torch.tensor([[-9.0], [9.0]], requires_grad=True), torch.tensor([[-1.0], [1.0]])
+    loss, _ = cispo.policy_loss(logps, torch.zeros(2, 1), sign, cispo.Args(bounds=bounds))
+    loss.sum().backward()
+    close(logps.grad, [[max(low, math.exp(-9.0))], [-high]])
+
+
+def test_inside_the_clip_gppo_is_grpo():
+    """And where neither bound holds, cispo's gradient is that of the ratio itself."""
+    generator = torch.Generator().manual_seed(0)
+    logps, old, advantages = torch.randn(3, 200, 1, generator=generator).unbind()
+    slopes = {}
+    for name in ("cispo", "gppo", "grpo", "free"):
+        leaf = logps.clone().requires_grad_()
+        if name == "grpo":
+            loss, cut = grpo.policy_loss(leaf, old, advantages, 0.2, 0.28)
+        else:
+            bounds = dict(ratio_low=0.0, ratio_high=1e9) if name == "free" else dict(ratio_low=0.8, ratio_high=1.28)
+            bounds["bounds"] = "gppo" if name == "gppo" else "cispo"
+            loss, _ = cispo.policy_loss(leaf, old, advantages, cispo.Args(**bounds))
+        loss.sum().backward()
+        slopes[name] = leaf.grad
+    assert 0 < cut.sum() < 200
+    close(slopes["gppo"][~cut], slopes["grpo"][~cut])
+    assert not slopes["grpo"][cut].any() and (slopes["gppo"][cut] != 0).all()
+    close(slopes["free"], -(logps - old).exp() * advantages)
