@@ -37,10 +37,8 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
         reason = error.__context__ if isinstance(error, RuntimeError) else error
         if not isinstance(reason, OSError):
             raise
-        raise UserError(
-            f"cannot write the checkpoint {path} ({reason.strerror}): make room, then continue with --resume "
-            f"{folder.parent}"
-        ) from error
+        right = f"make room, then continue with --resume {folder.parent}"
+        raise UserError(f"cannot write the checkpoint {path} ({reason.strerror}): {right}") from error
     for old in by_step(folder)[:-keep]:
         old.unlink()
     return path

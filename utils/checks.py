@@ -26,28 +26,21 @@ def check_model(model, precision: str, noise_allowed: bool = False) -> None:
     try:
         found = {used: gap_and_noise(model, used) for used in {precision, "float32" if exact else precision}}
     except Exception as error:  # each architecture fails in its own way
-        raise UserError(
-            f"--model is a {kind}, whose cache cannot be shared by several completions ({error}): give a model with "
-            "attention, such as Llama, Qwen or Gemma"
-        ) from error
+        wrong = f"--model is a {kind}, whose cache cannot be shared by several completions ({error})"
+        raise UserError(f"{wrong}: give a model with attention, such as Llama, Qwen or Gemma") from error
     finally:
         model.train(training)
         set_rng_state(before)
     for used, (gap, noise) in found.items():
         if not gap <= LARGEST_GAP[used]:
-            raise UserError(
-                f"--model is a {kind}, whose tokens are scored {gap:.2g} nats away from how they were sampled, where "
-                f"{used} allows {LARGEST_GAP[used]:g}: give another model"
-            )
+            wrong = f"--model is a {kind}, whose tokens are scored {gap:.2g} nats away from how they were sampled"
+            raise UserError(f"{wrong}, where {used} allows {LARGEST_GAP[used]:g}: give another model")
         if not noise_allowed and not noise <= LARGEST_NOISE[used]:
-            raise UserError(
-                f"--model is a {kind}, which scores the same tokens {noise:.2g} nats apart in training and in "
-                f"evaluation mode, where {used} allows {LARGEST_NOISE[used]:g}: turn off what it draws in training, "
-                "such as router_jitter_noise in its config.json, or give another model"
-            )
-    if flags := getattr(model, "flags", None):
-        if flags.sampler:
-            connect(model, flags)
+            wrong = f"--model is a {kind}, which scores {noise:.2g} nats apart in training and in evaluation mode"
+            right = "turn off what it draws in training, such as router_jitter_noise in its config.json"
+            raise UserError(f"{wrong}, where {used} allows {LARGEST_NOISE[used]:g}: {right}, or give another model")
+    if getattr(getattr(model, "flags", None), "sampler", ()):
+        connect(model, model.flags)
 
 
 @torch.no_grad()

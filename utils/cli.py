@@ -6,7 +6,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,22 +71,22 @@ def main(args_class: type, train: Callable) -> None:
     except OtherRankError:
         let_rank_0_speak()
         sys.exit(1)
-    except UserError as error:
-        let_rank_0_speak()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # a CPU's
+    except (UserError, RuntimeError) as error:
+        full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # a GPU's, a CPU's
+        if not full and not isinstance(error, UserError):
             raise
         let_rank_0_speak()
-        there = {field.name for field in dataclasses.fields(args_class)}
-        go_on, afresh = (
-            ", ".join(f"--{name.replace('_', '-')}" for name in names if name in there)
-            for names in (MEMORY_FLAGS, SMALLER_FLAGS)
-        )
-        go_on = f"--resume the run, whose last checkpoint stays, with less by {go_on}, or " if go_on else ""
-        print(f"error: the memory of the device is full: {go_on}start afresh with less by {afresh}", file=sys.stderr)
+        sentence = out_of_memory(args_class) if full else " ".join(str(error).split())
+        print(f"error: {sentence}", file=sys.stderr)
         sys.exit(2)
+
+
+def out_of_memory(args_class: type) -> str:
+    flags = [[f"--{name.replace('_', '-')}" for name in names if hasattr(args_class, name)]
+             for names in (MEMORY_FLAGS, SMALLER_FLAGS)]  # fmt: skip
+    go_on, afresh = map(", ".join, flags)
+    go_on = f"--resume the run, whose last checkpoint stays, with less by {go_on}, or " if go_on else ""
+    return f"the memory of the device is full: {go_on}start afresh with less by {afresh}"
 
 
 def saved_args(folder: Path) -> dict:
@@ -97,14 +97,20 @@ def saved_args(folder: Path) -> dict:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in args.items() if k != "resume"}  # the folder may move
 
 
+def check_unchanged(args, folder: Path, free: tuple[str, ...], how: str, why: Mapping[str, str] = {}) -> None:
+    """Raises UserError where an argument that is not `free` differs from that of the run in `folder`. why: by name."""
+    for name, saved in saved_args(folder).items():
+        if name not in free and (value := getattr(args, name, saved)) != saved:
+            flag = f"--{name.replace('_', '-')} is {value}"
+            raise UserError(f"{flag} but the run in {folder} has {saved}: it cannot change {how}{why.get(name, '')}")
+
+
 def prepare(args: RunArgs) -> torch.device:
     """Checks every number, seeds every global generator, pins the thread count, and chooses the device. Raises
     UserError for a number out of its bounds and for a device that this machine does not have."""
     check_numbers(args)
-    if args.resume:
-        saved = saved_args(Path(args.resume))
-        args.threads = args.threads or saved["threads"]
-    args.threads = args.threads or int(os.environ.get("OMP_NUM_THREADS") or cores())
+    saved = saved_args(Path(args.resume))["threads"] if args.resume else 0
+    args.threads = args.threads or saved or int(os.environ.get("OMP_NUM_THREADS") or cores())
     torch.set_num_threads(args.threads)
     random.seed(args.seed)
     np.random.seed(args.seed % 2**32)

@@ -35,9 +35,8 @@ def check_numbers(args) -> None:
         value = getattr(args, name)
         bounds = [text for kind in (hint, *get_args(hint)) for text in getattr(kind, "__metadata__", ())]
         for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, (int, float)) and not (
-                math.isfinite(number) and all(BOUNDS[b](number) for b in bounds)
-            ):
+            numeric = isinstance(number, (int, float))
+            if numeric and not (math.isfinite(number) and all(BOUNDS[b](number) for b in bounds)):
                 right = " and ".join(bounds if math.isfinite(number) else ["finite", *bounds])
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it must be {right}")
 

@@ -50,10 +50,7 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: 
     result |= {f"eval/greedy_{name}": mean([s[name] for s in greedy if name in s]) for name in more}
     if task.score is None:
         return result | {"eval/sampled": mean(sampled)}
-    right = [
-        sum(r == 1.0 for r in group)
-        for group in (sampled[i : i + num_samples] for i in range(0, len(sampled), num_samples))
-    ]
+    right = [sampled[i : i + num_samples].count(1.0) for i in range(0, len(sampled), num_samples)]
     for k in sorted({1, num_samples}):
         result[f"eval/pass@{k}"] = mean([pass_at_k(num_samples, c, k) for c in right])
     return result
@@ -93,11 +90,9 @@ def advice(history: list[dict]) -> str | None:
 
     Reads the columns truncated, where there are groups frac_zero_std, and where any reward was known reward.
     """
-    checks = {
+    checks: dict[str, Callable[[list[dict]], bool]] = {
         "nearly all groups have equal rewards, so there is little to learn from: use easier or harder prompts, more "
-        "--num-generations, a higher --temperature, or algos/dapo.py, which replaces such groups": lambda h: (
-            h[-1].get("frac_zero_std", 0) > 0.9
-        ),
+        "--num-generations, a higher --temperature, or algos/dapo.py": lambda h: h[-1].get("frac_zero_std", 0) > 0.9,
         "nearly all completions are cut off before they end: raise --max-completion-length, or check that the prompt "
         "shown above makes the model stop": lambda h: h[-1]["truncated"] > 0.9,
         "the reward has not changed for five steps: check that the reward function reads the right columns and that "

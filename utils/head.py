@@ -87,7 +87,7 @@ def chunks(
         states = hidden[rows].detach().requires_grad_()
         logits = head(states)
         if buffer is None:
-            dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+            dtype = torch.promote_types(logits.dtype, torch.float32)
             buffer = torch.empty(min(size, len(hidden)), logits.shape[1], dtype=dtype, device=logits.device)
         scaled = buffer[: len(logits)].copy_(logits.detach())
         yield rows, states, logits, scaled if temperature == 1 else scaled.div_(temperature)

@@ -102,9 +102,7 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     mask[:, :width] = prompt_mask.repeat_interleave(num_samples, 0)
     position = mask[:, :width].sum(1, keepdim=True)
     ids = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
-    logps = torch.zeros(
-        rows, max_new_tokens, device=device, dtype=logits.dtype if logits.dtype == torch.float64 else None
-    )
+    logps = torch.zeros(rows, max_new_tokens, device=device, dtype=torch.promote_types(logits.dtype, torch.float32))
     lengths = torch.full((rows,), max_new_tokens, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     alive = torch.arange(rows, device=device)  # the rows of the batch that is being run

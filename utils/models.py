@@ -80,27 +80,18 @@ def load_model(path: str, device: torch.device | str = "cpu", precision: str | N
     """Any causal language model and its tokenizer, from a folder or the hub, with LoRA adapters where lora_rank > 0.
     Weights are as `weights_dtype` says. Raises UserError for what cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    path = locate(path, "--model")
+    path, flag = locate(path, "--model"), "--model"
     shards = shard_settings(torch.device(device), precision) if fsdp else {}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            path, dtype=weights_dtype(precision, lora_rank), trust_remote_code=trust_remote_code,
-            attn_implementation=attn_implementation, output_loading_info=True, **shards,
-        )  # fmt: skip
-    except Exception as error:  # network, cache, format and architecture errors, each of its own type
-        raise cannot_load(path, "--model", error, attn_implementation) from error
+    tokenizer = loaded(AutoTokenizer, path, flag, trust_remote_code=trust_remote_code)
+    model, loading = loaded(AutoModelForCausalLM, path, flag, dtype=weights_dtype(precision, lora_rank),
+                            trust_remote_code=trust_remote_code, attn_implementation=attn_implementation,
+                            output_loading_info=True, **shards)  # fmt: skip
     keep_shards(model)
     if getattr(config := model.config.get_text_config(), "output_router_logits", False):
         config.output_router_logits = False  # they do not go with a cache
     if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
-        raise UserError(
-            f"--model {path} lacks {len(missing)} of its weights ({missing[0]}, ...): give a folder with all of a "
-            "causal language model"
-        )
+        raise UserError(f"--model {path} lacks {len(missing)} of its weights ({missing[0]}, ...): give a whole model")
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of --model {path} has no EOS token: completions could never end")
     return for_training(model, lora_rank, gradient_checkpointing, "CAUSAL_LM", lora_modules).to(device), tokenizer
@@ -114,12 +105,23 @@ def weights_dtype(precision: str | None, lora_rank: int) -> torch.dtype:
     return torch.bfloat16 if frozen or precision == "pure-bfloat16" else torch.float32
 
 
-def cannot_load(path: str, flag: str, error: Exception, attn_implementation: str | None = None) -> UserError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    remedy = "give a model folder or a reachable hub name"
-    if attn_implementation:
-        remedy = f"leave --attn-implementation {attn_implementation} away, or give sdpa or eager"
-    return UserError(f"cannot load {flag} {path} ({reason}): {remedy}")
+def loaded(kind, path: str, flag: str, **how):
+    """What kind.from_pretrained(path, **how) returns. Raises UserError, which names `flag`, where it raises."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # transformers would warn of missing weights; our errors say it
+    try:
+        return kind.from_pretrained(path, **how)
+    except Exception as error:  # network, cache, format and architecture errors, each of its own type
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        remedy = "give a model folder or a reachable hub name"
+        if attention := how.get("attn_implementation"):
+            remedy = f"leave --attn-implementation {attention} away, or give sdpa or eager"
+        raise UserError(f"cannot load {flag} {path} ({reason}): {remedy}") from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def locate(path: str, flag: str) -> str:
@@ -132,9 +134,7 @@ def locate(path: str, flag: str) -> str:
                 raise UserError(f"{flag} {path} has no {name}: give a folder with a saved {what}{inside}")
         return str(folder)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise UserError(
-            f"there is no model folder {flag} {path}: give a folder with config.json or a hub name ORG/NAME"
-        )
+        raise UserError(f"there is no model folder {flag} {path}: give one with config.json, or a hub name ORG/NAME")
     return path
 
 
@@ -248,10 +248,8 @@ def resolve_for(model, args, presets: dict[str, dict]) -> str:
     settings = resolve(args, presets, "lora" if args.lora_rank else "tiny" if size < 10e6 else "full")
     settings += share_work(args, size_is_open) if world() > 1 else ""
     if getattr(args, "max_length", 0) > (limit := rope_limit(model.config)):
-        raise UserError(
-            f"--max-length is {args.max_length}, and the rotary embeddings of --model change with the length beyond "
-            f"{limit} tokens, for shorter rows of a batch too: lower --max-length to {limit}"
-        )
+        why = f"rotary embeddings of --model change beyond {limit} tokens, for shorter rows of a batch too"
+        raise UserError(f"--max-length is {args.max_length}, and {why}: lower --max-length to {limit}")
     if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         settings += "\nwarning: small updates round to nothing in bfloat16 weights: raise the learning rate or use "
         settings += "--precision bfloat16"
@@ -271,10 +269,8 @@ def share_work(args, size_is_open: bool) -> str:
     if online and prompts < world():
         raise UserError(f"--num-prompts {prompts} is too few for {world()} processes: give at least {world()}")
     if online and math.ceil(prompts / max(1, args.sample_batch_size // group)) < world():
-        raise UserError(
-            f"--sample-batch-size {args.sample_batch_size} makes fewer batches of a step's {prompts * group} "
-            f"completions than there are processes: give --sample-batch-size {prompts // world() * group}"
-        )
+        wrong = f"--sample-batch-size {args.sample_batch_size} makes fewer batches of a step than there are processes"
+        raise UserError(f"{wrong}: give --sample-batch-size {prompts // world() * group}")
     most = max(1, prompts // (world() * getattr(args, "num_minibatches", 1))) * group
     if not size_is_open or args.micro_batch_size <= most:
         return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from utils.errors import UserError
 from utils.tasks import Lazy, Task, check_columns, check_kind, epochs, is_kind, load_rows, procedural, remembered
-from utils.text import usable_rows
+from utils.text import shared, usable_rows
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,7 @@ def as_example(row: dict, where: str) -> dict:
 def shared_prefix(chosen: str | list[dict], rejected: str | list[dict]) -> int:
     """Length of the prompt that both begin with. Something is left of each. Texts are cut before the space in front of
     the first word that differs: half a word has other tokens."""
-    most = min(len(chosen), len(rejected)) - 1
-    size = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    size = min(shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if isinstance(chosen, list):
         return size
     return next((i for i in range(size, 0, -1) if chosen[i].isspace() and chosen[i] == rejected[i]), 0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from utils.errors import UserError
-from utils.models import cannot_load, locate
+from utils.models import loaded, locate
 from utils.text import encode_prompt, encode_whole, present, shared, until_eos
 
 SCORED_AT_ONCE = 64  # sequences in one forward pass of a model that is a reward
@@ -29,32 +29,20 @@ def load_reward_model(path: str, device: torch.device | str = "cpu", flag: str =
     no saved weights: transformers would score with random ones.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     path = locate(path, flag)
     wanted = "a reward model, which algos/reward_model.py trains, is a sequence classifier with one label"
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers would warn of a missing head; the errors below do
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        kind = (config.architectures or [type(config).__name__])[0]
-        classifies = "ForSequenceClassification" in kind
-        if not classifies and not new_head:
-            raise UserError(f"{flag} {path} is a {kind}: {wanted}")
-        if classifies and config.num_labels != 1:
-            raise UserError(f"{flag} {path} has {config.num_labels} labels: {wanted}")
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype=dtype, trust_remote_code=trust_remote_code,
-            attn_implementation=attn_implementation, output_loading_info=True, **shards,
-        )  # fmt: skip
-    except UserError:
-        raise
-    except Exception as error:  # network, cache, format and architecture errors, each of its own type
-        raise cannot_load(path, flag, error, attn_implementation) from error
-    finally:
-        logging.set_verbosity(verbosity)
+    config = loaded(AutoConfig, path, flag, trust_remote_code=trust_remote_code)
+    kind = (config.architectures or [type(config).__name__])[0]
+    classifies = "ForSequenceClassification" in kind
+    if not classifies and not new_head:
+        raise UserError(f"{flag} {path} is a {kind}: {wanted}")
+    if classifies and config.num_labels != 1:
+        raise UserError(f"{flag} {path} has {config.num_labels} labels: {wanted}")
+    tokenizer = loaded(AutoTokenizer, path, flag, trust_remote_code=trust_remote_code)
+    model, report = loaded(AutoModelForSequenceClassification, path, flag, num_labels=1, dtype=dtype,
+                           trust_remote_code=trust_remote_code, attn_implementation=attn_implementation,
+                           output_loading_info=True, **shards)  # fmt: skip
     if report["missing_keys"] and classifies:
         raise UserError(f"{flag} {path} has no weights for {', '.join(sorted(report['missing_keys']))}: {wanted}")
     tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token  # BERT's
@@ -148,10 +136,8 @@ class RewardModel:
         sequences = [encode_answer(row, text, self.tokenizer) for row, text in zip(rows, texts)]
         config, longest = self.members[0].config.get_text_config(), max(map(len, sequences))
         if longest > (limit := getattr(config, "max_position_embeddings", None) or math.inf):
-            raise UserError(
-                f"a prompt with its answer has {longest} tokens and the reward model {self.__name__} takes {limit}: "
-                "lower --max-completion-length, or drop long prompts"
-            )
+            wrong = f"a prompt with its answer has {longest} tokens and the reward model {self.__name__} takes {limit}"
+            raise UserError(f"{wrong}: lower --max-completion-length, or drop long prompts")
         batches = [sequences[i : i + SCORED_AT_ONCE] for i in range(0, len(sequences), SCORED_AT_ONCE)]
         scores = [torch.cat([sequence_scores(member, batch) for batch in batches]) for member in self.members]
         return aggregate(torch.stack(scores), self.how).tolist()

@@ -31,10 +31,8 @@ def load_function(spec: str, loaded: dict[Path, ModuleType]) -> Callable:
     it holds. Raises UserError where there is no such file or function."""
     source, _, name = spec.rpartition(":")
     if not source:
-        raise UserError(
-            f"--reward {spec} names no function: write FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a reward model's "
-            "folder or hub name"
-        )
+        right = "write FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a reward model's folder or hub name"
+        raise UserError(f"--reward {spec} names no function: {right}")
     if source.endswith(".py"):
         path = Path(source).expanduser().resolve()
         if not path.is_file():
@@ -127,17 +125,12 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
         table = torch.full((len(texts), len(functions)), torch.nan)
         for j, (name, values) in enumerate(zip(names, map(list, returned))):
             if len(values) != len(texts):
-                raise UserError(
-                    f"the reward function {name} returned {len(values)} rewards for {len(texts)} completions: "
-                    "it must return one number, or None, for each"
-                )
-            for i, value in enumerate(values):
-                if value is not None:
-                    if not abs(value) <= torch.finfo(torch.float32).max:  # also refuses NaN
-                        raise UserError(
-                            f"the reward function {name} returned {value} for {texts[i]!r}: return None to skip"
-                        )
-                    table[i, j] = float(value)
+                wrong = f"the reward function {name} returned {len(values)} rewards for {len(texts)} completions"
+                raise UserError(f"{wrong}: it must return one number, or None, for each")
+            for text, value in zip(texts, values):
+                if value is not None and not abs(value) <= torch.finfo(torch.float32).max:  # also refuses NaN
+                    raise UserError(f"the reward function {name} returned {value} for {text!r}: return None to skip")
+            table[:, j] = torch.tensor([math.nan if value is None else float(value) for value in values])
         return table, logged, extra
 
     def score_by_functions(rows, prompts, texts, completion_ids, step) -> Scored:

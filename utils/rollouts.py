@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from utils.checkpoint import load_newest, restore, rng_state, set_rng_state
-from utils.cli import LOGGING_FLAGS, saved_args
+from utils.cli import LOGGING_FLAGS, check_unchanged
 from utils.envs import EnvArgs, Episode
 from utils.errors import UserError
 
@@ -87,10 +87,7 @@ def score_saved(args: EnvArgs, score_agent: Callable, free: tuple[str, ...] = ()
     """What --evaluate does: `parts` get their state from the newest checkpoint of that run, and the score is printed as
     JSON. Raises UserError where an argument differs from the run's, other than those of evaluation and `free`."""
     folder = Path(args.evaluate)
-    for name, value in saved_args(folder).items():
-        if getattr(args, name) != value and name not in (*FREE_FLAGS, *free):
-            flag = f"--{name.replace('_', '-')} is {getattr(args, name)}"
-            raise UserError(f"{flag} but the run in {folder} has {value}: it cannot change with --evaluate")
+    check_unchanged(args, folder, (*FREE_FLAGS, *free), "with --evaluate")
     restore(load_newest(folder / "checkpoints"), **parts)
     print(json.dumps(score_agent(folder / "video" if args.capture_video else None)))
     return []

@@ -7,7 +7,6 @@ RUN/curve.png, RUN/model/
 """
 
 import contextlib
-import dataclasses
 import fcntl  # not on Windows, which is not supported
 import json
 import math
@@ -25,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from utils.checkpoint import load_newest, restore, rng_state, save_checkpoint, set_rng_state, write_atomically
-from utils.cli import LOGGING_FLAGS, MEMORY_FLAGS, saved_args
+from utils.cli import LOGGING_FLAGS, MEMORY_FLAGS, check_unchanged
 from utils.distributed import check_equal, gathered, on_rank_0, rank, stop, together
 from utils.errors import UserError
 from utils.machine import environment
@@ -46,25 +45,16 @@ class Run:
         if getattr(args, "eval_every", 0) is None:
             args.eval_every = min(max(total // 5, 1), args.longest_gap)
         self.args, self.total, self.headline, self.writes = args, total, headline, rank() == 0
-        self.history: list[dict] = []
         self.shown: dict[str, str] = {}  # the newest value of each headline column
         self.signal: int | None = None
         self.state = self.wandb = None
         self.saved_step = -1
         self.early = time.monotonic()
-        config = json.dumps({"algo": algo, "task": task, "args": dataclasses.asdict(args), **environment()}, indent=1)
+        config = json.dumps({"algo": algo, "task": task, "args": vars(args), **environment()}, indent=1)
         if args.resume:
             self.dir = Path(args.resume).resolve()
             free = LOGGING_FLAGS + MEMORY_FLAGS + ("sampler",) + (() if schedule_depends_on_budget else (budget,))
-            saved, now = saved_args(self.dir), json.loads(json.dumps(dataclasses.asdict(args)))
-            for name, value in now.items():
-                value = tuple(value) if isinstance(value, list) else value
-                if name not in free and name in saved and value != saved[name]:
-                    why = " because a schedule depends on it" if name == budget else ""
-                    raise UserError(
-                        f"--{name.replace('_', '-')} is {value} but the run in {self.dir} has {saved[name]}: "
-                        f"it cannot change on --resume{why}"
-                    )
+            check_unchanged(args, self.dir, free, "on --resume", {budget: " because a schedule depends on it"})
         else:
             name = f"{algo}-{task}-{args.seed}-{datetime.now().strftime('%Y%m%d-%H%M%S-%f')}"
             name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # wandb's ids and other people's file systems take no more
@@ -78,7 +68,7 @@ class Run:
 
             name = self.dir.name  # also the id, so that a resumed run goes on where it was
             self.wandb = wandb.init(
-                project="plainrl", name=name, id=name, resume="allow", dir=self.dir, config=dataclasses.asdict(args)
+                project="plainrl", name=name, id=name, resume="allow", dir=self.dir, config=vars(args)
             )
         from tqdm import tqdm
 
@@ -102,9 +92,8 @@ class Run:
             try:
                 self.dir.mkdir(parents=True)
             except OSError as error:
-                raise UserError(
-                    f"cannot write to --output-dir {self.args.output_dir} ({error.strerror}): name a writable folder"
-                ) from error
+                wrong = f"cannot write to --output-dir {self.args.output_dir} ({error.strerror})"
+                raise UserError(f"{wrong}: name a writable folder") from error
             self.lock()
         write_atomically(self.dir / "config.json", lambda path: path.write_text(config))
         self.metrics = open(self.dir / "metrics.jsonl", "a+b")

@@ -86,8 +86,8 @@ def encode_whole(row: dict, answer: str | list[dict], tokenizer) -> list[int]:
     return render(prompt + messages, row, tokenizer)
 
 
-def shared(first: list[int], second: list[int]) -> int:
-    """How many tokens both begin with."""
+def shared(first: Sequence, second: Sequence) -> int:
+    """How many tokens, characters or messages both begin with."""
     return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
 
 
