@@ -52,9 +52,7 @@ def gap_and_noise(model, precision: str) -> tuple[float, float]:
         samples = sample(model, *pad_left([[0], [1, 2, 3]], model.device), 8, 8, [], 1.0, generator)
         rows = torch.arange(2, device=model.device).repeat_interleave(8)
         repeated = samples.prompt_ids[rows], samples.prompt_mask[rows], *samples[2:4]
-        shared, plain, trained = (
-            completion_logps(model.train(mode), *inputs)[0]
-            for mode, inputs in ((False, samples[:4]), (False, repeated), (True, repeated))
-        )
+        ways = (False, samples[:4]), (False, repeated), (True, repeated)
+        shared, plain, trained = (completion_logps(model.train(mode), *inputs)[0] for mode, inputs in ways)
     gap = max((scores - samples.logps).abs().mean().item() for scores in (shared, plain))
     return gap, (trained - plain).abs().mean().item()

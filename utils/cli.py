@@ -7,7 +7,6 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ MEMORY_FLAGS = ("gradient_checkpointing", "micro_batch_tokens", "micro_batch_siz
 SMALLER_FLAGS = ("lora_rank", "sample_batch_size", "max_completion_length", "batch_size", "num_envs", "buffer_size")
 
 
-@dataclass
+@dataclasses.dataclass
 class RunArgs:
     seed: int = 1
     """seed of every generator"""

@@ -40,10 +40,8 @@ class StaticDecoder:
             layer.cumulative_length.fill_(width)
         device = mask.device.type
         low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-        layers = {
-            name: m for name, m in model.named_modules() if type(m) is torch.nn.Linear and "forward" not in vars(m)
-        }
-        self.weights = {f"{name}.{part}": p.to(low) for name, layer in layers.items()
+        self.weights = {f"{name}.{part}": p.to(low) for name, layer in model.named_modules()
+                        if type(layer) is torch.nn.Linear and "forward" not in vars(layer)
                         for part, p in layer.named_parameters() if p.dtype == torch.float32 != low}  # fmt: skip
         self.start(mask[:, None, None].bool(), position, torch.tensor([width], device=mask.device))
 

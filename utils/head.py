@@ -57,14 +57,13 @@ def find_parts(model) -> tuple[Callable, Callable, Any]:
         out = model(**inputs)
         return out.logits, out.past_key_values
 
-    if layer is None or decoder is None or decoder is model:
-        return whole, same, None
-    training, ids = model.training, torch.tensor([[1, 0, 2]], device=model.device)
-    model.eval()  # where nothing is drawn
-    expected, ours = model(input_ids=ids, use_cache=False).logits, head(body(input_ids=ids, use_cache=False)[0])
-    model.train(training)
-    if ours.shape == expected.shape and (ours - expected).abs().max() <= 1e-3 * expected.abs().max():
-        return body, head, layer
+    if layer is not None and decoder is not None and decoder is not model:
+        training, ids = model.training, torch.tensor([[1, 0, 2]], device=model.device)
+        model.eval()  # where nothing is drawn
+        expected, ours = model(input_ids=ids, use_cache=False).logits, head(body(input_ids=ids, use_cache=False)[0])
+        model.train(training)
+        if ours.shape == expected.shape and (ours - expected).abs().max() <= 1e-3 * expected.abs().max():
+            return body, head, layer
     return whole, same, None
 
 

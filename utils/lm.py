@@ -19,7 +19,6 @@ from utils.errors import UserError
 from utils.head import CHUNK_ELEMENTS, body_and_head, token_logps
 
 LOOK_EVERY = 16  # tokens between looks at which rows have ended, on a GPU, where each look makes the CPU wait
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # of `completion_logps`, after the model
 
 
 class Samples(NamedTuple):
@@ -205,9 +204,7 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
     """
     body, head, layer = body_and_head(model)
     repeats = completion_ids.shape[0] // prompt_ids.shape[0]
-    checkpointed = model.training and any(
-        getattr(module, "gradient_checkpointing", False) for module in model.modules()
-    )
+    checkpointed = model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
     if repeats > 1 and not checkpointed and not is_sharded(model) and shares_cache(model):
         hidden = after_shared_prompts(body, prompt_ids, prompt_mask, completion_ids, completion_mask)
     else:
@@ -269,7 +266,7 @@ def split_rows(lengths: list[int], size: int, tokens: int | None) -> list[list[i
 
 
 def micro_batches(samples: Samples, size: int, tokens: int | None = None,
-                  together: int = 1) -> Iterator[tuple[Tensor, Inputs]]:  # fmt: skip
+                  together: int = 1) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]]:  # fmt: skip
     """Yields (rows, arguments of completion_logps) of `size` completions each, trimmed to their own longest; whole
     groups share their prompt. With `tokens`: as `split_rows` has it, with a prompt for each completion, and `together`
     completions that stand together stay so."""

@@ -81,10 +81,9 @@ def load_model(path: str, device: torch.device | str = "cpu", precision: str | N
     Weights are as `weights_dtype` says. Raises UserError for what cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path, flag = locate(path, "--model"), "--model"
     shards = shard_settings(torch.device(device), precision) if fsdp else {}
-    tokenizer = loaded(AutoTokenizer, path, flag, trust_remote_code=trust_remote_code)
-    model, loading = loaded(AutoModelForCausalLM, path, flag, dtype=weights_dtype(precision, lora_rank),
+    tokenizer = loaded(AutoTokenizer, path, "--model", trust_remote_code=trust_remote_code)
+    model, loading = loaded(AutoModelForCausalLM, path, "--model", dtype=weights_dtype(precision, lora_rank),
                             trust_remote_code=trust_remote_code, attn_implementation=attn_implementation,
                             output_loading_info=True, **shards)  # fmt: skip
     keep_shards(model)
@@ -106,14 +105,16 @@ def weights_dtype(precision: str | None, lora_rank: int) -> torch.dtype:
 
 
 def loaded(kind, path: str, flag: str, **how):
-    """What kind.from_pretrained(path, **how) returns. Raises UserError, which names `flag`, where it raises."""
+    """What kind.from_pretrained(path, **how) returns. Raises UserError, which names `flag`, where it raises, and as
+    `locate` does."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    place = locate(path, flag)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # transformers would warn of missing weights; our errors say it
     try:
-        return kind.from_pretrained(path, **how)
+        return kind.from_pretrained(place, **how)
     except Exception as error:  # network, cache, format and architecture errors, each of its own type
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "give a model folder or a reachable hub name"

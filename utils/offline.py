@@ -76,11 +76,6 @@ class Dataset:
         rows = {name: getattr(self, name)[: self.starts[-1]] for name in columns}
         return replace(self, **rows, starts=self.starts[:-1], cut_off=False)
 
-    def check(self) -> None:
-        check_rows(observations=self.obs, actions=self.actions, rewards=self.rewards, next_observations=self.next_obs)
-        if not self.known.any():
-            raise UserError("has no step with a known next observation: it is too short")
-
     def score(self, mean_return: float) -> dict[str, float]:
         """eval/d4rl_score: D4RL's, only for its files on its environments. eval/score: the same formula with the
         random and expert returns that were recorded with the data; not to be compared with published scores."""
@@ -110,7 +105,9 @@ def load_dataset(args: OfflineArgs) -> Dataset:
         raise UserError(f"--dataset {name} is neither a file or folder nor a Minari id (mujoco/hopper/medium-v0)")
     try:
         data = read_hdf5(path) if is_file else read_minari(path)
-        data.check()
+        check_rows(observations=data.obs, actions=data.actions, rewards=data.rewards, next_observations=data.next_obs)
+        if not data.known.any():
+            raise UserError("has no step with a known next observation: it is too short")
     except UserError as error:
         raise UserError(f"--dataset {name} {error}") from error
     except ImportError as error:

@@ -5,14 +5,13 @@ An ensemble is a folder with one such model in each of member-1, member-2, ... A
 
 import math
 import re
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from utils.errors import UserError
-from utils.models import loaded, locate
+from utils.models import loaded
 from utils.text import encode_prompt, encode_whole, present, shared, until_eos
 
 SCORED_AT_ONCE = 64  # sequences in one forward pass of a model that is a reward
@@ -30,7 +29,6 @@ def load_reward_model(path: str, device: torch.device | str = "cpu", flag: str =
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-    path = locate(path, flag)
     wanted = "a reward model, which algos/reward_model.py trains, is a sequence classifier with one label"
     config = loaded(AutoConfig, path, flag, trust_remote_code=trust_remote_code)
     kind = (config.architectures or [type(config).__name__])[0]
@@ -125,9 +123,8 @@ class RewardModel:
         self.how, kinds = how or "mean", "mean, worst-case, or uncertainty=NUMBER, at least 0"
         if not re.fullmatch(r"mean|worst-case|uncertainty=\d*\.?\d+(e-?\d+)?", self.how):
             raise UserError(f"--reward {spec} ends in :{how}: an ensemble takes {kinds}")
-        load = partial(load_reward_model, device=device, trust_remote_code=trust_remote_code)
-        loaded = [load(member) for member in members or [path]]
-        self.members, self.tokenizer = [model for model, _, _ in loaded], loaded[0][1]
+        parts = [load_reward_model(m, device, trust_remote_code=trust_remote_code) for m in members or [path]]
+        self.members, self.tokenizer = [model for model, _, _ in parts], parts[0][1]
         for member in self.members:
             member.config.get_text_config().use_cache = False  # keys and values would outweigh the model
 

@@ -1,7 +1,6 @@
 """Rewards: the task's own score, functions of the user's, called as TRL's trainers call them, and reward models."""
 
 import asyncio
-import importlib
 import importlib.util
 import inspect
 import math

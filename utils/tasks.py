@@ -235,14 +235,14 @@ def hold_out(rows: Sequence[dict], spec: str) -> tuple[Lazy, Lazy]:
 
 def epochs(rows: Sequence[Item]) -> Callable[[int, int], Item]:
     """The stream that goes through all rows in a new order every epoch."""
-    orders = {}
+
+    @lru_cache(1)  # one epoch's order at a time; each is a function of seed and epoch alone
+    def order(epoch: int, seed: int) -> list[int]:
+        return random.Random(f"{seed}/{epoch}").sample(range(len(rows)), len(rows))
 
     def train(index: int, seed: int) -> Item:
         epoch, position = divmod(index, len(rows))
-        if (epoch, seed) not in orders:
-            orders.clear()  # one epoch's order at a time; each is a function of seed and epoch alone
-            orders[epoch, seed] = random.Random(f"{seed}/{epoch}").sample(range(len(rows)), len(rows))
-        return rows[orders[epoch, seed][position]]
+        return rows[order(epoch, seed)[position]]
 
     return train
 

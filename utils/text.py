@@ -114,19 +114,17 @@ def encode_answers(row: dict, answers: list, tokenizer, eos: list[int]) -> tuple
     return prompt[:cut], *(until_eos(whole, cut, tokenizer, eos) for whole in wholes)
 
 
-def encode_row(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int]]:
+def encode_row(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], ...]:
     """Token ids of prompt and completion. Raises RowFault where there is no completion or it cannot be told apart."""
     if not row.get("completion"):
         columns = ", ".join(sorted(row))
         raise RowFault(row, f"has no completion (its columns are {columns}): give each row one in a column completion")
-    prompt, completion = encode_answers(row, [row["completion"]], tokenizer, eos)
-    return prompt, completion
+    return encode_answers(row, [row["completion"]], tokenizer, eos)
 
 
-def encode_pair(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], list[int], list[int]]:
+def encode_pair(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], ...]:
     """Token ids of prompt, chosen and rejected. Raises RowFault where they cannot be told apart."""
-    prompt, chosen, rejected = encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos)
-    return prompt, chosen, rejected
+    return encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos)
 
 
 def usable_rows(train: Sequence[dict], heldout: Sequence[dict], encode: Callable[[dict], tuple], room: float,
