@@ -28,6 +28,7 @@ Run
     python algos/ppo.py --env-id package.module:Name-v0 --env-kwargs size=5      your own environment
     python algos/ppo.py --env-id Hopper-v5 --num-envs 8 --num-steps 256 --vector async
                                                                                  async: for steps slower than 1 ms
+    python algos/ppo.py --vector native --num-envs 64 --num-steps 32             CartPole's own vector of environments
     python algos/ppo.py --evaluate RUN --eval-episodes 100 --capture-video       scores a saved agent
 
 Expect
@@ -81,6 +82,7 @@ from utils.checkpoint import rng_state
 from utils.cli import main, prepare, resolve
 from utils.envs import (
     EnvArgs,
+    Vector,
     episode_columns,
     make_env,
     make_vector,
@@ -118,8 +120,9 @@ class Args(EnvArgs):
     """environments that are stepped together: N"""
     num_steps: PositiveInt | None = None
     """steps of each environment between updates: T"""
-    vector: Literal["sync", "async"] = "sync"
-    """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
+    vector: Literal["sync", "async", "native"] = "sync"
+    """one process, or one for each environment: async pays where a step takes longer than about 1 ms. native: the
+    environment's own vector (gym.make_vec), where it has one"""
     learning_rate: PositiveFloat | None = None
     """learning rate of Adam, at the start"""
     anneal_lr: bool = True
@@ -316,6 +319,7 @@ class Batch(NamedTuple):
     next_obs: Tensor  # like obs: what the step led to, before any reset
     terminated: Tensor  # (T, N) bool
     truncated: Tensor  # (T, N) bool
+    idle: Tensor | None = None  # (T, N) bool: steps of a native vector that only begin an episode; nothing to learn
 
 
 def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor, gamma: float,
@@ -361,13 +365,13 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
         done = batch.terminated | batch.truncated
         advantages = gae(batch.rewards, values, next_values, batch.terminated, done, args.gamma, args.gae_lambda)
         returns = advantages + values
-    rows = [x.flatten(0, 1) for x in (batch.obs, batch.actions, old_logps, advantages, returns, values)]
-    size = len(rows[0]) // args.num_minibatches
+    used = slice(None) if batch.idle is None else ~batch.idle.flatten()
+    rows = [x.flatten(0, 1)[used] for x in (batch.obs, batch.actions, old_logps, advantages, returns, values)]
     norms, epochs = [], 0
     while epochs < args.update_epochs:
         epochs += 1
         order, metrics = torch.randperm(len(rows[0]), generator=generator, device=rows[0].device), []
-        for minibatch in zip(*(x[order].split(size) for x in rows)):
+        for minibatch in zip(*(x[order].tensor_split(args.num_minibatches) for x in rows)):
             loss, numbers = loss_function(agent, *minibatch, args)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -377,13 +381,14 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
         approx_kl, clip_fraction, entropy = torch.stack(metrics).mean(0).tolist()
         if args.target_kl is not None and approx_kl > args.target_kl:
             break  # SB3 stops between minibatches, at 1.5 times --target-kl
+    *_, returns, values = rows
     unexplained = ((returns - values).var() / returns.var().clamp(min=1e-12)).item()
     return {"explained_variance": 1 - unexplained, "approx_kl": approx_kl, "clip_fraction": clip_fraction,
             "entropy": entropy, "grad_norm": torch.stack(norms).mean().item(), "epochs": epochs}  # fmt: skip
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistics: Statistics,
+def collect(agent: Agent, envs: Vector, obs: np.ndarray, statistics: Statistics,
             generator: torch.Generator, step: int, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
     """T steps of N environments from observations `obs` (N, ...), which the statistics have counted.
 
@@ -393,9 +398,9 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistic
     noise = agent.noise(shape, generator)
     actions, episodes, current = [], [], statistics.observe(obs)
     seen, next_obs = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
-    rewards, terminated, truncated = np.empty(shape, np.float32), np.empty(shape, bool), np.empty(shape, bool)
+    rewards, (terminated, truncated, idle) = np.empty(shape, np.float32), np.empty((3, *shape), bool)
     for t in range(args.num_steps):
-        seen[t] = current
+        seen[t], idle[t] = current, envs.log.idle
         actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
         executed, now = agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
         obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed, now)
@@ -403,7 +408,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistic
         current = statistics.observe(obs, count=True)
         next_obs[t] = statistics.observe(true_obs) if ended else current
         episodes += ended
-    arrays = (seen, rewards, next_obs, terminated, truncated)
+    arrays = (seen, rewards, next_obs, terminated, truncated, idle)
     seen, *others = (torch.from_numpy(array).to(device) for array in arrays)
     return Batch(seen, torch.stack(actions), *others), obs.copy(), episodes
 
@@ -415,8 +420,9 @@ def check(args: Args, space: gym.Space) -> None:
         wanted = "a Box of floats, Discrete, MultiDiscrete or MultiBinary"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs {wanted}")
     rows = args.num_envs * args.num_steps
-    if rows % args.num_minibatches or rows // args.num_minibatches < 2:
-        parts = f"the {rows} rows of a rollout (num_envs * num_steps) into parts of at least 2"
+    least = 4 if args.vector == "native" else 2  # up to half of its rows are idle
+    if rows % args.num_minibatches or rows // args.num_minibatches < least:
+        parts = f"the {rows} rows of a rollout (num_envs * num_steps) into parts of at least {least}"
         raise UserError(f"--num-minibatches {args.num_minibatches} must divide {parts}")
     if args.total_timesteps < rows:
         raise UserError(f"--total-timesteps {args.total_timesteps} is less than one rollout of {rows} steps")

@@ -17,6 +17,7 @@ Run
     python algos/ppo_atari.py --env-id ALE/KungFuMaster-v5 --total-timesteps 61440 --eval-episodes 5   a short budget
     python algos/ppo_atari.py --env-kwargs repeat_action_probability=0.25         sticky actions, ALE v5's default
     python algos/ppo_atari.py --vector async                                      a process for each game
+    python algos/ppo_atari.py --vector native                                     ALE's own vector, in threads
     python algos/ppo_atari.py --evaluate RUN --capture-video
 
 Expect
@@ -33,6 +34,8 @@ Differences
       Gymnasium's terminal_on_life_loss would start a new game at every lost life.
     - From CleanRL and baselines: 4 epochs of 4 minibatches, entropy 0.01, value loss 0.5 of half squares, not clipped.
       From the paper: learning rate and clip. The paper anneals both, makes 3 epochs and weighs the value loss by 1.
+    - --vector native presses FIRE at the start of a game alone, not after each lost life as we do. Evaluation is ours.
+      On resume its games begin anew.
     - On resume, a game is replayed from its actions, as in ppo.py. That is exact: only the no-ops and sticky actions
       are random, and the episode's seed fixes them.
 """
@@ -43,7 +46,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -55,6 +58,7 @@ from utils.checkpoint import rng_state
 from utils.cli import main, prepare, resolve
 from utils.envs import (
     EnvArgs,
+    Vector,
     episode_columns,
     make_env,
     make_vector,
@@ -87,8 +91,9 @@ class Args(EnvArgs):
     """environments that are stepped together: N"""
     num_steps: PositiveInt | None = None
     """steps of each environment between updates: T"""
-    vector: Literal["sync", "async"] = "sync"
-    """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
+    vector: Literal["sync", "async", "native"] = "sync"
+    """one process, or one for each environment: async pays where a step takes longer than about 1 ms. native: the
+    environment's own vector (gym.make_vec), where it has one"""
     learning_rate: PositiveFloat | None = None
     """learning rate of Adam, at the start"""
     anneal_lr: bool = True
@@ -166,12 +171,26 @@ class Lives(gym.Wrapper):
         return obs, reward, terminated, truncated, info
 
 
-def make_atari(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None) -> gym.Env:
+class LivesOfVector(gym.vector.VectorWrapper):
+    """Lives of ALE's own vector, which presses FIRE at the start of a game alone."""
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        self.lives = info["lives"]
+        return obs, info
+
+    def step(self, actions):
+        obs, rewards, terminated, truncated, info = self.env.step(actions)
+        lost, self.lives = info["lives"] < self.lives, info["lives"]
+        return obs, rewards, terminated, truncated, info | {"life_lost": lost}
+
+
+def make_atari(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None, num_envs: int = 0) -> Any:
     """A game with Gymnasium's AtariPreprocessing: up to 30 no-ops at the start, each action for 4 frames, the maximum
     of the last two, grey, 84 x 84, and 4 of those stacked: observations (4, 84, 84) uint8. Actions are not sticky, as
     in CleanRL and unlike ALE v5's default: `repeat_action_probability=0.25` makes them so (Machado et al. 2018, arXiv
-    1709.06009). `frameskip` is another number of frames. Raises UserError where the game, or a package for it, is
-    missing, and for a frameskip that is no number."""
+    1709.06009). `frameskip` is another number of frames. With `num_envs`, ALE's own vector of as many games. Raises
+    UserError where the game, or a package for it, is missing, and for a frameskip that is no number."""
     try:
         import ale_py
         import cv2
@@ -187,6 +206,10 @@ def make_atari(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str |
     if type(frameskip) is not int or frameskip < 1 or not isinstance(sticky, (int, float)) or not 0 <= sticky < 1:
         right = "frameskip must be a whole number from 1, repeat_action_probability a number from 0 and below 1"
         raise UserError(f"--env-kwargs has frameskip={frameskip} and repeat_action_probability={sticky}: {right}")
+    if num_envs:
+        kwargs = (*env_kwargs, f"frameskip={frameskip}", f"repeat_action_probability={sticky}",
+                  "autoreset_mode=SameStep", "reward_clipping=false")  # fmt: skip
+        return LivesOfVector(make_env(env_id, kwargs, num_envs=num_envs))
     kwargs = (*env_kwargs, "frameskip=1", f"repeat_action_probability={sticky}")  # the wrapper skips the frames
     game = SeededGame(make_env(env_id, kwargs, render_mode, flatten=False), sticky > 0)
     return gym.wrappers.FrameStackObservation(Lives(gym.wrappers.AtariPreprocessing(game, frame_skip=frameskip)), 4)
@@ -294,6 +317,7 @@ class Batch(NamedTuple):
     next_obs: Tensor  # like obs: what the step led to, before any reset
     terminated: Tensor  # (T, N) bool
     truncated: Tensor  # (T, N) bool
+    idle: Tensor | None = None  # (T, N) bool: steps of a native vector that only begin an episode; nothing to learn
 
 
 def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor, gamma: float,
@@ -339,13 +363,13 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
         done = batch.terminated | batch.truncated
         advantages = gae(batch.rewards, values, next_values, batch.terminated, done, args.gamma, args.gae_lambda)
         returns = advantages + values
-    rows = [x.flatten(0, 1) for x in (batch.obs, batch.actions, old_logps, advantages, returns, values)]
-    size = len(rows[0]) // args.num_minibatches
+    used = slice(None) if batch.idle is None else ~batch.idle.flatten()
+    rows = [x.flatten(0, 1)[used] for x in (batch.obs, batch.actions, old_logps, advantages, returns, values)]
     norms, epochs = [], 0
     while epochs < args.update_epochs:
         epochs += 1
         order, metrics = torch.randperm(len(rows[0]), generator=generator, device=rows[0].device), []
-        for minibatch in zip(*(x[order].split(size) for x in rows)):
+        for minibatch in zip(*(x[order].tensor_split(args.num_minibatches) for x in rows)):
             loss, numbers = loss_function(agent, *minibatch, args)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -355,13 +379,14 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
         approx_kl, clip_fraction, entropy = torch.stack(metrics).mean(0).tolist()
         if args.target_kl is not None and approx_kl > args.target_kl:
             break  # SB3 stops between minibatches, at 1.5 times --target-kl
+    *_, returns, values = rows
     unexplained = ((returns - values).var() / returns.var().clamp(min=1e-12)).item()
     return {"explained_variance": 1 - unexplained, "approx_kl": approx_kl, "clip_fraction": clip_fraction,
             "entropy": entropy, "grad_norm": torch.stack(norms).mean().item(), "epochs": epochs}  # fmt: skip
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistics: Statistics,
+def collect(agent: Agent, envs: Vector, obs: np.ndarray, statistics: Statistics,
             generator: torch.Generator, step: int, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
     """T steps of N environments from observations `obs` (N, ...), which the statistics have counted.
 
@@ -371,9 +396,9 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistic
     noise = agent.noise(shape, generator)
     actions, episodes, current = [], [], statistics.observe(obs)
     seen, next_obs = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
-    rewards, terminated, truncated = np.empty(shape, np.float32), np.empty(shape, bool), np.empty(shape, bool)
+    rewards, (terminated, truncated, idle) = np.empty(shape, np.float32), np.empty((3, *shape), bool)
     for t in range(args.num_steps):
-        seen[t] = current
+        seen[t], idle[t] = current, envs.log.idle
         actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
         executed, now = agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
         obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed, now, lives=True)
@@ -381,7 +406,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistic
         current = statistics.observe(obs, count=True)
         next_obs[t] = statistics.observe(true_obs) if ended else current
         episodes += ended
-    arrays = (seen, rewards, next_obs, terminated, truncated)
+    arrays = (seen, rewards, next_obs, terminated, truncated, idle)
     seen, *others = (torch.from_numpy(array).to(device) for array in arrays)
     return Batch(seen, torch.stack(actions), *others), obs.copy(), episodes
 
@@ -393,8 +418,9 @@ def check(args: Args, space: gym.Space) -> None:
         wanted = "a Box of floats, Discrete, MultiDiscrete or MultiBinary"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs {wanted}")
     rows = args.num_envs * args.num_steps
-    if rows % args.num_minibatches or rows // args.num_minibatches < 2:
-        parts = f"the {rows} rows of a rollout (num_envs * num_steps) into parts of at least 2"
+    least = 4 if args.vector == "native" else 2  # up to half of its rows are idle
+    if rows % args.num_minibatches or rows // args.num_minibatches < least:
+        parts = f"the {rows} rows of a rollout (num_envs * num_steps) into parts of at least {least}"
         raise UserError(f"--num-minibatches {args.num_minibatches} must divide {parts}")
     if args.total_timesteps < rows:
         raise UserError(f"--total-timesteps {args.total_timesteps} is less than one rollout of {rows} steps")

@@ -55,6 +55,7 @@ from utils.checkpoint import rng_state
 from utils.cli import main, prepare, resolve
 from utils.envs import (
     EnvArgs,
+    Vector,
     episode_columns,
     make_env,
     make_vector,
@@ -342,12 +343,11 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
         advantages = gae(batch.rewards, values, next_values, batch.terminated, done, args.gamma, args.gae_lambda)
         returns = advantages + values
     rows = [x.flatten(0, 1) for x in (batch.obs, batch.actions, old_logps, advantages, returns, values)]
-    size = len(rows[0]) // args.num_minibatches
     norms, epochs = [], 0
     while epochs < args.update_epochs:
         epochs += 1
         order, metrics = torch.randperm(len(rows[0]), generator=generator, device=rows[0].device), []
-        for minibatch in zip(*(x[order].split(size) for x in rows)):
+        for minibatch in zip(*(x[order].tensor_split(args.num_minibatches) for x in rows)):
             loss, numbers = loss_function(agent, *minibatch, args)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -363,7 +363,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, statistics: Statistics,
+def collect(agent: Agent, envs: Vector, obs: np.ndarray, statistics: Statistics,
             generator: torch.Generator, step: int, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
     """T steps of N environments from observations `obs` (N, ...), which the statistics have counted.
 

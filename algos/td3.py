@@ -316,10 +316,12 @@ def train(args: Args) -> list[dict]:
                 metrics |= update(agent, optimizers, batch, generator, args, number + 1, *losses)
 
         # evaluate
-        due = run.due(step, args.eval_every)
-        if due or run.due(step, args.log_every):
-            columns = {name: value.item() for name, value in metrics.items()} | episode_columns(episodes)
-            columns["time/steps_per_second"], episodes = run.speed(step), []
+        due, logs = run.due(step, args.eval_every), run.due(step, args.log_every)
+        if due or logs:
+            columns = {name: value.item() for name, value in metrics.items()}
+            columns["time/steps_per_second"] = run.speed(step)
+            if logs:  # an evaluation in between leaves the episodes to the row that is due
+                columns, episodes = columns | episode_columns(episodes), []
             if due:
                 with run.saving(step, state, columns=columns):
                     columns |= score_agent()

@@ -106,7 +106,7 @@ def algorithms() -> str:
 
 def catalogue() -> str:
     """For algos/README.md."""
-    rows = ["| script | algorithm | lines of code | own lines | default run, seed 1: first to last evaluation; seconds |"]
+    rows = ["| script | algorithm | lines | own lines | default run, seed 1: first to last evaluation, seconds |"]
     rows.append("|---|---|---|---|---|")
     for script, spec in SPECS.items():
         cells = [f"[`{script}.py`]({script}.py)", spec.title, lines_of(script), own_lines(script)]

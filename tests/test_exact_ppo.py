@@ -91,7 +91,7 @@ def own_policy(p: dict, parts: list[int], obs, actions):
 def own_update(agent, batch, orders, rate, args) -> tuple[dict, dict]:
     """Weights after plain gradient descent over `orders`, the rows of each minibatch of each epoch; and the metrics."""
     p, parts, eps = weights(agent), agent.parts, args.clip_coef
-    obs, actions, rewards, next_obs, terminated, truncated = (x.double().numpy() for x in batch)
+    obs, actions, rewards, next_obs, terminated, truncated = (x.double().numpy() for x in batch[:6])
     values, next_values = obs @ p["critic.weight"][0], next_obs @ p["critic.weight"][0]
     advantages = own_advantages(rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda)
     obs, actions = obs.reshape(-1, obs.shape[-1]), actions.reshape(-1, actions.shape[-1])

@@ -16,7 +16,7 @@ import pytest
 from helpers import ENVIRONMENT, SMALL, command_line, new_run
 from small_data import pendulum
 
-from algos import bc, c51, ddpg, dqn, dt, iql, ppo, ppo_lstm, ppo_mask, sac, td3
+from algos import bc, c51, ddpg, dqn, dt, iql, ppo, ppo_lstm, ppo_mask, rnd, sac, td3
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "algos/README.md").read_text()
@@ -34,6 +34,7 @@ WIDE = [
 CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "ppo discrete": (PPO, ppo, ["--learning-rate", "0.04"]),
     "ppo continuous": (PPO, ppo, WIDE),
+    "rnd": (PPO, rnd, ["--env-id", "CartPole-v1", "--learning-rate", "0.04"]),
     "sac": (SAC, sac, ["--env-kwargs", SHORT]),
     "sac sde": (SAC, sac, ["--env-kwargs", SHORT, "--sde", "4"]),
     "ddpg": (TD3, ddpg, ["--env-kwargs", SHORT]),

@@ -1,12 +1,14 @@
 """The small environments of utils/problems.py are what their docstrings say, and a user can run them by name."""
 
+import itertools
+
 import gymnasium as gym
 import numpy as np
 import pytest
 from scipy import stats
 
 from utils.envs import make_env, make_vector, reset_vector
-from utils.problems import PROBLEMS, BitFlip
+from utils.problems import PROBLEMS, BitFlip, DeepSea, Recall
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -58,3 +60,42 @@ def test_bitflip_flips_rewards_and_ends():
                 break
         lengths.add((time, there))
     assert lengths == {(1, True), (2, True), (3, True), (3, False)}
+
+
+def test_the_deep_sea_has_one_way_to_its_treasure():
+    """All 2^n ways of n = 4: a row a step, the column of (steps to the right and to the left) between the walls; only
+    four steps to the right find the treasure. Which action is right depends on the cell, and not on the episode."""
+    env, returns = DeepSea(4), {}
+    assert {DeepSea(4, seed).right.tobytes() for seed in range(9)} != {env.right.tobytes()}
+    assert 0 < DeepSea(30).right.mean() < 1
+    for way in itertools.product([False, True], repeat=4):
+        (obs, _), column, returns[way] = env.reset(seed=len(returns)), 0, 0.0
+        for row, right in enumerate(way):
+            assert np.array_equal(obs.reshape(4, 4), np.outer(np.eye(4)[row], np.eye(4)[column]))
+            action = env.right[row, column] if right else 1 - env.right[row, column]
+            obs, reward, terminated, truncated, _ = env.step(action)
+            assert reward == pytest.approx((column == 3 and right) - 0.0025 * right)
+            column, returns[way] = min(max(column + 2 * right - 1, 0), 3), returns[way] + reward
+            assert (terminated, truncated) == (row == 3, False)
+        assert not obs.any()
+    assert returns.pop((True,) * 4) == pytest.approx(0.99) and max(returns.values()) == 0
+
+
+@pytest.mark.parametrize("delay", [0, 1, 10])
+def test_what_must_be_recalled_is_shown_once(delay):
+    """The cue at the start, then nothing for `delay` steps, then the sign, whose answer is all that is paid for and
+    ends the episode. All cues are as likely, whatever is done before the sign."""
+    env, cues, rng = Recall(3, delay), [], np.random.default_rng(0)
+    for seed in range(300):
+        obs, _ = env.reset(seed=seed)
+        assert obs[:3].sum() == 1 and obs[3] == 0
+        cues.append(int(obs.argmax()))
+        for _ in range(delay):
+            obs, reward, terminated, truncated, _ = env.step(rng.integers(3))
+            assert not obs.any() and not (reward or terminated or truncated)
+        obs, reward, terminated, truncated, _ = env.step(cues[-1])
+        assert obs.tolist() == [0, 0, 0, 1] and not (reward or terminated or truncated)
+        answer = int(rng.integers(3))
+        obs, reward, terminated, truncated, _ = env.step(answer)
+        assert not obs.any() and reward == (answer == cues[-1]) and terminated and not truncated
+    assert stats.chisquare(np.bincount(cues)).pvalue > 1e-3

@@ -28,11 +28,12 @@ from helpers import (
 )
 from small_data import pendulum
 
-from algos import ppo_atari, ppo_lstm, ppo_mask
+from algos import ppo_atari, ppo_lstm, ppo_mask, rnd
 from utils import run as run_module
 from utils.checkpoint import load_newest
 
-MODULES = SCRIPTS | CHILDREN | OFFLINE | {"ppo_atari": ppo_atari, "ppo_mask": ppo_mask, "ppo_lstm": ppo_lstm}
+PPO = {"ppo_atari": ppo_atari, "ppo_mask": ppo_mask, "ppo_lstm": ppo_lstm, "rnd": rnd}
+MODULES = SCRIPTS | CHILDREN | OFFLINE | PPO
 SHORT = "--env-kwargs max_episode_steps=50"
 CASES = {  # name: SCRIPT-... -> arguments. Every run has 160 steps; episodes are longer than the steps between saves
     "ppo-cartpole": "",
@@ -57,6 +58,7 @@ CASES = {  # name: SCRIPT-... -> arguments. Every run has 160 steps; episodes ar
     "ppo_atari-breakout": "--env-id ALE/Breakout-v5 --env-kwargs max_num_frames_per_episode=320 --hidden-size 8",
     "ppo_mask-toll": "--env-id environments:Toll-v0 --env-kwargs action=multidiscrete --vector async",
     "ppo_lstm-hidden": "",
+    "rnd-walk": f"{' '.join(WALK)} --target-kl 1e-4",
     "ppo_lstm-pixels": "--env-id environments:Pixels-v0 --vector async --no-anneal-lr",
     "bc-best": "--top-fraction 0.5",
     "bc-dropout": "--dropout 0.2",

@@ -28,12 +28,15 @@ from utils.imports import users_imports
 from utils.problems import PROBLEMS
 
 LONGEST_LOG = 200_000  # actions of one episode that are kept for a resume; a longer episode starts anew
-Vector = Any  # AsyncVectorEnv or SyncVectorEnv with a Log in its attribute `log`, which their types lack
+RESETS_ITSELF = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP
+Vector = Any  # a vector environment with a Log in its attribute `log`, which their types lack
 
 
 @dataclass
 class EnvArgs(RunArgs):
     longest_gap = 50_000  # steps between evaluations that --eval-every leaves open
+    threads: NonNegativeInt = 0
+    """CPU threads; 0: OMP_NUM_THREADS where set, else one per core. Results are bit for bit equal at equal counts"""
     env_kwargs: tuple[str, ...] = ()
     """NAME=VALUE pairs for the environment; a VALUE is read as JSON where it is JSON, else as text"""
     eval_every: NonNegativeInt | None = None
@@ -90,9 +93,14 @@ class Episode(gym.Wrapper):
 
 class Log:
     """What each environment of a vector has done since its episode began. The training process keeps it: after a
-    failed step some environments have moved, and the process of the failed one no longer answers."""
+    failed step some environments have moved, and the process of the failed one no longer answers.
 
-    def __init__(self, num_envs: int):
+    replay: actions are kept. next_step: an episode that ends begins anew only in the step after, which does nothing
+    else; environments of which this is the next step are `idle` (N,).
+    """
+
+    def __init__(self, num_envs: int, seed: int, replay: bool = True, next_step: bool = False):
+        self.seed, self.replay, self.next_step, self.idle = seed, replay, next_step, np.zeros(num_envs, bool)
         self.episode, self.length = np.zeros((2, num_envs), int)
         self.total, self.actions = np.zeros(num_envs), [np.array([]) for _ in range(num_envs)]
 
@@ -102,13 +110,14 @@ class Log:
 
     def step(self, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> list[tuple[float, int]]:
         """Adds a step that all have taken. Returns (return, length) of the episodes that it ended."""
-        for i in np.flatnonzero(self.length <= LONGEST_LOG):
+        for i in np.flatnonzero(self.length <= LONGEST_LOG) if self.replay else ():
             kept = self.length[i]  # an array that doubles: PPO asks for `state` in every iteration, a list is slow
             if kept == len(self.actions[i]):
                 self.actions[i] = np.resize(self.actions[i] if kept else actions, (2 * kept + 8, *actions.shape[1:]))
             self.actions[i][kept] = actions[i]
         self.total += rewards
-        self.length += 1
+        self.length += ~self.idle
+        self.idle = done & self.next_step
         ended = np.flatnonzero(done).tolist()
         episodes = [(self.total[i].item(), self.length[i].item()) for i in ended]
         for i in ended:
@@ -124,13 +133,14 @@ class Log:
 
 def make_env(
     env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None, flatten: bool = True,
-    images: bool = False,
-) -> gym.Env:  # fmt: skip
+    images: bool = False, num_envs: int = 0,
+) -> Any:  # fmt: skip
     """One environment, with `flatten` its observations flattened to a vector where they are not one: images,
     dictionaries, tuples, discrete numbers (one-hot). With `images`, bytes with three dimensions are not flattened but
     come as C x H x W; the smaller one of the first and the last dimension is taken for the channels.
     `module:Name-v0` imports `module` first, also from the working directory. A specification in JSON (EnvSpec.to_json)
-    stands for the environment with its arguments and wrappers.
+    stands for the environment with its arguments and wrappers. With `num_envs` it is the vector that its
+    `vector_entry_point` makes, as it is.
 
     Raises UserError for an unknown name, arguments that it does not take, and spaces that have no vector form.
     """
@@ -144,12 +154,15 @@ def make_env(
                 importlib.import_module(module)
             elif name in PROBLEMS and name not in gym.registry:
                 gym.register(name, PROBLEMS[name])
+            if num_envs:
+                return gym.make_vec(name, num_envs, "vector_entry_point", **kwargs)
             env = gym.make(read_spec(name) if is_spec else name, disable_env_checker=True, **kwargs)
     except ModuleNotFoundError as error:
         right = "install it, or start in the folder that holds it"
         raise UserError(f"cannot make --env-id {shown} ({error}): {right}") from error
     except (gym.error.Error, TypeError) as error:
         right = "give a registered Gymnasium name, or MODULE:NAME of a module that registers it"
+        right = "--vector sync takes environments that have no vector of their own" if num_envs else right
         raise UserError(f"cannot make --env-id {shown} ({str(error).strip().splitlines()[0]}): {right}") from error
     space = env.observation_space
     if not flatten or isinstance(space, gym.spaces.Box) and len(space.shape) == 1:
@@ -185,19 +198,33 @@ def read_spec(text: str) -> EnvSpec:
 
 def open_env(args, make: Callable = make_env) -> tuple[Callable, int, Any]:
     """How the run makes an environment, how many numbers one observes (of images: their C, H, W), and its actions.
-    Raises UserError where there is no such environment."""
+    Raises UserError where there is no such environment, or no such vector of its own."""
     if args.capture_video and not args.evaluate:
         raise UserError("--capture-video works with --evaluate RUN: it records a saved agent")
     make = partial(make, getattr(args, "env_spec", "") or args.env_id, args.env_kwargs)
     env = make()
     env.close()
+    if getattr(args, "vector", "") == "native":
+        envs = make(num_envs=1)
+        envs.close()
+        spaces, mode = (envs.single_observation_space, envs.single_action_space), envs.metadata.get("autoreset_mode")
+        if spaces != (env.observation_space, env.action_space) or mode not in RESETS_ITSELF:
+            found = f"--vector native makes {spaces} with the autoreset mode {mode}"
+            raise UserError(f"{found}: it must be as one environment, and reset itself; --vector sync takes that one")
     shape = env.observation_space.shape
     return make, shape if len(shape) == 3 else shape[0], env.action_space
 
 
-def make_vector(make: Callable[[], gym.Env], num_envs: int, seed: int, kind: str = "sync") -> Vector:
+def make_vector(make: Callable[..., Any], num_envs: int, seed: int, kind: str = "sync") -> Vector:
     """`num_envs` environments that start their next episode in the step that ends one (SAME_STEP): the observation that
-    comes back is the new episode's first, and infos["final_obs"] holds the old one's last. async: a process each."""
+    comes back is the new episode's first, and infos["final_obs"] holds the old one's last. async: a process each.
+    native: one of the environment's own, which may also do so in the step after (NEXT_STEP)."""
+    envs: Vector
+    if kind == "native":
+        envs = make(num_envs=num_envs)
+        next_step = envs.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
+        envs.log = Log(num_envs, seed, replay=False, next_step=next_step)
+        return envs
     trainer = os.getpid()
 
     def start(index: int) -> Episode:
@@ -208,16 +235,17 @@ def make_vector(make: Callable[[], gym.Env], num_envs: int, seed: int, kind: str
 
     thunks = [partial(start, index) for index in range(num_envs)]
     vector = AsyncVectorEnv if kind == "async" else partial(SyncVectorEnv, copy=False)
-    envs: Vector = vector(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
-    envs.log = Log(num_envs)
+    envs = vector(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs.log = Log(num_envs, seed)
     return envs
 
 
 def step_vector(envs: Vector, actions: np.ndarray, step: int, lives: bool = False) -> tuple:
-    """One step of a SAME_STEP vector: (observations to act on next, true next observations, rewards, terminated,
+    """One step of a vector: (observations to act on next, true next observations, rewards, terminated,
     truncated, episodes that ended as (return, length)). The two observations differ where an episode ended: there the
-    second is the last one of the old episode, which a bootstrap needs. With `lives`, info["life_lost"] counts as
-    terminated, too, though the episode goes on.
+    second is the last one of the old episode, which a bootstrap needs. (Of a NEXT_STEP vector both are that; the row
+    after it, `idle` in the log, is no step to learn from.) With `lives`, info["life_lost"] counts as terminated, too,
+    though the episode goes on.
 
     Raises UserError where the environment returns NaN or infinity, with `step` and what it returned.
     """
@@ -226,7 +254,7 @@ def step_vector(envs: Vector, actions: np.ndarray, step: int, lives: bool = Fals
     true_obs, done = obs, terminated | truncated
     if lives and "life_lost" in infos:
         terminated = terminated | infos["life_lost"]
-    if done.any():
+    if done.any() and not envs.log.next_step:
         true_obs = obs.copy()
         for i in np.flatnonzero(done):
             true_obs[i] = infos["final_obs"][i]
@@ -249,19 +277,25 @@ def episode_columns(episodes: list[tuple[float, int]]) -> dict[str, float]:
 
 def reset_vector(envs: Vector) -> np.ndarray:
     """The first observations (N, D), a copy. Raises UserError where they are not finite."""
-    obs = envs.reset()[0].copy()
+    log = envs.log
+    seed = np.random.SeedSequence([log.seed % 2**64, *log.episode]).generate_state(1)[0] // 2  # of a native vector
+    obs = envs.reset(seed=int(seed))[0].copy()
     check_finite(obs, np.zeros(len(obs)), 0)
     return obs
 
 
 def restore_vector(envs: Vector, states: list[dict]) -> np.ndarray:
     """Brings every environment back into the episode of its state. One that cannot be brought back begins a new
-    episode, with a warning. Returns the observations (N, D) to act on."""
-    envs.set_attr("saved", states)
-    restored = envs.call("restore")
+    episode, with a warning; so do all of a native vector. Returns the observations (N, D) to act on."""
+    restored = [False] * len(states)
+    if envs.log.replay:
+        envs.set_attr("saved", states)
+        restored = envs.call("restore")
     for i, state in enumerate(states):
         so_far = (state["episode"], state["total"], state["actions"].numpy())
         envs.log.begin(i, *(so_far if restored[i] else (state["episode"] + 1,)))
     if lost := restored.count(False):
         print(f"{lost} of {len(states)} environments could not be brought back inside their episode and begin new ones")
+    if not envs.log.replay:
+        return reset_vector(envs)
     return np.stack(envs.get_attr("obs")).astype(envs.single_observation_space.dtype)

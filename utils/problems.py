@@ -104,6 +104,62 @@ class Board(gym.Env):
         return obs, -1.0, self.piece == self.n**2 - 1, self.time == 100, {}
 
 
+class DeepSea(gym.Env):
+    """A diver falls through n x n cells, one row a step, from the first column to the left or to the right (Osband et
+    al. 2019, bsuite). Each step to the right costs 0.01 / n; right in the last column finds the treasure, 1. That takes
+    n steps to the right, which a random walk takes once in 2^n episodes, and everything before says: go left. The best
+    return is 0.99, undiscounted. Which action is right differs from cell to cell.
+
+    mapping_seed: decides that.
+    """
+
+    def __init__(self, n: int = 10, mapping_seed: int = 0):
+        self.n, self.right = n, np.random.default_rng(mapping_seed).integers(2, size=(n, n))
+        self.observation_space, self.action_space = gym.spaces.Box(0, 1, (n * n,)), gym.spaces.Discrete(2)
+
+    def observe(self) -> np.ndarray:
+        """One-hot; all zeros below the last row, where the episode ends."""
+        cells = np.zeros((self.n + 1, self.n), np.float32)
+        cells[self.row, self.column] = 1
+        return cells[:-1].flatten()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.row = self.column = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        right = action == self.right[self.row, self.column]
+        found = right and self.column == self.n - 1
+        self.row, self.column = self.row + 1, min(max(self.column + (1 if right else -1), 0), self.n - 1)
+        return self.observe(), float(found - right * 0.01 / self.n), self.row == self.n, False, {}
+
+
+class Recall(gym.Env):
+    """A cue, one of `cues`, is shown at the start. After `delay` steps in which nothing is shown, and nothing done
+    matters, a sign asks for it: reward 1 for the action that names it, else 0, and the episode ends. The best return is
+    1; without memory it is 1 / cues.
+    """
+
+    def __init__(self, cues: int = 4, delay: int = 10):
+        self.cues, self.delay, self.action_space = cues, delay, gym.spaces.Discrete(cues)
+        self.observation_space = gym.spaces.Box(0, 1, (cues + 1,))
+
+    def observe(self, shown: int | None = None) -> np.ndarray:
+        """One-hot: the cue, or the sign."""
+        return np.array([float(shown == place) for place in range(self.cues + 1)], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time, self.cue = 0, int(self.np_random.integers(self.cues))
+        return self.observe(self.cue), {}
+
+    def step(self, action):
+        self.time += 1
+        asked, over = self.time == self.delay + 1, self.time == self.delay + 2
+        return self.observe(self.cues if asked else None), float(over and action == self.cue), over, False, {}
+
+
 def cartpole_without_velocities(**kwargs) -> gym.Env:
     """CartPole-v1 of which place and angle are seen, but not where they go: that must be remembered."""
     env = gym.make("CartPole-v1", disable_env_checker=True, **kwargs)
@@ -115,5 +171,7 @@ PROBLEMS: dict[str, Any] = {
     "NoiseMDP-v0": NoiseMDP,
     "BitFlip-v0": BitFlip,
     "Board-v0": Board,
+    "DeepSea-v0": DeepSea,
+    "Recall-v0": Recall,
     "CartPoleNoVelocity-v0": cartpole_without_velocities,
 }

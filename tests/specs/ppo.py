@@ -42,6 +42,14 @@ bootstrap-through-termination: the mask is forgotten: the end of an episode cost
 - next_values * ~terminated - values
 + next_values - values
 
+idle-rows-are-learnt: a row is a step everywhere else
+- used = slice(None) if batch.idle is None else ~batch.idle.flatten()
++ used = slice(None)
+
+last-minibatch-is-the-rest: rows divide by the number of minibatches, until some are left out
+- x[order].tensor_split(args.num_minibatches)
++ x[order].split(len(rows[0]) // args.num_minibatches)
+
 no-bootstrap-at-truncation: one flag `done` of the old interface: time limits look like failures (vwxyzjn/cleanrl#198
 (open since 2022); Stable-Baselines3#633 and #651, where it was mended)
 - next_values * ~terminated - values
@@ -156,7 +164,7 @@ SPEC = Spec(
     "Control",
     small="--device cpu --num-envs 2 --num-steps 16 --total-timesteps 160 --num-minibatches 2 --update-epochs 2 "
           "--eval-every 64 --eval-episodes 2 --save-every 32",
-    tests="exact_ppo images parity_sb3 command_line_control envs resume_control",
+    tests="exact_ppo images parity_sb3 native command_line_control envs resume_control",
     known=True,
     curves={
         "ppo-cartpole": Curve(
@@ -211,6 +219,6 @@ SPEC = Spec(
         ),
     ),
     flags=PPO | dict(env_id="CartPole-v1", num_steps=8, total_timesteps=64), noise=WALK,
-    special={"log_std_init": ({"env_id": "environments:Walk-v0"}, -1.0)},
+    special={"log_std_init": ({"env_id": "environments:Walk-v0"}, -1.0), "vector": ({}, "async")},
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

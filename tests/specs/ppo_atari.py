@@ -17,8 +17,8 @@ sticky-actions: ALE's v5 environments are sticky by default: other numbers than 
 + "repeat_action_probability=0.25"
 
 stickiness-ignored: the wrapper's own settings come last
-- f"repeat_action_probability={sticky}"
-+ "repeat_action_probability=0.00"
+- "frameskip=1", f"repeat_action_probability={sticky}"
++ "frameskip=1", "repeat_action_probability=0.00"
 
 frameskip-ignored: the wrapper's own settings come last
 - AtariPreprocessing(game, frame_skip=frameskip)
@@ -36,6 +36,14 @@ fire-never-pressed: agents learn to press it, or stand still until the time limi
 - self.fire = "FIRE" in env.unwrapped.get_action_meanings()[1:2]
 + self.fire = False
 
+lost-life-of-the-last-game: lives go up where a game begins
+- lost, self.lives = info["lives"] < self.lives
++ lost, self.lives = info["lives"] != self.lives
+
+score-is-of-signs: the emulator's own vector clips rewards unless it is told otherwise
+- "reward_clipping=false"
++ "reward_clipping=true"
+
 reward-of-the-pressed-button-lost: a wrapper that steps takes a reward with it
 -                 reward += more
 
@@ -45,12 +53,12 @@ no-ops-not-seeded: a wrapper that swallows the seed
 """
 
 SPEC = Spec(
-    "PPO on Atari",
+    "Atari PPO",
     "Control",
     small="--device cpu --num-envs 2 --num-steps 16 --total-timesteps 96 --num-minibatches 2 --update-epochs 2 "
           "--hidden-size 8 --eval-every 64 --eval-episodes 1 --save-every 32 --env-kwargs "
           "max_num_frames_per_episode=200",
-    tests="atari exact_ppo wiring::test_statistics_are_given_back resume_control",
+    tests="atari exact_ppo native wiring::test_statistics_are_given_back resume_control",
     needs="ale_py",
     curves={
         "ppo_atari-kungfumaster": Curve(

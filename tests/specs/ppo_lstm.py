@@ -54,9 +54,10 @@ memory-of-a-lost-episode: the environment begins a new one, and the state still 
 """
 
 HIDDEN = dict(env_id="CartPoleNoVelocity-v0", total_timesteps=24_576, eval_every=0)
+RECALL = dict(env_id="Recall-v0", total_timesteps=51_200, eval_every=0, eval_episodes=100)
 
 SPEC = Spec(
-    "PPO with an LSTM",
+    "Recurrent PPO",
     PARENT.family,
     small=PARENT.small.replace("--num-minibatches 2", "--num-minibatches 2 --hidden-size 16"),
     tests="parity_sb3_contrib exact_ppo_lstm resume_control",
@@ -71,6 +72,11 @@ SPEC = Spec(
             dict(lstm=("ppo_lstm", HIDDEN), ppo=("ppo", HIDDEN), control=("ppo_lstm", HIDDEN | dict(memory=False))),
             "last eval/return",
             claims={"lstm > 2 * ppo": 9, "lstm > 2 * control": 9},
+        ),
+        "ppo_lstm-recall": Effect(
+            dict(lstm=("ppo_lstm", RECALL), ppo=("ppo", RECALL), control=("ppo_lstm", RECALL | dict(memory=False))),
+            "last eval/return",
+            claims={"lstm > 0.95": 9, "ppo < 0.5": 9, "control < 0.5": 9},
         ),
     },
     flags=PARENT.flags,

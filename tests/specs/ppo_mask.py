@@ -56,7 +56,7 @@ BOARD = dict(env_id="Board-v0", total_timesteps=8192, eval_every=0)
 ALL_ALLOWED = dict(env_kwargs=("mask=false",))
 
 SPEC = Spec(
-    "PPO with action masks, arXiv 2006.14171",
+    "Maskable PPO, arXiv 2006.14171",
     PARENT.family,
     small=PARENT.small,
     tests="exact_ppo_mask exact_ppo parity_sb3_contrib resume_control",

@@ -9,7 +9,7 @@ TESTS = {  # as Spec.tests
     "utils/decode.py": "invariance",
     "utils/distributed.py": "distributed",
     "utils/engine.py": "engine",
-    "utils/envs.py": "exact_ppo exact_sac envs images atari offline_data command_line_control resume_control",
+    "utils/envs.py": "exact_ppo exact_sac envs images atari native offline_data command_line_control resume_control",
     "utils/evaluation.py": "exact_grpo runs rewards",
     "utils/head.py": "invariance properties exact_grpo distributed",
     "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs architectures distributed",
@@ -255,6 +255,22 @@ no-bootstrap-at-truncation:envs: one flag `done` of the old interface: time limi
 (vwxyzjn/cleanrl#198)
 - return obs, true_obs, rewards, terminated, truncated, envs.log
 + return obs, true_obs, rewards, done, truncated, envs.log
+
+new-episode-counts-as-a-step: rows of a vector are steps
+- self.length += ~self.idle
++ self.length += 1
+
+idle-where-it-ended: the flag of the row is at hand, that of the row before is meant
+- self.idle = done & self.next_step
++ self.idle = ~done & self.next_step
+
+own-vector-begins-as-before: a seed is given once
+- [log.seed % 2**64, *log.episode]
++ [log.seed % 2**64]
+
+own-vector-of-any-spaces: the environment is evaluated alone, and nobody compares
+- spaces != (env.observation_space, env.action_space) or
++ False or
 
 next-observation-of-the-reset:envs: the last observation matters where the episode was cut off, and is asked for where
 it ended

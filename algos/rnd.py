@@ -1,0 +1,480 @@
+r"""Random Network Distillation (RND).
+
+Burda, Edwards, Storkey and Klimov 2018, "Exploration by Random Network Distillation" (arXiv 1810.12894).
+
+Parent: ppo.py. A bonus for observations that are new stands beside the rewards.
+
+A predictor learns what a random network says of each observation. Where it is still wrong, the agent has seldom been,
+so its error is a bonus. The bonus has a value of its own, which does not end with an episode: dying is bad only where
+it leads back to what is known. Everything else is PPO:
+
+    n_t         = mean_k (f_hat(s'_t) - f(s'_t))_k^2                 novelty of the true next observation
+                                                                     f: random, fixed; f_hat: the predictor
+    i_t         = n_t / sd(U)         U_t = gamma_i U_t-1 + n_t      bonus; sd over all steps of all environments so far
+    A_e         = GAE of r_t, V_e, gamma, as in ppo.py               of rewards: cut where an episode ends
+    A_i         = GAE of i_t, V_i, gamma_i, never cut                of the bonus: after an end the next episode follows
+    A_t         = c_e A_e + c_i A_i
+    J(theta)    = as in ppo.py with A_t, less c_vf (V_i - R_i)^2 / 2 and the mean of n over a share of the rows, which
+                  teaches f_hat
+    gamma_i, c_e, c_i   --int-gamma, --ext-coef, --int-coef; the share: --update-proportion
+
+Run
+    python algos/rnd.py                                                          DeepSea of 10 x 10 cells
+    python algos/rnd.py --env-kwargs n=20 --total-timesteps 200000               where chance needs a million episodes
+    python algos/rnd.py --update-proportion 0                                    a predictor that learns nothing
+    python algos/rnd.py --env-id package.module:Name-v0 --env-kwargs size=5      your own environment
+    python algos/rnd.py --evaluate RUN --eval-episodes 100                       scores a saved agent
+
+Expect
+    DeepSea 10 x 10: the treasure after 5,000 to 20,000 steps, 0.99 from 25,000 steps on (3 seeds), in about 10 seconds.
+    ppo.py learns to stay on the left, which costs nothing, and never sees the treasure (3 seeds); nor does the bonus of
+    a predictor that learns nothing lead there (benchmarks/effects.py).
+    DeepSea 20 x 20, 200,000 steps: 0.99 from 60,000 steps on (2 seeds).
+    MountainCar-v0: -200, the minimum, after 200,000 steps (2 seeds). ppo.py, whose rewards are normalised, gets -145
+    (1 seed).
+
+Metrics
+    As in ppo.py; explained_variance is of V_e. And:
+    explained_variance_int   of R_i by V_i
+    novelty                  mean of n_t, before it is divided, in the last epoch: falls as all becomes known
+
+Differences
+    - Vectors only: images are flattened. The paper's experiments are of Atari.
+    - Policy and value share no parameters, as in ppo.py; in the paper they share all but their heads.
+    - Rewards are taken as they are. The paper clips them to +-1.
+    - Policy and predictor see observations normalised by the same statistics, clipped to 10 and 5. In the paper the
+      policy sees them as they are. The statistics begin with the run; the authors' begin with random steps before it.
+    - The authors' code (openai/random-network-distillation, ppo_agent.py) computes clipped gradients and applies those
+      before clipping.
+    - CleanRL's ppo_rnd_envpool.py takes half the sum over features for the mean, teaches the predictor the observation
+      before the step, and sums the bonus for its deviation over environments where it should over time.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.checkpoint import rng_state
+from utils.cli import main, prepare, resolve
+from utils.envs import (
+    EnvArgs,
+    Vector,
+    episode_columns,
+    make_vector,
+    open_env,
+    reset_vector,
+    restore_vector,
+    step_vector,
+)
+from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
+from utils.normalize import RunningMeanStd
+from utils.rollouts import evaluate, score_saved
+from utils.run import Run
+
+NAME, TITLE = "rnd", "RND"
+PRESETS = {  # defaults that depend on the kind of actions, for arguments left at None
+    "discrete": dict(total_timesteps=65_536, num_envs=16, num_steps=64, learning_rate=1e-3, num_minibatches=4,
+                     update_epochs=4, ent_coef=0.01, hidden_size=64),
+    "continuous": dict(total_timesteps=1_000_000, num_envs=16, num_steps=128, learning_rate=3e-4, num_minibatches=16,
+                       update_epochs=10, ent_coef=0.0, hidden_size=64),
+}  # fmt: skip
+CLIP_NORMALIZED = 10.0  # bounds of normalised observations, as in baselines
+CLIP_NOVELTY = 5.0  # bounds of what target and predictor see
+FEATURES = 32  # numbers that the target gives; the paper has 512
+
+
+@dataclass
+class Args(EnvArgs):
+    # inherited: seed, device, output_dir, keep, resume, track (RunArgs);
+    # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
+    env_id: str = "DeepSea-v0"
+    """a Gymnasium environment, or MODULE:NAME of one that MODULE registers"""
+    total_timesteps: PositiveInt | None = None
+    """environment steps, over all environments"""
+    num_envs: PositiveInt | None = None
+    """environments that are stepped together: N"""
+    num_steps: PositiveInt | None = None
+    """steps of each environment between updates: T"""
+    vector: Literal["sync", "async", "native"] = "sync"
+    """one process, or one for each environment: async pays where a step takes longer than about 1 ms. native: the
+    environment's own vector (gym.make_vec), where it has one"""
+    learning_rate: PositiveFloat | None = None
+    """learning rate of Adam, at the start"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to 0"""
+    gamma: UnitInterval = 0.99
+    """discount of rewards"""
+    int_gamma: UnitInterval = 0.99
+    """discount of the bonus: gamma_i"""
+    ext_coef: NonNegativeFloat = 2.0
+    """weight of the advantages of rewards: c_e"""
+    int_coef: NonNegativeFloat = 1.0
+    """weight of the advantages of the bonus: c_i"""
+    update_proportion: UnitInterval = 0.25
+    """share of the rows of a minibatch that the predictor learns from"""
+    gae_lambda: UnitInterval = 0.95
+    """lambda of the advantages"""
+    num_minibatches: PositiveInt | None = None
+    """minibatches per epoch"""
+    update_epochs: PositiveInt | None = None
+    """epochs over each rollout"""
+    clip_coef: PositiveFloat = 0.2
+    """clip of the ratio: epsilon"""
+    clip_vloss: bool = False
+    """clip the change of the value by clip_coef, too"""
+    ent_coef: NonNegativeFloat | None = None
+    """weight of the entropy bonus: c_ent"""
+    vf_coef: NonNegativeFloat = 0.5
+    """weight of the value loss: c_vf"""
+    max_grad_norm: PositiveFloat = 0.5
+    """gradients are clipped to this norm"""
+    target_kl: PositiveFloat | None = None
+    """end the epochs of a rollout when approx_kl exceeds this"""
+    normalize: bool = True
+    """normalise observations by running statistics"""
+    normalize_advantages: bool = True
+    """normalise advantages in every minibatch"""
+    hidden_size: PositiveInt | None = None
+    """units of the two hidden layers of each network"""
+    log_std_init: float = 0.0
+    """log of the standard deviation of Gaussian actions at the start"""
+    compile: bool = False
+    """compile the loss (half a minute at the start)"""
+    threads: NonNegativeInt = 1
+    """CPU threads: networks this small are slower on more; 0: OMP_NUM_THREADS where set, else one per core"""
+    save_every: PositiveInt = 20_000
+    """environment steps between checkpoints"""
+
+
+class Agent(nn.Module):
+    """Separate networks for policy and value, two tanh layers; the value has two heads, of the rewards and of the
+    bonus. Beside them the random target, which never changes, and the predictor. Orthogonal weights (gain sqrt 2;
+    policy head 0.01, value heads 1), zero biases. Box actions: diagonal Gaussian with a state-independent log_std.
+    Discrete, multi-discrete and multi-binary actions: categorical, `parts` the number of choices of each."""
+
+    def __init__(self, obs_size: int, space, hidden_size: int, log_std_init: float = 0.0):
+        super().__init__()
+        self.space, self.continuous = space, isinstance(space, gym.spaces.Box)
+        if self.continuous:
+            self.parts = [int(np.prod(space.shape))]
+            self.log_std = nn.Parameter(torch.full((self.parts[0],), log_std_init))
+        elif isinstance(space, gym.spaces.MultiBinary):
+            self.parts = [2] * int(np.prod(space.shape))
+        else:
+            self.parts = [int(space.n)] if isinstance(space, gym.spaces.Discrete) else space.nvec.flatten().tolist()
+        self.actor = network(obs_size, hidden_size, sum(self.parts), 0.01)
+        self.critic = network(obs_size, hidden_size, 2, 1.0)
+        self.target = network(obs_size, hidden_size, FEATURES, 2**0.5).requires_grad_(False)
+        self.predictor = network(obs_size, hidden_size, FEATURES, 2**0.5)
+
+    def novelty(self, obs: Tensor) -> Tensor:
+        """Error of the predictor at observations (..., D), the mean over features: (...)."""
+        obs = obs.clamp(-CLIP_NOVELTY, CLIP_NOVELTY)
+        return ((self.predictor(obs) - self.target(obs)) ** 2).mean(-1)
+
+    def value(self, obs: Tensor) -> Tensor:
+        """(..., D) -> (..., 2): of the rewards, of the bonus"""
+        return self.critic(obs)
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """What makes `act` a sample: normal noise for Gaussian actions, Gumbel noise for categorical ones (the largest
+        of logits plus Gumbel noise is a draw from the softmax). With noise 0, `act` gives the likeliest action."""
+        # drawn for a whole rollout at once: Categorical.sample() at each step takes twice the time of the network
+        noise = torch.empty(*shape, sum(self.parts), device=generator.device)
+        return noise.normal_(generator=generator) if self.continuous else -noise.exponential_(generator=generator).log()
+
+    def act(self, obs: Tensor, noise: Tensor) -> Tensor:
+        """Actions (N, A) of observations (N, ...): floats, or the index of each choice."""
+        out = self.actor(obs)
+        if self.continuous:
+            return out + self.log_std.exp() * noise
+        return torch.stack([part.argmax(-1) for part in (out + noise).split(self.parts, -1)], -1)
+
+    def forward(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability and entropy, each (...), and values (..., 2)."""
+        return *self.log_prob(obs, actions), self.value(obs)
+
+    def log_prob(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability (of continuous actions: density) of actions (..., A), and entropy in nats, each (...)."""
+        out = self.actor(obs)
+        if self.continuous:
+            z = (actions - out) * (-self.log_std).exp()
+            log_norm = self.log_std + 0.5 * np.log(2 * np.pi)
+            return -(0.5 * z * z + log_norm).sum(-1), (0.5 + log_norm).sum().expand(out.shape[:-1])
+        logp = entropy = out.new_zeros(())
+        for i, part in enumerate(out.split(self.parts, -1)):
+            logps = part.log_softmax(-1)
+            logp = logp + logps.gather(-1, actions[..., i : i + 1].long())[..., 0]
+            entropy = entropy - (logps.exp() * logps).sum(-1)
+        return logp, entropy
+
+    def to_env(self, actions: np.ndarray) -> np.ndarray:
+        """Actions (N, A) as the vector environment takes them: Gaussian ones clipped to the bounds, but only when they
+        are executed. Their log-probability is that of the action before clipping."""
+        if self.continuous:
+            return actions.reshape(-1, *self.space.shape).clip(self.space.low, self.space.high)
+        return actions.reshape(-1, *self.space.shape) + getattr(self.space, "start", 0)
+
+
+def orthogonal(layers: list, gains: list[float]) -> None:
+    for layer, gain in zip(layers, gains):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+
+
+def network(size_in: int, hidden_size: int, size_out: int, gain: float) -> nn.Sequential:
+    layers = [nn.Linear(size_in, hidden_size), nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, size_out)]
+    orthogonal(layers, [2**0.5, 2**0.5, gain])
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+class Statistics:
+    """Running statistics of observations, which --no-normalize leaves out, and of the bonus' discounted sums; one set
+    for all environments, frozen in evaluation."""
+
+    def __init__(self, obs_size: int, num_envs: int, gamma: float, enabled: bool):
+        self.obs, self.returns = RunningMeanStd((obs_size,)), RunningMeanStd()
+        self.enabled, self.gamma, self.discounted = enabled, gamma, np.zeros(num_envs)
+
+    def observe(self, obs: np.ndarray, count: bool = False) -> np.ndarray:
+        """Normalises observations (N, D). Only training counts them, and only those that it acts on."""
+        if not self.enabled:
+            return obs.astype(np.float32)
+        if count:
+            self.obs.update(obs)
+        scaled = (obs - self.obs.mean) / np.sqrt(self.obs.var + 1e-8)
+        return scaled.clip(-CLIP_NORMALIZED, CLIP_NORMALIZED).astype(np.float32)
+
+    def bonus(self, novelty: np.ndarray) -> np.ndarray:
+        """Counts a rollout's novelty (T, N) and divides it by the standard deviation of its discounted sum so far,
+        which goes on at the end of an episode."""
+        sums = np.empty(novelty.shape)
+        for t, row in enumerate(novelty):
+            sums[t] = self.discounted = self.discounted * self.gamma + row
+        self.returns.update(sums.flatten())
+        return novelty / np.sqrt(self.returns.var + 1e-8)
+
+    def weights(self) -> dict[str, Tensor]:
+        """For RUN/model: the networks take (obs - obs_mean) / sqrt(obs_var + 1e-8), clipped."""
+        return {f"obs_{name}": self.obs.state_dict()[name] for name in ("mean", "var")} if self.enabled else {}
+
+    def state_dict(self) -> dict:
+        discounted = torch.tensor(self.discounted)
+        return {"obs": self.obs.state_dict(), "returns": self.returns.state_dict(), "discounted": discounted}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.obs.load_state_dict(state["obs"])
+        self.returns.load_state_dict(state["returns"])
+        self.discounted = state["discounted"].numpy()
+
+
+class Batch(NamedTuple):
+    """What one iteration learns from: T steps of N environments."""
+
+    obs: Tensor  # (T, N, D), normalised
+    actions: Tensor  # (T, N, A), before clipping
+    rewards: Tensor  # (T, N) float32
+    next_obs: Tensor  # like obs: what the step led to, before any reset
+    terminated: Tensor  # (T, N) bool
+    truncated: Tensor  # (T, N) bool
+    bonus: Tensor  # (T, N) float32, normalised: how new next_obs was
+    last_obs: Tensor  # (N, D), normalised: what the agent acts on next, after a reset, too
+    idle: Tensor | None = None  # (T, N) bool: steps of a native vector that only begin an episode; nothing to learn
+
+
+def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor, gamma: float,
+        gae_lambda: float) -> Tensor:  # fmt: skip
+    """Generalised advantages (arXiv 1506.02438, equation 16), all (T, N). Termination ends the bootstrap from
+    `next_values`, truncation does not; the recursion ends at both, because the next row is another episode."""
+    deltas = rewards + gamma * next_values * ~terminated - values
+    decay = gamma * gae_lambda * (~done).to(deltas)
+    advantages, last = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):
+        advantages[t] = last = deltas[t] + decay[t] * last
+    return advantages
+
+
+def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, next_obs: Tensor, old_logps: Tensor, advantages: Tensor,
+             returns: Tensor, old_values: Tensor, chosen: Tensor, args: Args) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Loss of one minibatch, to be minimised (equation 9 with the sign turned) and the predictor's beside it, and
+    (approx_kl, clip_fraction, entropy, novelty). obs (B, D), actions (B, A), returns and old_values (B, 2), the others
+    (B,). `chosen` are the rows that the predictor learns from."""
+    logps, entropy, values = agent(obs, actions)
+    log_ratio = logps - old_logps
+    ratio = log_ratio.exp()
+    if args.normalize_advantages:  # per minibatch, as CleanRL and SB3; the paper does not, and gradients scale with it
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
+    errors = (values - returns) ** 2
+    if args.clip_vloss:  # as baselines; arXiv 2006.05990 found that it hurts
+        near = old_values + (values - old_values).clamp(-args.clip_coef, args.clip_coef)
+        errors = torch.max(errors, (near - returns) ** 2)
+    loss = policy_loss - args.ent_coef * entropy.mean() + args.vf_coef * 0.5 * errors.sum(-1).mean()
+    novelty = agent.novelty(next_obs)
+    loss = loss + (novelty * chosen).sum() / chosen.sum().clamp(min=1)
+    with torch.no_grad():
+        outside = ((ratio - 1).abs() > args.clip_coef).float()
+        metrics = torch.stack([(ratio - 1 - log_ratio).mean(), outside.mean(), entropy.mean(), novelty.mean()])
+    return loss, metrics
+
+
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generator: torch.Generator, args: Args,
+           loss_function: Callable = ppo_loss) -> dict[str, float]:  # fmt: skip
+    """`update_epochs` passes over one rollout in minibatches. Returns metrics."""
+    with torch.no_grad():  # of the whole rollout at once, before the first epoch
+        old_logps, _, values = agent(batch.obs, batch.actions)
+        next_values = agent.value(batch.next_obs)[..., 0]  # truncated episodes, too; CleanRL treats them as terminated
+        done = batch.terminated | batch.truncated
+        extrinsic = gae(batch.rewards, values[..., 0], next_values, batch.terminated, done, args.gamma,
+                        args.gae_lambda)  # fmt: skip
+        # the bonus does not end with an episode: the first observation of the next one follows
+        following = torch.cat([values[1:, :, 1], agent.value(batch.last_obs)[None, :, 1]])
+        never = torch.zeros_like(done)
+        intrinsic = gae(batch.bonus, values[..., 1], following, never, never, args.int_gamma, args.gae_lambda)
+        returns = torch.stack([extrinsic, intrinsic], -1) + values
+        advantages = args.ext_coef * extrinsic + args.int_coef * intrinsic
+    used = slice(None) if batch.idle is None else ~batch.idle.flatten()
+    steps = (batch.obs, batch.actions, batch.next_obs, old_logps, advantages, returns, values)
+    rows = [x.flatten(0, 1)[used] for x in steps]
+    norms, epochs = [], 0
+    while epochs < args.update_epochs:
+        epochs += 1
+        order, metrics = torch.randperm(len(rows[0]), generator=generator, device=rows[0].device), []
+        chosen = torch.rand(len(rows[0]), generator=generator, device=rows[0].device) < args.update_proportion
+        for minibatch in zip(*(x[order].tensor_split(args.num_minibatches) for x in (*rows, chosen))):
+            loss, numbers = loss_function(agent, *minibatch, args)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            norms.append(nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm))
+            optimizer.step()
+            metrics.append(numbers)
+        approx_kl, clip_fraction, entropy, novelty = torch.stack(metrics).mean(0).tolist()
+        if args.target_kl is not None and approx_kl > args.target_kl:
+            break  # SB3 stops between minibatches, at 1.5 times --target-kl
+    *_, returns, values = rows
+    explained, explained_int = (1 - (returns - values).var(0) / returns.var(0).clamp(min=1e-12)).tolist()
+    return {"explained_variance": explained, "explained_variance_int": explained_int, "approx_kl": approx_kl,
+            "clip_fraction": clip_fraction, "entropy": entropy, "novelty": novelty,
+            "grad_norm": torch.stack(norms).mean().item(), "epochs": epochs}  # fmt: skip
+
+
+@torch.no_grad()
+def collect(agent: Agent, envs: Vector, obs: np.ndarray, statistics: Statistics,
+            generator: torch.Generator, step: int, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
+    """T steps of N environments from observations `obs` (N, ...), which the statistics have counted.
+
+    Returns a Batch, the observations to go on from, and (return, length) of the episodes that ended.
+    """
+    device, shape = generator.device, (args.num_steps, args.num_envs)
+    noise = agent.noise(shape, generator)
+    actions, episodes, current = [], [], statistics.observe(obs)
+    seen, next_obs = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
+    rewards, (terminated, truncated, idle) = np.empty(shape, np.float32), np.empty((3, *shape), bool)
+    for t in range(args.num_steps):
+        seen[t], idle[t] = current, envs.log.idle
+        actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
+        executed, now = agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
+        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed, now)
+        rewards[t] = reward
+        current = statistics.observe(obs, count=True)
+        next_obs[t] = statistics.observe(true_obs) if ended else current
+        episodes += ended
+    bonus = statistics.bonus(agent.novelty(torch.from_numpy(next_obs).to(device)).cpu().numpy()).astype(np.float32)
+    arrays = (seen, rewards, next_obs, terminated, truncated, bonus, current, idle)
+    seen, *others = (torch.from_numpy(array).to(device) for array in arrays)
+    return Batch(seen, torch.stack(actions), *others), obs.copy(), episodes
+
+
+def check(args: Args, space: gym.Space) -> None:
+    """Raises UserError for impossible settings."""
+    kinds = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
+    if not isinstance(space, kinds) or isinstance(space, gym.spaces.Box) and space.dtype.kind != "f":
+        wanted = "a Box of floats, Discrete, MultiDiscrete or MultiBinary"
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs {wanted}")
+    rows = args.num_envs * args.num_steps
+    least = 4 if args.vector == "native" else 2  # up to half of its rows are idle
+    if rows % args.num_minibatches or rows // args.num_minibatches < least:
+        parts = f"the {rows} rows of a rollout (num_envs * num_steps) into parts of at least {least}"
+        raise UserError(f"--num-minibatches {args.num_minibatches} must divide {parts}")
+    if args.total_timesteps < rows:
+        raise UserError(f"--total-timesteps {args.total_timesteps} is less than one rollout of {rows} steps")
+
+
+@torch.no_grad()
+def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor,
+                      generator: torch.Generator) -> np.ndarray:  # fmt: skip
+    """What utils.rollouts.evaluate calls: actions (N, A) of raw observations (N, ...)."""
+    normalized = torch.from_numpy(statistics.observe(obs)).to(generator.device)
+    return agent.to_env(agent.act(normalized, agent.noise((len(obs),), generator) * scale).cpu().numpy())
+
+
+def train(args: Args) -> list[dict]:
+    device = prepare(args)
+    make, obs_size, space = open_env(args)
+    kind = "continuous" if isinstance(space, gym.spaces.Box) else "discrete"
+    settings = resolve(args, PRESETS, kind)
+    check(args, space)
+    agent = Agent(obs_size, space, args.hidden_size, args.log_std_init).to(device)
+    statistics = Statistics(obs_size, args.num_envs, args.int_gamma, args.normalize)
+    act = partial(act_in_evaluation, agent, statistics)
+    score_agent = partial(evaluate, make, act, args.eval_episodes, args.seed, device)
+    if args.evaluate:
+        return score_saved(args, score_agent, agent=agent, statistics=statistics)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    loss_function = torch.compile(ppo_loss) if args.compile else ppo_loss
+    rollout = args.num_envs * args.num_steps
+    total = args.total_timesteps // rollout * rollout
+    run = Run(args, NAME, args.env_id, total, ("return", "eval/return", "explained_variance"), "total_timesteps",
+              schedule_depends_on_budget=args.anneal_lr)  # fmt: skip
+    run.print(settings)
+    envs = make_vector(make, args.num_envs, args.seed, args.vector)
+
+    def state() -> dict:
+        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": envs.log.state(obs),
+                "statistics": statistics.state_dict(), "generator": generator.get_state()}  # fmt: skip
+
+    step, obs = run.step, restore_vector(envs, run.state["envs"]) if run.state else reset_vector(envs)
+    if not run.restore(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator):
+        statistics.observe(obs, count=True)
+    while step < run.total:
+        start = time.perf_counter()
+        if args.anneal_lr:  # everywhere; the paper anneals for Atari only
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / run.total)
+
+        # collect
+        with run.saving(step, state(), rng_state()):
+            batch, obs, episodes = collect(agent, envs, obs, statistics, generator, step, args)
+        collected, step = time.perf_counter(), step + rollout
+
+        # update
+        columns = update(agent, optimizer, batch, generator, args, loss_function) | episode_columns(episodes)
+        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step),
+                    "time/collect": collected - start, "time/iteration": time.perf_counter() - start}  # fmt: skip
+
+        # evaluate
+        if run.due(step, args.eval_every):
+            with run.saving(step, state, columns=columns):
+                columns |= score_agent()
+        run.log(step, **columns)
+        run.end_step(step, state)
+
+    envs.close()
+    curves = {"return": ("return", "eval/return"), "explained variance": ("explained_variance",),
+              "entropy": ("entropy",), "novelty": ("novelty",)}  # fmt: skip
+    return run.finish(agent.state_dict() | statistics.weights(), curves, f"{TITLE} on {args.env_id}")
+
+
+if __name__ == "__main__":
+    main(Args, train)
