@@ -72,6 +72,7 @@ from utils.envs import (
     step_vector,
 )
 from utils.errors import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
+from utils.goals import find_goals, future, relabel
 from utils.replay import ReplayBuffer
 from utils.rollouts import evaluate, score_saved
 from utils.run import Run, crosses
@@ -187,45 +188,6 @@ def exploration(step: int, args: Args) -> float:
     return args.start_e + share * (args.end_e - args.start_e)
 
 
-class Goals(NamedTuple):
-    """Where flattened observations hold goals of G numbers, and what the environment says of n pairs of them."""
-
-    achieved: slice
-    desired: slice
-    reward: Callable  # achieved (n, G), desired (n, G) -> (n,)
-    terminated: Callable  # the same -> (n,) or one for all
-
-
-def find_goals(args: Args, make: Callable) -> Goals:
-    """Raises UserError where the environment has none."""
-    env = make().unwrapped
-    parts = getattr(env.observation_space, "spaces", {})
-    computes = hasattr(env, "compute_reward") and hasattr(env, "compute_terminated")
-    if set(parts) != {"achieved_goal", "desired_goal", "observation"} or not computes:
-        needed = "a dictionary of observation, achieved_goal and desired_goal, compute_reward and compute_terminated"
-        raise UserError(f"--env-id {args.env_id} has no goals: {TITLE} needs {needed}")
-    ends = np.cumsum([gym.spaces.flatdim(part) for part in parts.values()])
-    places = {name: slice(end - gym.spaces.flatdim(part), end) for (name, part), end in zip(parts.items(), ends)}
-    return Goals(places["achieved_goal"], places["desired_goal"], partial(env.compute_reward, info={}),
-                 partial(env.compute_terminated, info={}))  # fmt: skip
-
-
-def future(length: int, k: int, generator: torch.Generator) -> Tensor:
-    """For each step t of an episode k steps j of t .. length - 1, uniformly: (k, length), on the CPU."""
-    drawn = torch.rand(k, length, dtype=torch.float64, generator=generator, device=generator.device).cpu()
-    return torch.arange(length) + (drawn * torch.arange(length, 0, -1)).long()
-
-
-def relabel(episode: Transitions, later: Tensor, goals: Goals) -> Transitions:
-    """The T steps of an episode, on the CPU, as if step t had gone for what step later[t] achieved."""
-    achieved = episode.next_obs[:, goals.achieved]
-    goal, obs, next_obs = achieved[later], episode.obs.clone(), episode.next_obs.clone()
-    obs[:, goals.desired] = next_obs[:, goals.desired] = goal
-    rewards, terminated = (torch.tensor(np.broadcast_to(says(achieved.numpy(), goal.numpy()), len(goal)))[:, None]
-                           for says in (goals.reward, goals.terminated))  # fmt: skip
-    return Transitions(obs, episode.actions, rewards, terminated, next_obs)
-
-
 def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for impossible settings."""
     if not isinstance(space, gym.spaces.Discrete):
@@ -248,7 +210,7 @@ def train(args: Args) -> list[dict]:
     device = prepare(args)
     make, obs_size, space = open_env(args)
     check(args, space)
-    goals = find_goals(args, make)
+    goals = find_goals(args.env_id, make, TITLE)
     agent = Agent(obs_size, int(space.n), args).to(device)
     score_agent = partial(evaluate, make, lambda obs, scale, generator: space.start + act(
         agent, obs, args.end_e * scale, generator)[:, 0], args.eval_episodes, args.seed, device)  # fmt: skip

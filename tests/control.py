@@ -10,11 +10,11 @@ import torch
 from environments import Probe
 from helpers import command_line
 
-from algos import bc, c51, ddpg, dqn, dt, her, iql, ppo, sac, td3
+from algos import bc, c51, ddpg, dqn, dt, her, iql, ppo, rainbow, sac, td3
 from tests.specs import SPECS
 
 SCRIPTS = {"ppo": ppo, "sac": sac, "ddpg": ddpg, "td3": td3, "dqn": dqn}
-CHILDREN = {"c51": c51, "her": her}
+CHILDREN = {"c51": c51, "her": her, "rainbow": rainbow}
 OFFLINE = {"bc": bc, "iql": iql, "dt": dt}
 scripts = pytest.mark.parametrize("algo", SCRIPTS)
 WALK = ["--env-id", "environments:Walk-v0"]

@@ -85,7 +85,17 @@ class Goal(Hop):
         return (achieved_goal == desired_goal).all(-1) - 1.0
 
     def compute_terminated(self, achieved_goal, desired_goal, info):
+        assert achieved_goal.shape == desired_goal.shape == (1,), "of one pair, as in Gymnasium-Robotics' PointMaze"
         return False
+
+
+class Reach(Goal):
+    """Goal with Walk's actions."""
+
+    action_space = Walk.action_space
+
+    def step(self, action):
+        return super().step(action[0] / 2)
 
 
 def deep(state):
@@ -237,6 +247,7 @@ ACTIONS = {
 gym.register("Walk-v0", "environments:Walk", max_episode_steps=40)
 gym.register("Hop-v0", "environments:Hop", max_episode_steps=40)
 gym.register("Goal-v0", "environments:Goal", max_episode_steps=40)
+gym.register("Reach-v0", "environments:Reach", max_episode_steps=40)
 gym.register("Endless-v0", "environments:Walk", kwargs={"size": 1_000})
 gym.register("Bandit-v0", "environments:Bandit")
 gym.register("Toll-v0", "environments:Toll")

@@ -19,14 +19,14 @@ NUMBERS = {  # what the sentence says -> wrong numbers, for every script that ha
     "at least 1": "total-timesteps 0, num-envs 0, hidden-size 0, eval-episodes 0, save-every 0, keep 0, num-steps 0, "
     "num-minibatches 0, update-epochs 0, batch-size 0, buffer-size 0, utd-ratio 0, log-every 0, max-steps 0, "
     "context-length 0, max-episode-length 0, train-frequency 0, gradient-steps 0, target-network-frequency 0, "
-    "num-atoms 0, num-critics 0, subset-size 0, policy-frequency 0",
+    "num-atoms 0, n-step 0, num-critics 0, subset-size 0, policy-frequency 0",
     "at least 0": "eval-every -1, threads -1, ent-coef -0.1, vf-coef -1, learning-starts -1, temperature -1, "
     "online-steps -1, weight-decay -1, her-k -1, exploration-noise -0.1, policy-noise -1, noise-clip -1",
     "above 0": "learning-rate 0, clip-coef 0, max-grad-norm 0, target-kl 0, alpha 0, top-fraction 0, expectile 0, "
     "rtg-scale 0",
     "finite": "learning-rate nan, gamma nan, vf-coef inf, log-std-init nan, target-entropy nan, target-returns nan 1",
     "from 0 to 1": "gamma 1.1, gamma -0.1, gae-lambda 1.5, tau 1.5, tau -0.1, start-e 1.1, end-e -0.1, "
-    "exploration-fraction 2",
+    "exploration-fraction 2, prioritized-replay-alpha 1.1, prioritized-replay-beta -0.1",
     "below 1": "dropout 1, expectile 1",
     "at most 1": "top-fraction 1.1",
 }
@@ -65,6 +65,8 @@ OWN = {
         (f"{BANDIT} action=multibinary", "action space", "MultiBinary"),
         ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
         ("--subset-size 3", "--subset-size 3", "--num-critics 2"),
+        ("--her-k 2", "Pendulum-v1 has no goals: --her-k", "compute_terminated"),
+        ("--her-k 2 --env-id environments:Reach-v0 --record-dataset made", "--record-dataset", "give one of them"),
         ("--buffer-size 1000000000000000", "--buffer-size 1000000000000000", "36,000,000.0 GB"),
         *CONTROL,
     ],
@@ -91,6 +93,10 @@ OWN = {
     "c51": [
         ("--v-min 5 --v-max 5", "--v-min 5.0", "below --v-max"),
         ("--num-atoms 1", "--num-atoms 1", "at least 2"),
+    ],
+    "rainbow": [
+        ("--env-id Pendulum-v1", "Box", "Rainbow needs a Discrete one"),
+        ("--v-min 5 --v-max 5", "--v-min 5.0", "below --v-max"),
     ],
     "her": [
         ("--env-id CartPole-v1", "no goals", "compute_terminated"),
@@ -129,6 +135,7 @@ TRAINED = {
     "sac-walk": [*WALK, "--env-kwargs", "size=5"],
     "dqn-hop": [*walk("dqn"), "--env-kwargs", "size=5"],
     "c51-hop": walk("c51"),
+    "rainbow-hop": walk("rainbow"),
     "her": ["--env-kwargs", "n=5"],
     "ddpg-walk": [*WALK, "--env-kwargs", "size=5"],
     "td3-walk": [*WALK, "--env-kwargs", "size=5"],
@@ -223,6 +230,16 @@ def test_evaluate_needs_a_run(trained, tmp_path, capsys):
     shutil.rmtree(folder / "checkpoints")
     with user_error(capsys, str(folder), "no readable checkpoint"):
         command_line(ppo, "--evaluate", folder)
+
+
+@pytest.mark.parametrize("algo", [algo for algo in MODULES if {"buffer_size", "log_every"} <= options(algo)])
+def test_an_evaluation_between_two_rows_leaves_them_their_episodes(algo, tmp_path):
+    """The rows of --log-every count the same episodes whether or not there are evaluations between them."""
+    args = [*SMALL[algo], *walk(algo), "--env-kwargs", "max_episode_steps=7", "--log-every", 32, "--eval-every"]
+    plain, often = (metrics(new_run(MODULES[algo], tmp_path / str(every), *args, every)) for every in (0, 12))
+    rows, among = ([(row["step"], row["return"], row["length"]) for row in all_rows if "return" in row]
+                   for all_rows in (plain, often))  # fmt: skip
+    assert rows == among and len(rows) == 5 and len(often) > len(plain)
 
 
 def test_last_and_best_are_both_reported(trained, tmp_path, capsys):

@@ -11,13 +11,13 @@ from helpers import new_run
 from scipy import stats
 from test_exact_dqn import table
 
-from algos import her
+from algos import her, sac
 from utils.checkpoint import load_newest
 from utils.envs import make_env
 from utils.errors import UserError
 
 N = 4  # bits
-GOALS = her.find_goals(her.Args(), lambda: make_env("BitFlip-v0", (f"n={N}",)))
+GOALS = her.find_goals("BitFlip-v0", lambda: make_env("BitFlip-v0", (f"n={N}",)), "HER")
 
 
 # --- drawing and relabelling
@@ -38,7 +38,7 @@ def test_goals_are_of_the_future_uniformly():
 
 def test_relabelling_by_hand():
     """Three steps of two bits: 00 -> 10 -> 11 -> 01 for the goal 00. Achieved goal, goal, observation."""
-    goals = her.find_goals(her.Args(), lambda: make_env("BitFlip-v0", ("n=2",)))
+    goals = her.find_goals("BitFlip-v0", lambda: make_env("BitFlip-v0", ("n=2",)), "HER")
     places = torch.tensor([[0.0, 0], [1, 0], [1, 1], [0, 1]])
     seen = torch.cat([places, torch.zeros(4, 2), places], 1)
     episode = her.Transitions(
@@ -57,10 +57,10 @@ def test_relabelling_by_hand():
 
 def test_where_goals_are():
     assert (GOALS.achieved, GOALS.desired) == (slice(0, N), slice(N, 2 * N))
-    goal = her.find_goals(her.Args(), lambda: make_env("environments:Goal-v0"))
+    goal = her.find_goals("environments:Goal-v0", lambda: make_env("environments:Goal-v0"), "HER")
     assert (goal.achieved, goal.desired) == (slice(0, 1), slice(1, 2))
     with pytest.raises(UserError, match="CartPole-v1 has no goals: HER needs a dictionary"):
-        her.find_goals(her.Args(env_id="CartPole-v1"), lambda: make_env("CartPole-v1"))
+        her.find_goals("CartPole-v1", lambda: make_env("CartPole-v1"), "HER")
 
 
 # --- values in closed form
@@ -71,7 +71,7 @@ def test_updates_on_relabelled_steps_find_the_values_in_closed_form():
     the optimal values -(1 - gamma^(h - 1)) / (1 - gamma) at Hamming distance h; at the goal itself the way leads out
     and back, -1."""
     n, gamma, rows, generator = 3, 0.9, {}, torch.Generator().manual_seed(0)
-    goals = her.find_goals(her.Args(), lambda: make_env("BitFlip-v0", (f"n={n}",)))
+    goals = her.find_goals("BitFlip-v0", lambda: make_env("BitFlip-v0", (f"n={n}",)), "HER")
     for _ in range(40):
         actions = torch.randint(n, (30, 1), generator=generator)  # longer than episodes are: whatever is reached
         flips = torch.eye(n)[actions[:, 0]].cumsum(0)
@@ -106,6 +106,34 @@ class OneHot(torch.nn.Module):
 
 
 # --- train()
+
+
+def test_sac_stores_each_episode_and_its_hindsight(tmp_path):
+    """Episodes that terminate and that are cut off, each followed by three copies for places that were reached later in
+    it, with the rewards that are due there. What has not ended waits in the checkpoint."""
+    settings = ("--device cpu --env-id environments:Reach-v0 --env-kwargs max_episode_steps=6 --total-timesteps 240 "
+                "--num-envs 2 --learning-starts 40 --hidden-size 8 --batch-size 8 --eval-every 0 --eval-episodes 1 "
+                "--her-k 3").split()  # fmt: skip
+    folder = new_run(sac, tmp_path, *settings)
+    files = sorted((folder / "replay").iterdir())
+    rows = np.concatenate([np.fromfile(path, np.float32) for path in files]).reshape(-1, 11)
+    waiting = sum(len(path) for path in load_newest(folder / "checkpoints")["paths"])
+    assert len(rows) == 4 * (240 - waiting) and waiting < 12
+    blocks = np.split(rows, np.flatnonzero(rows[:, 3] == 0)[1:])  # the place in column 0, the goal in 1, the time in 3
+    lengths, exchanged = set(), 0
+    for episode, *copies in zip(*(blocks[i::4] for i in range(4)), strict=True):
+        close(episode[1:, :4], episode[:-1, 7:])
+        assert len(set(episode[:, 1])) == 1 and episode[-1, 6] == (abs(episode[-1, 9]) > 3) and len(episode) <= 6
+        close(episode[:, 5], -np.abs(episode[:, 9]) + (episode[:, 7] == episode[:, 1]) - 1, 1e-5)
+        lengths.add((len(episode), bool(episode[-1, 6])))
+        for copy in copies:
+            close(np.delete(copy, [1, 5, 6, 8], 1), np.delete(episode, [1, 5, 6, 8], 1))
+            close(copy[:, 1], copy[:, 8])
+            close(copy[:, 5], (copy[:, 7] == copy[:, 1]) - 1.0)
+            assert (copy[:, 6] == 0).all()
+            assert all(goal in episode[t:, 7] for t, goal in enumerate(copy[:, 1]))
+            exchanged += (copy[:, 1] != episode[:, 1]).sum()
+    assert {ended for _, ended in lengths} == {False, True} and exchanged
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -16,12 +16,12 @@ import pytest
 from helpers import ENVIRONMENT, SMALL, command_line, new_run
 from small_data import pendulum
 
-from algos import bc, c51, ddpg, dqn, dt, iql, ppo, ppo_lstm, ppo_mask, rnd, sac, td3
+from algos import bc, c51, ddpg, dqn, dt, iql, ppo, ppo_lstm, ppo_mask, rainbow, rnd, sac, td3
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "algos/README.md").read_text()
 SECTION = PAGE[PAGE.index("## Load a trained agent elsewhere") :]
-PPO, SAC, TD3, DQN, C51, OFFLINE, DT, MASK, LSTM = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[:9]
+PPO, SAC, TD3, DQN, C51, RAINBOW, OFFLINE, DT, MASK, LSTM = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[:10]
 SHORT = "max_episode_steps=40"
 WIDE = [
     "--env-id",
@@ -41,6 +41,7 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "td3": (TD3, td3, ["--env-kwargs", SHORT]),
     "dqn": (DQN, dqn, ["--learning-rate", "0.04"]),
     "c51": (C51, c51, ["--learning-rate", "0.04"]),
+    "rainbow": (RAINBOW, rainbow, ["--learning-rate", "0.04"]),
     "bc": (OFFLINE, bc, ["--dataset", "DATA"]),
     "iql": (OFFLINE, iql, ["--dataset", "DATA"]),
     "ppo_mask": (MASK, ppo_mask, ["--env-id", "Taxi-v4", "--env-kwargs", SHORT, "--learning-rate", "0.04"]),

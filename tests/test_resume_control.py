@@ -46,6 +46,7 @@ CASES = {  # name: SCRIPT-... -> arguments. Every run has 160 steps; episodes ar
     "sac-ensemble": f"{SHORT} --num-critics 3 --subset-size 2 --actor-q mean --policy-frequency 7 --layer-norm "
     "--dropout 0.2 --log-every 2",
     "sac-sde": f"{' '.join(WALK)} --sde 5",
+    "sac-her": "--env-id environments:Reach-v0 --her-k 3",
     "sac-cheetah": f"--env-id HalfCheetah-v5 {SHORT}",
     "sac-walk-async": f"{' '.join(WALK)} --vector async --buffer-size 100",
     "ddpg-pendulum": f"{SHORT} --log-every 48 --eval-every 0",
@@ -54,6 +55,8 @@ CASES = {  # name: SCRIPT-... -> arguments. Every run has 160 steps; episodes ar
     "dqn-cartpole": "--double",
     "dqn-hop-async": f"{' '.join(walk('dqn'))} --env-kwargs size=30 --vector async --buffer-size 100",
     "c51-cartpole": "",
+    "rainbow-cartpole": "",
+    "rainbow-hop-async": f"{' '.join(walk('rainbow'))} --env-kwargs size=30 --vector async --buffer-size 99 --n-step 5",
     "her-bitflip": "--env-kwargs n=40",
     "ppo_atari-breakout": "--env-id ALE/Breakout-v5 --env-kwargs max_num_frames_per_episode=320 --hidden-size 8",
     "ppo_mask-toll": "--env-id environments:Toll-v0 --env-kwargs action=multidiscrete --vector async",

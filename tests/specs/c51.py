@@ -58,7 +58,7 @@ SPEC = Spec(
     tests="exact_c51 exact_dqn command_line_control resume_control",
     curves={
         "c51-cartpole": Curve(
-            PARENT.curves["dqn-cartpole"].settings | dict(learning_rate=1e-3), "eval/return",
+            PARENT.curves["dqn-cartpole"].settings, "eval/return",
             numbers={"mean eval/return": "plain"},
         ),
     },

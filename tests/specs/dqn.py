@@ -85,8 +85,9 @@ SPEC = Spec(
     tests="exact_dqn parity_sb3_dqn problems command_line_control resume_control",
     curves={
         "dqn-cartpole": Curve(
-            dict(total_timesteps=20_000, learning_starts=500, hidden_size=64, learning_rate=2.3e-3,
-            target_network_frequency=32, eval_every=4000), "eval/return",
+            # at gamma 0.99 returns fall back after a peak, and seeds differ by a third of the mean
+            dict(total_timesteps=20_000, learning_starts=500, hidden_size=64, gamma=0.95, target_network_frequency=50,
+            eval_every=2000), "eval/return",
             numbers={"mean eval/return": "plain"},
         ),
     },

@@ -17,12 +17,12 @@ goal-in-one-observation-only: two places, one is forgotten; the target then asks
 + obs[:, goals.desired] = goal
 
 reward-of-the-old-goal: the goal is exchanged, the reward is kept
-- return Transitions(obs, episode.actions, rewards, terminated, next_obs)
-+ return Transitions(obs, episode.actions, episode.rewards, terminated, next_obs)
+- episode._replace(obs=obs, rewards=rewards, terminated=terminated, next_obs=next_obs)
++ episode._replace(obs=obs, terminated=terminated, next_obs=next_obs)
 
 end-of-the-old-goal: SB3's: the reward is computed again, the end is not
-- return Transitions(obs, episode.actions, rewards, terminated, next_obs)
-+ return Transitions(obs, episode.actions, rewards, episode.terminated, next_obs)
+- episode._replace(obs=obs, rewards=rewards, terminated=terminated, next_obs=next_obs)
++ episode._replace(obs=obs, rewards=rewards, next_obs=next_obs)
 
 goal-achieved-before-the-step: rewards are of the state that a step leads to
 -     achieved = episode.next_obs[:, goals.achieved]

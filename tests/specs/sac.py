@@ -171,7 +171,7 @@ SPEC = Spec(
     "Control",
     small="--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
           "--log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32",
-    tests="exact_sac exact_sde parity_sb3_sac collection command_line_control envs resume_control",
+    tests="exact_sac exact_sde exact_her parity_sb3_sac collection command_line_control envs resume_control",
     known=True,
     curves={
         "sac-pendulum": Curve(
@@ -206,7 +206,7 @@ SPEC = Spec(
         Recipe(
             "--sde 32", "DLR-RM/rl-baselines3-zoo, hyperparams/sac.yml (the paper's table was not read)",
             paper=dict(learning_rate=3e-4, total_timesteps=50_000, alpha=0.1, gamma=0.9999, tau=0.01, batch_size=512,
-                       hidden_size=64, sde=32, log_std_init=-3.67, learning_starts=0),
+                       buffer_size=50_000, hidden_size=64, sde=32, log_std_init=-3.67, learning_starts=0),
         ),
         Recipe(
             "--dropout 0.01", "TakuyaHiraoka/Dropout-Q-Functions..., KUCodebase (the paper's table was not read)",
@@ -220,6 +220,6 @@ SPEC = Spec(
                hidden_size=8, buffer_size=1000, log_every=16, eval_every=0, eval_episodes=1),
     noise=WALK,
     special={"alpha": ({}, 0.5), "buffer_size": ({}, 16), "subset_size": ({"num_critics": 3}, 2),
-             "log_std_init": ({"sde": 4}, -1.0)},
+             "log_std_init": ({"sde": 4}, -1.0), "her_k": ({"env_id": "environments:Reach-v0"}, 2)},
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

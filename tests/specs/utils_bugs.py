@@ -11,6 +11,7 @@ TESTS = {  # as Spec.tests
     "utils/engine.py": "engine",
     "utils/envs.py": "exact_ppo exact_sac envs images atari native offline_data command_line_control resume_control",
     "utils/evaluation.py": "exact_grpo runs rewards",
+    "utils/goals.py": "exact_her command_line_control",
     "utils/head.py": "invariance properties exact_grpo distributed",
     "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs architectures distributed",
     "utils/memory.py": "memory",
