@@ -46,6 +46,7 @@ class StandIn(ThreadingHTTPServer):
         self.model, self.lock, self.asked = copy.deepcopy(model).eval(), threading.Lock(), []
         self.config = {"logprobs_mode": "processed_logprobs", "max_model_len": 256}
         self.loading = self.reply = lambda x: x
+        self.adapters = []
 
     def answer(self, path: str, body: dict | None) -> tuple[int, dict]:
         self.asked.append((path, body))
@@ -59,13 +60,14 @@ class StandIn(ThreadingHTTPServer):
             arrived = AutoModelForCausalLM.from_pretrained(body["kwargs"]["weights_path"])
             self.model.load_state_dict(self.loading(arrived.state_dict()), strict=False)
             return 200, {"results": [None]}
-        if path == "/v1/load_lora_adapter" and body["load_inplace"]:
+        if path == "/v1/load_lora_adapter" and body["lora_name"] not in self.adapters:
             from peft import set_peft_model_state_dict
 
             tensors = self.loading(load_file(Path(body["lora_path"]) / "adapter_model.safetensors"))
             set_peft_model_state_dict(self.model, tensors)
+            self.adapters.append(body["lora_name"])
             return 200, {}
-        if path == "/v1/completions" and body["model"] in ("policy", "adapter"):
+        if path == "/v1/completions" and body["model"] in ("policy", *self.adapters[-1:]):
             return 200, {"choices": self.reply(self.complete(body))}
         return 404, {"error": {"message": f"there is no {path} for {body}"}}
 

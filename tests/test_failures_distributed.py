@@ -149,15 +149,16 @@ def test_a_reward_that_raises_on_rank_1(project, undisturbed):
     continued(project, folder, undisturbed)
 
 
+@pytest.mark.slow  # by default one of these runs in test_distributed.py
 @pytest.mark.parametrize(
     "words, sentence",
     [
         ("--task sort --num-prompts 4 --num-generations 4 --sample-batch-size 16", "--sample-batch-size"),
-        pytest.param("--num-prompts 0", "--num-prompts is 0", marks=pytest.mark.slow),
-        pytest.param("--model absent/folder", "--model absent/folder", marks=pytest.mark.slow),
-        pytest.param("--device cuda:0", "--device cuda:0", marks=pytest.mark.slow),
-        pytest.param("--resume absent", "absent", marks=pytest.mark.slow),
-        pytest.param("--reward absent.py:f", "absent.py", marks=pytest.mark.slow),
+        ("--num-prompts 0", "--num-prompts is 0"),
+        ("--model absent/folder", "--model absent/folder"),
+        ("--device cuda:0", "--device cuda:0"),
+        ("--resume absent", "absent"),
+        ("--reward absent.py:f", "absent.py"),
     ],
 )
 def test_wrong_input_is_said_once(words, sentence, tmp_path):

@@ -1,15 +1,18 @@
-"""Short runs of one process and of two, compared: tests/test_distributed.py starts this once, under torchrun.
+"""Short runs of one process and of two, compared: tests/test_distributed.py starts this once.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 tests/two_processes.py FOLDER
+    python tests/two_processes.py FOLDER
 
-A case is a run of three steps in up to three ways: alone (each process for itself, as if there were no other), with two
+A case is a run of three steps in up to three ways: alone (by one of the processes, as if there were no other), with two
 replicas, with two shards. FOLDER/results.json gets how far the ways are apart, case by case as soon as it is known.
+The second process is forked from the first one, which saves torchrun's start and the imports.
 """
 
 import contextlib
 import importlib
 import json
 import os
+import shutil
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -24,12 +27,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import utils.distributed
 import utils.lm
+from tests.engine_server import StandIn
 from utils.cli import saved_args
-from utils.distributed import on_rank_0, start, stop, whole
+from utils.distributed import on_rank_0, share, start, stop, together, whole
 from utils.models import TINY_MODEL
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else "")
-RANK = os.environ.get("RANK")  # also where a run believes to be alone
+RANK = "0"  # of this process, also where a run believes to be alone
+URL = ""  # of a sampling engine
 ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
 REWARDS = """
 def graded(completions, log_extra, log_metric, **_):
@@ -49,8 +54,16 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
     "ppo_lm": ONLINE | dict(num_generations=2, micro_batch_size=2, num_minibatches=2, sample_batch_size=4),
     "online_dpo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1),
     "sft": dict(
-        task=("sort",), batch_size=6, micro_batch_size=2, max_length=32, eval_every=0, warmup_steps=0, **ANSWERS
-    ),
+        model="untied",
+        task=("sort",),
+        batch_size=6,
+        micro_batch_size=2,
+        max_length=32,
+        warmup_steps=0,
+        eval_every=2,
+        eval_max_new_tokens=5,
+        sample_batch_size=16,  # one process evaluates, and a step follows
+    ),  # fmt: skip
     "dpo": OFFLINE | ANSWERS,
     "simpo": OFFLINE | ANSWERS,
     "orpo": OFFLINE | ANSWERS,
@@ -74,6 +87,7 @@ CASES = {script: (script, {}, BOTH) for script in SMALL} | {
     "xpo": ("online_dpo", dict(num_generations=4, xpo_alpha=0.1, sample_batch_size=8), BOTH),
     "shared critic": ("ppo_lm", dict(critic="shared"), BOTH),
     "float32 grpo": ("grpo", {}, BOTH),
+    "float32 engine": ("grpo", dict(sampler=True), BOTH),
     "float32 dpo": ("dpo", {}, BOTH),
 }
 RESUMED = {  # name -> how it began, how it went on
@@ -136,7 +150,7 @@ def train(script: str, way: str, settings: dict) -> dict:
         return joined
 
     folder = FOLDER / f"{way}-{RANK if way == 'alone' else 'both'}-{time.time_ns()}"
-    given = settings | dict(fsdp=way == "shards", output_dir=str(folder), threads=1, device="cpu", save_every=1)
+    given = settings | dict(fsdp=way == "shards", output_dir=str(folder), threads=1, device="cpu")
     seen = ALONE if way == "alone" else {}
     with (mock.patch.dict(os.environ, seen), mock.patch("utils.run.plot", lambda *_: None),
           mock.patch.object(torch.optim.AdamW, "step", noting_step),
@@ -144,7 +158,7 @@ def train(script: str, way: str, settings: dict) -> dict:
         history = module.train(module.Args(**given))
     found = {"rows": [{k: v for k, v in row.items() if not k.startswith("time/")} for row in history],
              "gradients": gradients, "tokens": tokens}  # fmt: skip
-    if RANK == "0":
+    if RANK == "0" or way == "alone":
         run = Path(given.get("resume") or next(folder.glob("*")))
         found |= {"run": run, "weights": {
             f"{path.parent.name}/{name}": tensor
@@ -178,47 +192,63 @@ def settings_of(script: str, more: dict) -> dict:
     settings = dict(model="tied", max_steps=3, eval_prompts=3, precision="float32", learning_rate=1e-2, seed=3)
     settings |= {} if script == "reward_model" else dict(eval_samples=2)
     settings |= SMALL[script] | dict(micro_batch_tokens=0) | more
+    settings |= dict(sampler=(URL,)) if "sampler" in settings else {}
     return settings | dict(model=str(FOLDER / settings["model"]))
 
 
-def main() -> None:
-    sys.stdout = open(os.devnull, "w")
-    results, begun = {}, time.perf_counter()
+def main(chosen: list[str]) -> None:
+    results, names, wholes = {}, [name for name in CASES if name in chosen or name == "grpo"], {}
 
     def note(name: str, result: dict) -> None:
         results[name] = result
         if RANK == "0":
-            (FOLDER / "results.json").write_text(json.dumps(results | {"seconds": time.perf_counter() - begun}))
+            (FOLDER / "results.json").write_text(json.dumps(results))
 
+    def run(name: str, way: str) -> dict:
+        with contextlib.nullcontext() if "float32" in name else in_float64():
+            return train(CASES[name][0], way, settings_of(*CASES[name][:2]))
+
+    alone = {name: run(name, "alone") for name in share(names)}
     utils.distributed.TIMEOUT = timedelta(seconds=60)  # ranks that wait for each other are soon found out
     start("cpu")
-    if RANK == "0":
-        make_inputs()
-    torch.distributed.barrier()
-    chosen = sys.argv[2:] or [*CASES, *RESUMED]
-    for name in (name for name in CASES if name in chosen):
-        script, more, ways = CASES[name]
-        settings = settings_of(script, more)
-        with contextlib.nullcontext() if "float32" in name else in_float64():
-            one = train(script, "alone", settings)
-            for way in ways:
-                two = train(script, way, settings)
-                if RANK == "0":
-                    note(f"{name}, {way}", compared(one, two))
+    alone = {name: one for part in together(lambda: alone) for name, one in part.items()}
+    for name in names:
+        found = {way: run(name, way) for way in CASES[name][2]}
+        wholes = wholes or found | {"alone": alone[name]}  # of grpo, the first
+        if RANK == "0":
+            for way in found:
+                note(f"{name}, {way}", compared(alone[name], found[way]))
     with in_float64():
-        settings = settings_of("grpo", {})
-        wholes = {way: train("grpo", way, settings) for way in ("alone", *BOTH)}
+        began = {}
+        for way in {way for name, (way, _) in RESUMED.items() if name in chosen}:
+            if way != "alone" or RANK == "0":
+                began[way] = train("grpo", way, settings_of("grpo", dict(max_steps=2))).get("run")
         for name in (name for name in RESUMED if name in chosen):
-            began, went_on = RESUMED[name]
-            before = train("grpo", began, settings | dict(max_steps=2))
-            run = on_rank_0(lambda: str(before["run"]))  # noqa: B023
-            if went_on == "alone" and RANK != "0":
-                continue
-            after = train("grpo", went_on, saved_args(Path(run)) | dict(resume=run, max_steps=3))
+            way, went_on = RESUMED[name]
+            resumed = FOLDER / name
+            on_rank_0(lambda: shutil.copytree(began[way], resumed))  # noqa: B023
+            if went_on != "alone" or RANK == "0":
+                after = train("grpo", went_on, saved_args(resumed) | dict(resume=str(resumed), max_steps=3))
             if RANK == "0":
                 note(name, compared(wholes[went_on], after) | {"beside one": compared(wholes["alone"], after)})
-    stop()
 
 
 if __name__ == "__main__":
-    main()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads that a fork would lose
+    make_inputs()
+    sys.stdout, parent = open(os.devnull, "w"), os.getpid()
+    server = StandIn(transformers.AutoModelForCausalLM.from_pretrained(FOLDER / "tied"))
+    server.timeout, URL = 0.5, server.url
+    if os.fork() == 0:  # two models in one process cannot be loaded at a time
+        while os.getppid() == parent:
+            server.handle_request()
+        os._exit(0)
+    child = os.fork()
+    os.environ["RANK"] = RANK = "0" if child else "1"
+    main(sys.argv[2:] or [*CASES, *RESUMED])
+    torch.distributed.barrier()
+    stop()
+    sys.exit(os.waitpid(child, 0)[1] if child else 0)

@@ -157,8 +157,9 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def sharded_parts(*models) -> list[tuple[str, Any]]:
-    """The modules that FSDP gathers as one, with their names. None has no parts."""
-    return [x for model in models if model is not None for x in model.named_modules() if hasattr(x[1], "unshard")]
+    """The modules that FSDP gathers as one, with their names. None has no parts. (peft's wrapper has all attributes of
+    what it wraps, its class has not.)"""
+    return [x for model in models if model is not None for x in model.named_modules() if hasattr(type(x[1]), "unshard")]
 
 
 def is_sharded(model) -> bool:
@@ -188,11 +189,16 @@ def shard_settings(device: torch.device, precision: str | None) -> dict:
 def keep_shards(*models) -> None:
     """How FSDP treats the shards in training: layers are gathered when they run, the rest stays gathered
     until the backward pass. Gradients are added up where FSDP would average them: our denominators are those of all
-    ranks. (The second setting: gloo cannot divide in a sum, and NCCL of torch 2.13 loses bfloat16 there.)"""
-    for name, module in sharded_parts(*models):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_reshard_after_forward(name.rpartition(".")[2].isdigit(), recurse=False)
+    ranks. (The second setting: gloo cannot divide in a sum, and NCCL of torch 2.13 loses bfloat16 there.) The backward
+    pass gathers the part before in advance: which one that is FSDP would guess from the passes so far, those without
+    gradients, too, of which ranks may have run different numbers."""
+    for model in models:
+        parts = sharded_parts(model)
+        for (_, before), (name, module) in zip([("", None), *parts], parts):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reshard_after_forward(name.rpartition(".")[2].isdigit(), recurse=False)
+            module.set_modules_to_backward_prefetch([before] if before else [])
 
 
 def at_rest(model) -> None:
@@ -210,6 +216,8 @@ def unsharded(*models) -> Iterator[None]:
     for module in parts:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
+    for root in (module for module in parts if hasattr(module, "tie_weights")):
+        root.tie_weights()  # FSDP has gathered them twice
     try:
         yield
     finally:

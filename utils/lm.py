@@ -184,7 +184,7 @@ def sample_all(model, prompts: list[list[int]], num_samples: int, max_new_tokens
 
     with unsharded(model):
         if engine:
-            engine.know(on_rank_0(lambda: engine.load(model)))
+            engine.servers = on_rank_0(lambda: engine.load(model))
         parts = {i: part for found in together(draw) for i, part in found.items()}
         if engine and temperature > 0:
             model.sampler_columns = on_rank_0(lambda: engine.check(model, temperature))

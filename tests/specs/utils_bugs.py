@@ -513,19 +513,19 @@ engine-keeps-a-view: on a CPU in float32 `.to` gives the tensor itself, which go
 + self.dtype)
 
 engine-never-perturbed: the start is said to be proven, with the weights that the server had
-- self.send(model, perturbed)
-+ self.send(model, {name: self.rounded(p) for name, p in trained(model)})
+- samples = probe(perturbed)
++ samples = probe(true)
 
 engine-stale-unnoticed: the rule is worked out and nobody asks
-- refuse_old(server, server.votes, "has older weights")
-+ significance(server.votes)
+- server.check_share(server.ways, "older weights")
++ sure(server.ways)
 
 engine-fixed-limit: a limit that suits the first model; of one step it sees nothing
-- distance(mine, score[rows]), FAR * max(server.noise, ROUNDING))
-+ distance(mine, score[rows]), 0.2)
+- distance(part, score, rows), FAR * max(server.noise, ROUNDING))
++ distance(part, score, rows), 0.2)
 
 engine-tied-head-as-one: two layers of one weight are taken for one, and a server may hold two
-- layer.weight = torch.nn.Parameter(old[name])
+- layer.weight = torch.nn.Parameter(old[name].to(p.device, p.dtype))
 + layer.weight = p
 
 engine-eos-dropped: the text has no EOS, and its tokens are taken to have none
@@ -565,12 +565,39 @@ engine-scored-at-one: the server divides by the temperature, the scorer does not
 + completion_logps(model, *prompts, *completions)
 
 engine-weights-not-put-back: the run goes on from perturbed weights
--             p.data = held.get(name, p.data)
+-             p.data = own.get(name, p.data)
 +             p.data = p.data
 
 engine-loaded-once: the weights of the start are sampled from for ever
 - if not self.now or any(not torch.equal(weights[name], self.now[name]) for name in weights):
 + if not self.now:
+
+engine-first-server-compared: where a batch has fewer prompts than there are servers, it is always the same one's
+- self.drawn, self.turn = None, self.turn + 1
++ self.drawn = None
+
+engine-adapter-in-place: the name stays, and vLLM reads what is loaded in place again for each token
+- server.name = Path(path).name
++ server.name = "adapter"
+
+engine-whole-step-is-half: any share below 1 is taken for old, which noise alone can be
+- if gone.sum() < whole.sum() / 2 and sure(whole - gone):
++ if gone.sum() < whole.sum() / 2:
+
+engine-large-steps-first: nats are added up, and those of the start are a thousand times those of a step
+- found[rows] / unit
++ found[rows]
+
+engine-noise-of-one: one completion decides, whatever the others say
+- values.sum() > Z * values.square().sum().sqrt()
++ values.sum() > Z * values.square().mean().sqrt()
+
+evaluated-by-one-rank: FSDP gathers in advance what it guesses from the passes so far, and ranks have run others
+-             module.set_modules_to_backward_prefetch([before] if before else [])
+
+gathered-twice: FSDP gathers tied weights for each of the two layers
+-         root.tie_weights()
++         pass
 
 engine-one-server-loaded: of several, the first
 -             for server in self.servers:
