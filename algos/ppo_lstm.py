@@ -29,15 +29,17 @@ Run
 
 Expect
     CartPole without velocities: 500, the maximum, from 16,000 to 24,000 steps on. After 24,576 steps with the rate
-    annealed to 0: 488 to 500 (5 seeds); ppo.py, which sees one moment at a time, 39 to 45 (benchmarks/effects.py).
+    annealed to 0: 488 to 500; ppo.py, which sees one moment at a time, 39 to 46; --no-memory 37 to 46 (10 seeds;
+    benchmarks/effects.py, ppo_lstm-cartpole).
     Recall-v0, four cues: all right from 25,000 steps on (2 seeds); ppo.py names a quarter of them, by chance (1 seed).
 
 Metrics
     As in ppo.py.
 
 Differences
-    - One LSTM for policy and value, as in CleanRL's ppo_atari_lstm.py. sb3-contrib has one for each by default, and
-      cuts rollouts into padded sequences, of which a minibatch holds some.
+    - One LSTM for policy and value, as in CleanRL's ppo_atari_lstm.py. sb3-contrib has one for each by default; where
+      it shares one, the value loss does not train it. It cuts rollouts into padded sequences, of which a minibatch
+      holds some.
     - The state before a rollout is not renewed in later epochs, though the weights that made it have changed; nor in
       CleanRL or sb3-contrib.
     - CleanRL treats truncation as termination. Here the last observation is bootstrapped from, with the state of its
