@@ -36,6 +36,19 @@ def sparse(completions, **_):
 def noisy(completions, **_):
     return [random.random() + numpy.random.rand() + torch.rand(()).item() for _ in completions]
 """
+ENVIRONMENTS = """
+import time
+class Graded:
+    def reset(self, row, seed):
+        self.turns = 0
+    def step(self, text):
+        self.turns += 1
+        return "+", sum(map(ord, text)) % 7 / 7, self.turns == 2
+class Slow(Graded):
+    def step(self, text):
+        time.sleep(0.01)
+        return super().step(text)
+"""
 TEMPLATE = (
     "{{ mark }}{% for m in messages %}{{ '=' if m.role == 'system' else 'C' if m.role == 'user' else 'S' }}"
     "{{ m.content }}{% endfor %}{% if add_generation_prompt %}S{% endif %}"
@@ -86,6 +99,7 @@ def world() -> Path:
         tokenizer.save_pretrained(folder / name)
     (folder / "tiny").symlink_to(REPO / "utils" / "tiny_model")
     (folder / "rewards.py").write_text(REWARDS)
+    (folder / "turns.py").write_text(ENVIRONMENTS)
     rows = [{"prompt": f"S{i}:", "question": f"S{i}{i}:", "completion": f"{i}"} for i in range(10, 30)]
     (folder / "rows.jsonl").write_text(jsonl(rows))
     rows = [{"prompt": f"S{i}:", "chosen": f"{i}", "rejected": f"{i + 1}", "margin": i} for i in range(10, 30)]

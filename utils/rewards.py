@@ -25,9 +25,9 @@ class Scored(NamedTuple):
     extra: dict[str, list]  # columns that reward functions attached to the samples by log_extra
 
 
-def load_function(spec: str, loaded: dict[Path, ModuleType]) -> Callable:
+def load_function(spec: str, loaded: dict[Path, ModuleType], flag: str = "--reward") -> Callable:
     """`file.py:name` or `package.module:name`; a file that is in `loaded` is not run again, so its functions share what
-    it holds. Raises UserError where there is no such file or function."""
+    it holds. flag: which one named it. Raises UserError where there is no such file or function."""
     source, _, name = spec.rpartition(":")
     if not source:
         right = "write FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a reward model's folder or hub name"
@@ -35,7 +35,7 @@ def load_function(spec: str, loaded: dict[Path, ModuleType]) -> Callable:
     if source.endswith(".py"):
         path = Path(source).expanduser().resolve()
         if not path.is_file():
-            raise UserError(f"--reward {spec}: there is no file {path}")
+            raise UserError(f"{flag} {spec}: there is no file {path}")
         if path not in loaded:
             module_spec: Any = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
             loaded[path] = importlib.util.module_from_spec(module_spec)
@@ -48,10 +48,10 @@ def load_function(spec: str, loaded: dict[Path, ModuleType]) -> Callable:
             with users_imports(Path.cwd()):
                 module = importlib.import_module(source)
         except ModuleNotFoundError as error:
-            raise UserError(f"--reward {spec}: there is no module {source} ({error})") from error
+            raise UserError(f"{flag} {spec}: there is no module {source} ({error})") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise UserError(f"--reward {spec}: {source} has no function {name}")
+        raise UserError(f"{flag} {spec}: {source} has no function {name}")
     return function
 
 

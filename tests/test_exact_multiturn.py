@@ -1,0 +1,600 @@
+"""grpo_multiturn.py: two turns by enumeration, nothing learnt from observations, one turn is grpo.py bit for bit, and
+what happens between two turns."""
+
+import itertools
+import math
+import time
+
+import pytest
+import torch
+import transformers
+from tiny_runs import train as tiny_train
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from algos import grpo_multiturn
+from algos.grpo_multiturn import Args, Batch, Episodes, play, update
+from utils.errors import UserError
+from utils.lm import Samples, completion_logps, pad_left
+from utils.models import TINY_MODEL
+from utils.tasks import countdown_score
+from utils.turns import (
+    BUILT_IN,
+    Calculator,
+    Guess,
+    around,
+    encode_observation,
+    load_environment,
+    results,
+    stop_ids,
+    transcript,
+    until_stop,
+)
+
+A, B, PLUS, MINUS, START = 3, 4, 13, 14, 21  # "0", "1", "+", "-", "C" of the tiny tokenizer
+
+
+def small_model(seed: int = 0) -> GPT2LMHeadModel:
+    """In float64 it computes in float64, which Llama's norm does not."""
+    torch.manual_seed(seed)
+    config = GPT2Config(vocab_size=23, n_positions=64, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3,
+                        bos_token_id=1, eos_token_id=1, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
+
+
+def arguments(**more) -> Args:
+    defaults = dict(device="cpu", precision="float32", num_prompts=2, num_generations=4, sample_batch_size=64,
+                    micro_batch_size=64, micro_batch_tokens=0, max_completion_length=4, max_total_length=60, beta=0.0,
+                    max_turns=3, max_grad_norm=1e9, scale_rewards="none", aggregation="constant")  # fmt: skip
+    return Args(**defaults | more)
+
+
+def batch_of(model, episodes: list[tuple[list[int], list[int], list[bool]]], rewards: list[float]):
+    """Batch and own mask of episodes (prompt, tokens, own), one for each prompt's row; log-probabilities of the model,
+    one episode at a time."""
+    width = max(len(tokens) for _, tokens, _ in episodes)
+    prompts = [list(prompt) for prompt, _ in itertools.groupby(episodes, lambda e: tuple(e[0]))]
+    padded = lambda rows, fill: torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])  # noqa: E731
+    logps = []
+    for prompt, tokens, own in episodes:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+        logps.append([logits[len(prompt) + t - 1, token].item() * own[t] for t, token in enumerate(tokens)])
+    samples = Samples(*pad_left(prompts, "cpu"), padded([t for _, t, _ in episodes], 0),
+                      padded([[True] * len(t) for _, t, _ in episodes], False),
+                      padded(logps, 0.0).to(model.dtype), torch.ones(len(episodes), dtype=torch.bool))  # fmt: skip
+    return Batch(samples, torch.tensor(rewards, dtype=model.dtype), None), padded([o for *_, o in episodes], False)
+
+
+def gradient_of_update(model, batch, own, **more) -> torch.Tensor:
+    """What one update by gradient ascent at rate 1 adds to the weights."""
+    before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    update(model, torch.optim.SGD(model.parameters(), 1.0), batch, own, arguments(**more))
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    model.load_state_dict(saved)
+    return after - before
+
+
+@pytest.mark.usefixtures("float64")
+def test_two_turns_by_enumeration():
+    """A policy over two tokens, two turns of one token, an observation between them that depends on the first. The
+    expected update over all pairs of episodes is (G - 1) / (G L) times the gradient of the expected reward."""
+    model = small_model().double()
+    prompt, tokens = [START], (A, B)
+    reward = {(A, A): 0.3, (A, B): -1.0, (B, A): 2.0, (B, B): 0.5}
+    restricted = torch.full((23,), -1e9, dtype=torch.float64)
+    restricted[list(tokens)] = 0.0
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output + restricted)
+
+    def episode(first: int, second: int) -> list[int]:
+        return [first, PLUS if first == A else MINUS, second]
+
+    def probabilities() -> dict[tuple[int, int], torch.Tensor]:
+        found = {}
+        for pair in itertools.product(tokens, repeat=2):
+            logp = model(input_ids=torch.tensor([prompt + episode(*pair)])).logits[0].log_softmax(-1)
+            found[pair] = (logp[0, pair[0]] + logp[2, pair[1]]).exp()
+        return found
+
+    chances, own, moved = probabilities(), [True, False, True], 0.0
+    assert sum(chances.values()).item() == pytest.approx(1.0, abs=1e-12)
+    expected = torch.autograd.grad(sum(chances[pair] * reward[pair] for pair in chances), list(model.parameters()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo_multiturn, "completion_logps", plain_logps)  # which calls the head, and so its hook
+        for one, other in itertools.product(chances, repeat=2):
+            batch, mask = batch_of(model, [(prompt, episode(*pair), own) for pair in (one, other)],
+                                   [reward[one], reward[other]])  # fmt: skip
+            weight = (chances[one] * chances[other]).item()
+            moved += weight * gradient_of_update(model, batch, mask, num_generations=2, max_turns=2,
+                                                 max_completion_length=1)  # fmt: skip
+    torch.testing.assert_close(moved, torch.cat([g.flatten() for g in expected]) / 2 / 2, rtol=0, atol=1e-12)
+    assert moved.norm() > 0.01
+
+
+def plain_logps(model, prompt_ids, prompt_mask, ids, mask, temperature):
+    """completion_logps for prompts without padding, by one plain pass."""
+    repeats = len(ids) // len(prompt_ids)
+    whole = torch.cat([prompt_ids.repeat_interleave(repeats, 0), ids], 1)
+    logits = model(input_ids=whole).logits[:, prompt_ids.shape[1] - 1 : -1] / temperature
+    logp = logits.log_softmax(-1)
+    return logp.gather(2, ids[:, :, None])[..., 0], -(logp.exp() * logp).sum(-1).detach()
+
+
+EPISODES = [
+    ([START, 4, 5], [A, B, PLUS, PLUS, 6, 1], [True, True, False, False, True, True]),
+    ([START, 4, 5], [7, MINUS, 8], [True, False, True]),
+    ([START, 9], [A, 1, 22, 5, B], [True, True, False, False, True]),
+    ([START, 9], [B], [True]),
+]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
+def test_the_gradient_at_observations_is_0(monkeypatch, aggregation):
+    """Exactly, also of the KL penalty; at every own token it is not."""
+    kept = []
+
+    def noting(*inputs):
+        logps, entropy = completion_logps(*inputs)
+        logps.retain_grad()
+        kept.append(logps)
+        return logps, entropy
+
+    monkeypatch.setattr(grpo_multiturn, "completion_logps", noting)
+    model = small_model().double()
+    batch, own = batch_of(model, EPISODES, [1.0, 0.0, 0.25, 1.0])
+    batch = batch._replace(ref_logps=batch.samples.logps - 0.5)
+    columns = {}
+    for ref in (-0.5, -0.9):  # where the environment wrote, the reference says what it likes
+        other = torch.where(own, batch.samples.logps - 0.5, ref)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        columns[ref] = update(model, optimizer, batch._replace(ref_logps=other), own,
+                              arguments(num_generations=2, beta=0.3, aggregation=aggregation))  # fmt: skip
+    assert columns[-0.5] == columns[-0.9]
+    for logps in kept:
+        assert (logps.grad[~own] == 0).all() and (logps.grad[own] != 0).all()
+    # no metric counts them
+    model.eval()
+    entropies = completion_logps(model, *batch.samples[:4])[1]
+    assert columns[-0.5]["entropy"] == pytest.approx(entropies[own].mean().item(), abs=1e-12)
+    assert columns[-0.5]["kl"] == pytest.approx(math.exp(-0.5) - 1 + 0.5, abs=1e-12)
+    assert columns[-0.5]["sampler_gap"] < 1e-12
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
+def test_the_update_from_the_formula(aggregation):
+    """Weights by own tokens alone; the gradient of each own token's log-probability by a plain pass."""
+    model, rewards = small_model().double(), [1.0, 0.0, 0.25, 1.0]
+    batch, own = batch_of(model, EPISODES, rewards)
+    moved = gradient_of_update(model, batch, own, num_generations=2, aggregation=aggregation)
+    objective, tokens = 0.0, sum(sum(mask) for *_, mask in EPISODES)
+    for i, (prompt, ids, mask) in enumerate(EPISODES):
+        logp = model(input_ids=torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
+        total = sum(logp[len(prompt) + t - 1, token] for t, token in enumerate(ids) if mask[t])
+        advantage = rewards[i] - sum(rewards[i // 2 * 2 : i // 2 * 2 + 2]) / 2
+        weight = {"sequence": 1 / (4 * sum(mask)), "token": 1 / tokens, "constant": 1 / (4 * 3 * 4)}[aggregation]
+        objective = objective + weight * advantage * total
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(objective, list(model.parameters()))])
+    torch.testing.assert_close(moved, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+def test_ragged_rows_equal_each_row_alone():
+    """The update of all rows is the sum of those of the groups; micro-batches change nothing."""
+    model, rewards = small_model().double(), [1.0, 0.0, 0.25, 1.0]
+    whole = gradient_of_update(model, *batch_of(model, EPISODES, rewards), num_generations=2)
+    parts = [gradient_of_update(model, *batch_of(model, EPISODES[i : i + 2], rewards[i : i + 2]), num_generations=2)
+             for i in (0, 2)]  # fmt: skip
+    torch.testing.assert_close(whole, sum(parts) / 2, rtol=0, atol=1e-12)
+    for more in dict(micro_batch_size=1), dict(micro_batch_size=2), dict(micro_batch_tokens=9):
+        again = gradient_of_update(model, *batch_of(model, EPISODES, rewards), num_generations=2, **more)
+        torch.testing.assert_close(whole, again, rtol=0, atol=1e-12)
+
+
+def test_masked_episodes_teach_nothing():
+    model = small_model()
+    batch, own = batch_of(model, EPISODES, [1.0, 0.0, 0.25, 1.0])
+    batch = batch._replace(samples=batch.samples._replace(ended=torch.zeros(4, dtype=torch.bool)))
+    assert gradient_of_update(model, batch, own, num_generations=2).abs().sum() > 0
+    assert gradient_of_update(model, batch, own, num_generations=2, mask_truncated_completions=True).abs().sum() == 0
+
+
+class OneTurn:
+    """Countdown as grpo.py has it."""
+
+    def reset(self, row, seed):
+        self.row = row
+
+    def step(self, text):
+        return "", countdown_score(self.row, text)["reward"], True
+
+
+def test_one_turn_is_grpo_bit_for_bit(tmp_path, monkeypatch):
+    """Metrics and weights of whole runs, evaluation included."""
+    monkeypatch.setitem(BUILT_IN, "one", OneTurn)
+    shared = dict(model="@tiny", task="countdown", max_steps=2, num_prompts=6, num_generations=4, learning_rate=1e-3,
+                  eval_prompts=3, eval_samples=2, eval_every=0, sample_batch_size=8, micro_batch_size=8, beta=0.1,
+                  max_completion_length=12, num_iterations=2, aggregation="constant", temperature=1.2,
+                  micro_batch_tokens=0)  # fmt: skip
+    ours, *_ = tiny_train("grpo_multiturn", shared | dict(environment="one", max_turns=1), tmp_path / "ours")
+    theirs, *_ = tiny_train("grpo", shared, tmp_path / "theirs")
+    for one, other in zip(ours, theirs, strict=True):
+        # here an episode that its budget cut is over, too: in both, truncated counts it
+        names = {name for name in other if not name.startswith("time/")}
+        assert {name: one[name] for name in names} == {name: other[name] for name in names}
+    assert ours[-1]["truncated"] > 0 and ours[-1]["grad_norm"] > 0
+    weights = [sorted((tmp_path / who).glob("*/model/model.safetensors"))[0].read_bytes() for who in ("ours", "theirs")]
+    assert weights[0] == weights[1]
+
+
+class Scripted:
+    """Answers that the test sets, turn by turn: an observation, a reward, done; or something to be called."""
+
+    answers: list = []
+    opening = None
+    stop: tuple = ()
+
+    def reset(self, row, seed):
+        self.turn, self.seed = 0, seed
+        return self.opening
+
+    def step(self, text):
+        answer = self.answers[min(self.turn, len(self.answers) - 1)]
+        self.turn += 1
+        return answer(text) if callable(answer) else answer
+
+
+ROWS = [{"prompt": "C12:"}, {"prompt": "S3:"}]
+
+
+def played(tokenizer, answers: list, model=None, rows=ROWS, stop=(), opening=None, **more) -> Episodes:
+    made = type("Made", (Scripted,), dict(answers=answers, stop=stop, opening=opening))
+    args = arguments(**more)
+    return play(model or small_model(), tokenizer, made, rows, args.num_generations, 1.0, (1, "test"), args)
+
+
+def parts_of(episodes: Episodes, i: int) -> list[tuple[bool, list[int]]]:
+    """(own or not, tokens) of the row, piece by piece."""
+    mask = episodes.samples.completion_mask[i]
+    pairs = zip(episodes.own[i][mask].tolist(), episodes.samples.completion_ids[i][mask].tolist())
+    return [(own, [token for _, token in group]) for own, group in itertools.groupby(pairs, lambda pair: pair[0])]
+
+
+def test_what_is_trained_is_what_was_sampled(tokenizer):
+    """The sampler's log-probability of every own token is the scorer's, given the observations before it."""
+    model = small_model()
+    episodes = played(tokenizer, [("+-", 0.5, False)], model, max_turns=3, max_completion_length=3)
+    samples = episodes.samples
+    logps, _ = completion_logps(model, *samples[:4])
+    torch.testing.assert_close(logps[episodes.own], samples.logps[episodes.own], rtol=0, atol=1e-5)
+    assert (samples.logps[~episodes.own] == 0).all() and not (episodes.own & ~samples.completion_mask).any()
+    observations = samples.completion_mask & ~episodes.own
+    assert observations.any() and set(samples.completion_ids[observations].tolist()) == {PLUS, MINUS}
+    assert len(set(episodes.turns)) > 1
+    expected = torch.tensor([0.5 * turns for turns in episodes.turns])
+    assert torch.equal(episodes.rewards, expected)
+    for i, turns in enumerate(episodes.turns):
+        pieces = parts_of(episodes, i)
+        assert [own for own, _ in pieces] == [n % 2 == 0 for n in range(2 * turns - 1)]
+        assert all(tokens[-1] == 1 for own, tokens in pieces[:-1] if own)  # a turn's EOS is the policy's own
+
+
+def test_three_truncations_are_told_apart(tokenizer):
+    every = dict(stop=tuple("0123456789+-*/=,:CS"))  # every token but the special ones ends a turn
+    for more, answer, why in (
+        (dict(max_turns=2), ("+", 0.0, False), "turns"),
+        (dict(max_total_length=9, max_turns=3), ("++", 0.0, False), "total"),
+        (dict(max_turns=2), ("+", 1.0, True), ""),
+    ):
+        episodes = played(tokenizer, [answer], max_completion_length=1, **every, **more)
+        kinds = {cut for cut in episodes.cut if cut != "turn"}  # <pad> and <unk> end nothing
+        assert kinds == {why}
+        assert episodes.samples.ended.tolist() == [cut == "" for cut in episodes.cut]
+    for done in False, True:  # whatever the environment makes of a turn that was cut off
+        episodes = played(tokenizer, [("", 0.5, done)], max_completion_length=2)
+        cut = [why == "turn" for why in episodes.cut]
+        assert any(cut) and not episodes.samples.ended[cut].any() and (episodes.rewards >= 0.5).all()
+
+
+def test_an_episode_stays_within_its_length(tokenizer):
+    """Not even one turn goes beyond it, and the observation that would is left out."""
+    total = 12
+    episodes = played(tokenizer, [("+" * 3, 0.0, False)], max_total_length=total, max_completion_length=2, max_turns=9,
+                      stop=tuple("0123456789+-*/=,:CS"))  # fmt: skip
+    lengths = episodes.samples.prompt_mask.sum(1).repeat_interleave(4) + episodes.samples.completion_mask.sum(1)
+    assert lengths.max() <= total and "total" in episodes.cut
+    last = episodes.samples.completion_mask.sum(1) - 1
+    assert episodes.own[range(8), last].all()  # every episode ends with a turn
+    lone = played(tokenizer, [("+" * 500, 0.0, False)], max_completion_length=1, stop=tuple("0123456789+-*/=,:CS"))
+    assert set(lone.cut) <= {"total", "turn"} and set(lone.turns) == {1}
+
+
+@pytest.mark.parametrize("answer, words", [
+    (lambda text: 1 / 0, "ZeroDivisionError"),
+    (lambda text: time.sleep(30), "TimeoutError"),
+    (("+" * 10**6, 1.0, False), "1000000 characters"),
+])  # fmt: skip
+def test_an_environment_that_fails_ends_its_episode(tokenizer, capsys, answer, words):
+    """With the rewards of the turns before; the others go on."""
+    calls = []
+
+    def second(text):
+        calls.append(text)
+        return answer(text) if len(calls) == 1 and callable(answer) else answer if len(calls) == 1 else ("", 2.0, True)
+
+    start = time.perf_counter()
+    episodes = played(tokenizer, [("+", 0.25, False), second], max_completion_length=1, environment_seconds=0.3,
+                      stop=tuple("0123456789+-*/=,:CS"))  # fmt: skip
+    assert time.perf_counter() - start < 10
+    assert episodes.cut.count("fault") == 1 and words in capsys.readouterr().err
+    failed = episodes.cut.index("fault")
+    assert episodes.rewards[failed] == 0.25 and not episodes.samples.ended[failed]
+    others = [r for r, cut in zip(episodes.rewards.tolist(), episodes.cut) if cut == ""]
+    assert others and set(others) == {2.25}
+
+
+def test_a_call_that_hangs_is_made_once():
+    """What comes behind it is called by another thread, each call once and in order."""
+    made = []
+
+    def call(i):
+        made.append(i)
+        time.sleep(0.4 if i == 1 else 0)
+        return i
+
+    found = results([lambda i=i: call(i) for i in range(4)], 0.1)
+    time.sleep(0.5)
+    assert [found[0], *found[2:]] == [0, 2, 3] and isinstance(found[1], TimeoutError) and made == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("answer", [None, ("", "much", True), (3, 1.0, True), ("", math.nan, True), ("", 1.0)])
+def test_an_answer_that_is_none_is_an_error(tokenizer, answer):
+    with pytest.raises(UserError, match="step of --environment returned"):
+        played(tokenizer, [lambda text: answer])
+
+
+def test_episodes_of_a_group_share_their_seed_and_opening(tokenizer):
+    seeds = []
+
+    class Seeded(Scripted):
+        def reset(self, row, seed):
+            seeds.append((row["prompt"], seed))
+            return "12"
+
+        def step(self, text):
+            return "", 0.0, True
+
+    args = arguments()
+    episodes = play(small_model(), tokenizer, Seeded, ROWS, 4, 1.0, (1, "test"), args)
+    assert len(set(seeds)) == 2 and seeds == sorted(seeds, key=lambda s: s[0])
+    prompts = [ids[mask].tolist() for ids, mask in zip(*episodes.samples[:2])]
+    assert prompts == [tokenizer(text)["input_ids"] for text in ("C12:12", "S3:12")]
+    play(small_model(), tokenizer, Seeded, ROWS, 1, 1.0, (2, "test"), args)
+    assert seeds[-1][1] != seeds[4][1]  # another step, another game
+
+    class Drawn(Seeded):
+        def reset(self, row, seed):
+            return str(next(count))
+
+    count = itertools.count()
+    with pytest.raises(UserError, match="answers equal rows and seeds differently"):
+        play(small_model(), tokenizer, Drawn, ROWS, 2, 1.0, (1, "test"), args)
+
+
+def test_turns_draw_new_numbers(tokenizer):
+    """Turns that were drawn by equal streams from equal states would repeat each other."""
+    model = small_model()
+    usual = torch.zeros(23)
+    usual[[0, 2, 22]] = -99.0  # <pad>, <unk> and what has no text end no turn: so every row goes on
+    model.lm_head.register_forward_hook(lambda module, inputs, output: 0 * output + usual)
+    episodes = played(tokenizer, [("", 0.0, False)], model, rows=ROWS[:1], num_generations=32, max_turns=2,
+                      max_completion_length=1, stop=tuple("0123456789+-*/=,:CS"))  # fmt: skip
+    assert episodes.turns == [2] * 32
+    assert sum(first == second for first, second, *_ in episodes.samples.completion_ids.tolist()) < 16
+
+
+def test_blank_observations_say_nothing(tokenizer):
+    answer = lambda text: ("+-" if "1" in text else "-+", 0.0, False)  # noqa: E731
+    more = dict(max_completion_length=1, stop=tuple("0123456789+-*/=,:CS"), blank_observations=True)
+    blank = played(tokenizer, [answer], **more)
+    observations = blank.samples.completion_mask & ~blank.own
+    assert observations.any() and set(blank.samples.completion_ids[observations].tolist()) == {1}
+
+
+# --- text and tokens ---
+
+
+def two_ways() -> PreTrainedTokenizerFast:
+    """A tokenizer with two encodings of "ab": it writes [ab], and a model may sample [a, b]."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocabulary = {"<eos>": 0, "a": 1, "b": 2, "ab": 3, "x": 4, "bx": 5}
+    raw = Tokenizer(models.BPE(vocabulary, [("a", "b"), ("b", "x")]))
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<eos>")
+
+
+def test_own_tokens_are_never_encoded_again():
+    """Where a model samples [a, b], [a, b] is trained, though the text is [ab]; and nothing merges with the x of an
+    observation, though "bx" is a token."""
+    tokenizer = two_ways()
+    assert tokenizer("ab")["input_ids"] == [3] and tokenizer("bx")["input_ids"] == [5]
+    config = LlamaConfig(vocab_size=6, hidden_size=8, intermediate_size=8, num_hidden_layers=1, eos_token_id=0,
+                         num_attention_heads=1, max_position_embeddings=64)  # fmt: skip
+    model = LlamaForCausalLM(config)
+    favour = torch.tensor([-9.0, 5, 5, -9, -9, -9])
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output * 0 + favour)
+    seen = []
+    answer = lambda text: seen.append(text) or ("x", 0.0, False)  # noqa: E731
+    episodes = played(tokenizer, [answer], model, rows=[{"prompt": "x"}], num_generations=16, stop=("ab",),
+                      max_turns=2, max_completion_length=8)  # fmt: skip
+    for i in range(16):
+        pieces = parts_of(episodes, i)
+        assert all(set(tokens) <= {1, 2} for own, tokens in pieces if own)
+        assert all(tokens == [4] for own, tokens in pieces if not own)
+        for own, tokens in pieces:
+            if own and tokenizer.decode(tokens).endswith("ab"):
+                assert tokens[-2:] == [1, 2] and tokenizer.decode(tokens).count("ab") == 1
+    assert any(turns == 2 for turns in episodes.turns)
+    assert all(text.count("ab") <= 1 for text in seen)
+
+
+def test_stop_strings(tokenizer):
+    assert stop_ids(two_ways(), ("b",)) == [2, 3, 5]  # whole tokens that hold it
+    assert stop_ids(tokenizer, ("=",)) == tokenizer("=")["input_ids"] and stop_ids(tokenizer, ()) == []
+    tokens = tokenizer("12=34=5")["input_ids"]
+    assert [until_stop(tokens, tokenizer, stop) for stop in (("=3",), ("=",), ("9",), (), ("1",), ("=5",))] == [
+        4, 3, 0, 0, 1, 7,
+    ]  # fmt: skip
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<eos>' if false }}{{ 'S' if m.role == 'user' else 'C' if m.role == 'tool' else '*' }}"
+    "{{ m.content }}{% if m.role == 'assistant' %}<eos>{% else %},{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}*{% endif %}"
+)
+
+
+def templated(template: str):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("role, letter", [("user", "S"), ("tool", "C")])
+def test_the_text_around_an_observation(role, letter):
+    """The template's, from the end of the turn to the start of the next. An EOS that was sampled is not written again;
+    behind a turn that a stop string ended it is, and is not the policy's own."""
+    tokenizer = templated(CHATML)
+    frame = around({"prompt": "12"}, tokenizer, role)
+    assert frame == (f"<eos>{letter}", ",*")
+    assert tokenizer.decode(encode_observation("7", 1, [1], tokenizer, frame)) == f"{letter}7,*"
+    assert tokenizer.decode(encode_observation("7", 5, [1], tokenizer, frame)) == f"<eos>{letter}7,*"
+    assert around({"prompt": "12"}, templated(None), role) == ("", "")
+
+
+@pytest.mark.parametrize("template", [
+    CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' }}"),  # drops earlier turns
+    CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"),
+    CHATML.replace("{% else %},", "{% else %}{{ loop.index }}"),  # numbers messages
+    CHATML.replace("{{ m.content }}", "{{ m.content | upper }}"),
+    CHATML.replace("{{ '<eos>' if false }}", "{{ raise_exception('no') if m.role == 'user' and not loop.first }}"),
+])  # fmt: skip
+def test_an_ambiguous_template_is_refused(template):
+    with pytest.raises(UserError, match="the chat template"):
+        around({"prompt": "12"}, templated(template), "user")
+
+
+def test_a_template_that_drops_thinking_is_not_ambiguous():
+    """What it drops is not what stands around an observation."""
+    drops = CHATML.replace("{{ m.content }}", "{{ m.content.split(':')[-1] if not loop.last else m.content }}")
+    assert around({"prompt": "12"}, templated(drops), "user") == around({"prompt": "12"}, templated(CHATML), "user")
+
+
+class Tool:
+    """A tool call and its answer: the sum of two digits behind `+`, then an answer behind `=`."""
+
+    stop, role = ("=",), "tool"
+
+    def reset(self, row, seed):
+        self.calls = 0
+
+    def step(self, text):
+        self.calls += 1
+        return "9", float(self.calls), self.calls == 2
+
+
+def test_a_conversation_with_a_tool_on_a_model_with_a_template(tokenizer):
+    """Prompt, call, answer, and last turn: the tokens are those of the template's own rendering of the conversation,
+    where the policy's turns are in it as sampled."""
+    chat, model = templated(CHATML), small_model()
+    args = arguments(max_completion_length=5, max_turns=2, num_generations=32)
+    episodes = play(model, chat, Tool, [{"prompt": "12+34"}], 32, 1.0, (1, "test"), args)
+    complete = [i for i, cut in enumerate(episodes.cut) if cut == ""]
+    assert complete
+    prompt = episodes.samples.prompt_ids[0].tolist()
+    ended_by_eos = 0
+    for i in complete:
+        (_, call), (_, between), (_, last) = parts_of(episodes, i)
+        texts = [chat.decode(tokens, skip_special_tokens=True) for tokens in (call, last)]
+        messages = [{"role": "user", "content": "12+34"}, {"role": "assistant", "content": texts[0]},
+                    {"role": "tool", "content": "9"}]  # fmt: skip
+        if not any(token in (0, 2) for token in call):  # <pad> and <unk> have no text
+            whole = chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+            assert prompt + call + between == whole["input_ids"]
+            ended_by_eos += call[-1] == 1
+        assert episodes.rewards[i] == 3.0
+    text = transcript(chat, prompt, *([*x] for x in zip(*[(t, o) for o, ts in parts_of(episodes, complete[0])
+                                                         for t in ts])), 3.0, "")  # fmt: skip
+    lines = [line.split()[0] for line in text.splitlines()]
+    assert lines == ["prompt", "turn", "observation", "turn", "reward"] and "'C9,*'" in text or "<eos>C9,*" in text
+
+
+# --- the two environments ---
+
+
+def test_guess():
+    """Binary search finds every digit within four turns; fixed guesses find four of ten."""
+    found, fixed = [], []
+    for digit in range(10):
+        game, low, high = Guess(), 0, 9
+        game.reset({"digit": digit}, 0)
+        for _ in range(4):
+            guess = (low + high) // 2
+            answer, reward, done = game.step(str(guess))
+            if done:
+                break
+            low, high = (guess + 1, high) if answer == "+" else (low, guess - 1)
+        found.append((reward, done))
+        game.reset({"digit": digit}, 0)
+        fixed.append(max(game.step(str(guess))[1] for guess in (1, 3, 5, 7)))
+    assert found == [(1.0, True)] * 10 and sum(fixed) == 4
+    for text in "", "12", "+", "x", "²":
+        game.reset({"digit": 1}, 0)
+        assert game.step(text) == ("", 0.0, True)
+    task = Guess.task()
+    assert [task.train(i, 7)["digit"] for i in range(12)] == [*range(10), 0, 1] and len(task.heldout) == 10
+    with pytest.raises(UserError, match="leave --task out"):
+        game.reset({"prompt": "S1:"}, 0)
+
+
+def test_calculator():
+    row = {"numbers": [5, 7, 3], "target": 32}
+    game = Calculator()
+    game.reset(row, 0)
+    assert game.step("5*7=") == ("35", 0.0, False) and game.step(",35-3=") == ("32", 1.0, True)
+    for turns in (["5*7=", ",35+3="], ["5*7=", ",5*7="]):
+        game.reset(row, 0)
+        assert [game.step(text) for text in turns][-1][1:] == (0.0, True)
+    for text in "5*7", "=", "7/5=", "7/0=", "5**7=", "":
+        game.reset(row, 0)
+        assert game.step(text) == ("", 0.0, True)
+    with pytest.raises(UserError, match="rows of countdown"):
+        game.reset({"prompt": "S1:"}, 0)
+
+
+@pytest.mark.parametrize("spec, words", [
+    ("nothing", "unknown --environment nothing: give guess, calculator or FILE.py:CLASS"),
+    ("none.py:Game", "--environment none.py:Game: there is no file"),
+    ("math:sqrt", "must have the methods reset"),
+])  # fmt: skip
+def test_an_environment_that_is_none_is_refused(spec, words):
+    with pytest.raises(UserError, match=words):
+        load_environment(spec)
+
+
+@pytest.mark.parametrize("more, words", [
+    (dict(environment="@turns.py:Graded"), "has no prompts of its own: give --task"),
+    (dict(max_total_length=65), "--max-total-length 65 is beyond the 64 tokens"),
+    (dict(max_total_length=9), "prompts of guess have up to 2 tokens, and 1 are allowed"),
+])  # fmt: skip
+def test_wrong_input(tmp_path, more, words):
+    with pytest.raises(UserError, match=words):
+        tiny_train("grpo_multiturn", dict(model="@model", max_steps=1, max_completion_length=8) | more, tmp_path)
+    assert not list(tmp_path.iterdir())
