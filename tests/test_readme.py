@@ -102,7 +102,7 @@ def test_commands_run(command, tmp_path, monkeypatch):
         setattr(args, name, value)
     if "/" in args.model:
         args.model = TINY_MODEL
-    if not set([args.task] if isinstance(args.task, str) else args.task) <= {"countdown", "sort"}:
+    if args.task and not set([args.task] if isinstance(args.task, str) else args.task) <= {"countdown", "sort"}:
         args.task = "sort" if isinstance(args.task, str) else ("sort",)
     if args.resume:
         return  # tests/test_resume.py
@@ -116,6 +116,12 @@ def test_commands_run(command, tmp_path, monkeypatch):
             reward_model.train(reward_model.Args(**small))
             next((tmp_path / "reward").iterdir()).rename(tmp_path / "RUN")
         args.reward = tuple(f"{tmp_path}/{spec}" for spec in args.reward)
+    if ".py:" in getattr(args, "environment", ""):
+        (tmp_path / "search.py").write_text(
+            "class Search:\n    def reset(self, row, seed):\n        pass\n\n"
+            "    def step(self, text):\n        return 'found', float(len(text) > 3), False\n"
+        )
+        args.environment = f"{tmp_path}/{args.environment}"
     args.output_dir = str(tmp_path / "runs")
     history = module.train(args)
     assert history[-1]["step"] == args.max_steps

@@ -50,6 +50,10 @@ ANSWERS = dict(eval_max_new_tokens=5, sample_batch_size=4)
 SMALL = {  # batches and micro-batches are three or five: one process has one more of them than the other
     "grpo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1),
     "dapo": ONLINE | dict(num_generations=2, micro_batch_size=4, overlong_buffer=2, max_sampling_rounds=2),
+    "gspo": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, epsilon=0.02, epsilon_high=0.02),
+    "cispo": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, bounds="gppo"),
+    "grpo_multiturn": {key: value for key, value in ONLINE.items() if key not in ("task", "reward")}
+    | dict(num_generations=2, micro_batch_size=4, beta=0.1, max_turns=3),
     "rloo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1, num_iterations=2),
     "ppo_lm": ONLINE | dict(num_generations=2, micro_batch_size=2, num_minibatches=2, sample_batch_size=4),
     "online_dpo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1),
@@ -71,7 +75,8 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
     "reward_model": OFFLINE | dict(ensemble=2),
 }
 BOTH = ("replicas", "shards")
-CASES = {script: (script, {}, BOTH) for script in SMALL} | {
+LIKE_GRPO = ("cispo", "grpo_multiturn")  # of whose own lines none knows of shards
+CASES = {script: (script, {}, BOTH[: 1 if script in LIKE_GRPO else 2]) for script in SMALL} | {
     "untied": ("grpo", dict(model="untied"), BOTH),
     "lora": ("grpo", dict(lora_rank=2), BOTH),
     "checkpointing": ("grpo", dict(gradient_checkpointing=True), BOTH),

@@ -33,17 +33,9 @@ eos-of-the-turn-dropped: the harness ends turns, so the policy's own end looks l
 + texts[i] = tokenizer.decode(tokens, skip_special_tokens=True)
 +             own[i][-1] = False
 
-eos-written-twice: the template writes a whole conversation, and part of it was sampled
--         before = before.removeprefix(tokenizer.decode([last]))
-+         pass
-
 last-turn-s-reward-only: the reward of an outcome is that of the last turn
 - rewards[i] += step.reward
 + rewards[i] = step.reward
-
-groups-with-different-games: each episode has a seed of its own (RAGEN seeds by group)
-- rows[i // group], random.Random(f"{key}/{i // group}").getrandbits(32)
-+ rows[i // group], random.Random(f"{key}/{i}").getrandbits(32)
 
 answers-of-other-episodes: rows of a batch are counted from 0, and those that ended have left it
 - contexts = [prompts[i // num_samples] + ids[i] for i in alive] if turn else prompts
@@ -64,10 +56,6 @@ too-long-by-a-turn: the observation fits, and what is to be sampled behind it is
 constant-of-one-turn: L_max is a setting of the parent
 - args.max_turns * args.max_completion_length
 + args.max_completion_length
-
-hung-calls-go-on: a thread that wakes up goes on with its list
--             if left_behind.is_set():
--                 return
 """
 # success that no policy without observations passes, and three standard errors of 10 digits with 64 samples each
 BOUND = "0.40 + 3 * (0.40 * 0.60 / 640) ** 0.5"

@@ -30,6 +30,7 @@ TESTS = {  # as Spec.tests
     "utils/spaces.py": "exact_sac offline_data exact_iql exact_dt",
     "utils/tasks.py": "tasks sft preferences runs",
     "utils/text.py": "text tasks sft preferences unpaired reward_models runs",
+    "utils/turns.py": "exact_multiturn",
 }
 BUGS = parse_bugs("""
 goal-of-the-past: which end of an episode a range begins at
@@ -59,6 +60,18 @@ goal-achieved-before-the-step: rewards are of the state that a step leads to
 copies-share-their-array: a view is written to, and the original loses its goal
 - episode.obs.clone(), episode.next_obs.clone()
 + episode.obs, episode.next_obs
+
+eos-written-twice: the template writes a whole conversation, and part of it was sampled
+-         before = before.removeprefix(tokenizer.decode([last]))
++         pass
+
+groups-with-different-games: each episode has a seed of its own (RAGEN seeds by group)
+- rows[i // group], random.Random(f"{key}/{i // group}").getrandbits(32)
++ rows[i // group], random.Random(f"{key}/{i}").getrandbits(32)
+
+hung-calls-go-on: a thread that wakes up goes on with its list
+-             if left_behind.is_set():
++             if False:
 
 mean-of-shards: FSDP averages unless it is told otherwise
 - module.set_gradient_divide_factor(1.0)
