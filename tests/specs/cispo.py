@@ -9,7 +9,7 @@ gradient-through-the-weight: rho is made from log pi; the slope is then twice as
 - ratio = (logps.detach() - old_logps).exp()
 + ratio = (logps - old_logps).exp()
 
-ratio-turned-round: old over new
+ratio-turned-round:cispo: old over new
 - ratio = (logps.detach() - old_logps).exp()
 + ratio = (old_logps - logps.detach()).exp()
 

@@ -8,7 +8,7 @@ sum-for-the-mean: the log-probability of a completion is a sum; the ratio then i
 - (((logps - old_logps) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()
 + ((logps - old_logps) * mask).sum(1, keepdim=True).exp()
 
-mean-over-padding: mean(1) is shorter, and padding has the difference 0
+mean-over-padding:gspo: mean(1) is shorter, and padding has the difference 0
 - (((logps - old_logps) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()
 + ((logps - old_logps) * mask).mean(1, keepdim=True).exp()
 
