@@ -100,6 +100,8 @@ def test_commands_run(command, tmp_path, monkeypatch):
     args = tyro.cli(module.Args, args=words)
     for name, value in tiny(Path(script).stem).items():
         setattr(args, name, value)
+    if hasattr(args, "num_minibatches"):
+        args.num_minibatches = min(args.num_minibatches, args.num_prompts)
     if "/" in args.model:
         args.model = TINY_MODEL
     if args.task and not set([args.task] if isinstance(args.task, str) else args.task) <= {"countdown", "sort"}:
