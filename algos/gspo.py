@@ -26,7 +26,8 @@ Run
 
 Expect
     The default run: held-out countdown goes from greedy 0.01, pass@1 0.08 to greedy 0.53, pass@1 0.43 after 20 steps of
-    four updates, and to 0.54 and 0.52 after 100 (seed 1, 128 prompts). pi_old costs one more forward pass a step.
+    four updates, and to 0.51 to 0.54 and 0.50 to 0.52 after 100 (seed 1, 128 prompts, two threads and one), in 2.5
+    minutes on two CPU cores. pi_old costs one more forward pass a step.
     --task sort --max-steps 6 --learning-rate 1e-4: greedy 0.99 (12 seeds, four updates a step).
     `python benchmarks/effects.py run gspo-stale` compares eight epochs on each batch with grpo.py, without a clip, and
     with one epoch. Its ten seeds have not been run.
