@@ -27,6 +27,8 @@ Run
     python algos/dapo.py                                                            the embedded model learns countdown
     python algos/dapo.py --task sort --max-steps 16                                 a smaller task
     python algos/dapo.py --max-completion-length 14 --overlong-buffer 2             long answers lose reward
+    python algos/dapo.py --task sort --keep-accuracy 0.2 0.8                        neither easy nor hard prompts
+                                                                                    (Bae et al., arXiv 2504.03380)
     python algos/dapo.py --model Qwen/Qwen2.5-32B --task prompts.jsonl --reward rewards.py:accuracy \
         --num-prompts 512 --num-generations 16 --max-completion-length 20480 --overlong-buffer 4096 \
         --num-minibatches 16 --learning-rate 1e-6 --warmup-steps 20
@@ -57,6 +59,7 @@ Metrics
     reward/task    the task's own score, where --reward is given. A fall while reward rises is over-optimisation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
                    pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
+    eval/distinct  different right texts among a prompt's --eval-samples; falls as the policy sharpens
     grad_norm      before clipping, mean over the step's updates; steady
     kl             as in grpo.py (beta > 0 only); grows slowly
     approx_kl      mean of rho - 1 - log rho in the last update epoch; near 0 with one epoch
@@ -180,6 +183,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """upper clip of the ratio: 1 + epsilon_high"""
     beta: NonNegativeFloat = 0.0
     """weight of the KL penalty; 0 loads no reference model"""
+    reset_reference_every: NonNegativeInt = 0
+    """steps after which the reference becomes the policy, and the optimizer begins anew (ProRL); 0: never"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """divide advantages by the standard deviation of their group or of the batch, or not at all"""
     aggregation: Literal["sequence", "token", "constant"] = "token"
@@ -190,6 +195,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """tokens before the length limit over which the penalty grows from 0 to 1: L_cache; 0: no penalty"""
     max_sampling_rounds: PositiveInt = 4
     """most sampling rounds per step; each after the first replaces groups with equal rewards"""
+    keep_accuracy: tuple[float, float] | None = None
+    """LOW HIGH: groups are kept where LOW <= mean reward <= HIGH; None: where rewards differ (arXiv 2504.03380)"""
     learning_rate: PositiveFloat | None = None
     """peak learning rate of AdamW"""
     adam_beta2: Annotated[float, "at least 0 and below 1"] | None = None
@@ -278,8 +285,8 @@ def minibatches(samples: Samples, number: int) -> Iterator[tuple[Samples, slice]
     """Equal shares of the prompts with their completions, and the rows of these."""
     prompts, size = len(samples.prompt_ids) // number, len(samples.completion_ids) // number
     for i in range(number):
-        share, rows = slice(i * prompts, (i + 1) * prompts), slice(i * size, (i + 1) * size)
-        yield Samples(*(x[share] for x in samples[:2]), *(x[rows] for x in samples[2:])), rows
+        these, rows = slice(i * prompts, (i + 1) * prompts), slice(i * size, (i + 1) * size)
+        yield Samples(*(x[these] for x in samples[:2]), *(x[rows] for x in samples[2:])), rows
 
 
 def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
@@ -335,8 +342,9 @@ def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args
 
 def refill(more: Callable[[int], tuple[Samples, Scored]], first: int,
            args: Args) -> tuple[Samples, Scored, Tensor, int]:  # fmt: skip
-    """P groups whose rewards are not all equal (the constraint of equation 8). Samples rounds of P prompts until there
-    are P such groups, at most --max-sampling-rounds times. Groups with equal rewards fill the rest.
+    """P groups whose rewards are not all equal (the constraint of equation 8), or whose mean lies in --keep-accuracy.
+    Samples rounds of P prompts until there are P such groups, at most --max-sampling-rounds times. Groups that teach
+    nothing fill the rest: with equal rewards, or outside --keep-accuracy and so with the reward NaN.
 
     Returns the groups (columns of reward functions: means over rounds), all sampled rewards, and the next row of the
     task.
@@ -346,14 +354,19 @@ def refill(more: Callable[[int], tuple[Samples, Scored]], first: int,
         rounds.append(more(first))
         first += args.num_prompts
         rewards = torch.cat([scored.rewards for _, scored in rounds])
-        flat = zero_std(rewards.view(-1, args.num_generations))
+        answers = rewards.view(-1, args.num_generations)
+        flat = zero_std(answers)
+        if args.keep_accuracy:
+            low, high = args.keep_accuracy
+            flat = ~((answers.nanmean(1) >= low) & (answers.nanmean(1) <= high))
     samples = join([samples for samples, _ in rounds])
     groups = flat.int().argsort(stable=True)[: args.num_prompts]  # in the order of sampling, flat ones last
     rows = (groups[:, None] * args.num_generations + torch.arange(args.num_generations)).flatten()
     samples = Samples(*(x[groups] for x in samples[:2]), *(x[rows] for x in samples[2:]))
     logged = [scored.columns for _, scored in rounds]
     columns = {name: mean([row[name] for row in logged if name in row]) for row in logged for name in row}
-    return samples, Scored(rewards[rows], columns, {}), rewards, first
+    kept = answers[groups].masked_fill(flat[groups, None], torch.nan) if args.keep_accuracy else answers[groups]
+    return samples, Scored(kept.flatten(), columns, {}), rewards, first
 
 
 def zero_std(groups: Tensor) -> Tensor:
@@ -375,11 +388,14 @@ def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
 
 
 def check_groups(args: Args) -> None:
-    """Raises UserError for groups that cannot be compared or split."""
+    """Raises UserError for groups that cannot be compared or split, and for a reference that cannot be reset."""
     if args.num_generations < 2:
         raise UserError("--num-generations must be at least 2: a group of one has no other reward to compare with")
     if args.num_prompts % args.num_minibatches:
         raise UserError(f"--num-minibatches {args.num_minibatches} must divide --num-prompts {args.num_prompts}")
+    if args.reset_reference_every and (args.lora_rank or args.beta == 0):
+        right = "leave out --lora-rank" if args.lora_rank else "give a --beta above 0"
+        raise UserError(f"--reset-reference-every needs a reference model of its own: {right}")
     size, group = args.micro_batch_size, args.num_generations
     if not args.micro_batch_tokens and size % group and group % size:
         raise UserError(f"--micro-batch-size {size} must be a multiple or a divisor of --num-generations {group}")
@@ -388,6 +404,9 @@ def check_groups(args: Args) -> None:
             f"--overlong-buffer {args.overlong_buffer} must be at most --max-completion-length "
             f"{args.max_completion_length}: it is the last part of it"
         )
+    low, high = args.keep_accuracy or (0, 1)
+    if not 0 <= low <= high <= 1:
+        raise UserError(f"--keep-accuracy {low:g} {high:g} must be LOW HIGH with 0 <= LOW <= HIGH <= 1")
 
 
 def train(args: Args) -> list[dict]:
@@ -401,6 +420,7 @@ def train(args: Args) -> list[dict]:
     check_model(model, args.precision)
     task = usable_prompts(task, model, tokenizer, args)
     ref_model = load_reference(args, device) if args.beta > 0 else None
+    moving = ref_model if args.reset_reference_every else None
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
     prompts = [encode_prompt(row, tokenizer) for row in task.heldout]
@@ -413,10 +433,11 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
 
     def state() -> dict:
-        return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "next_row": next_row}
+        return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "next_row": next_row,
+                "reference": [moving.state_dict()] if moving else []}  # fmt: skip
 
     next_row = run.state["next_row"] if run.state else 0
-    if not run.restore(model=model, optimizer=optimizer):
+    if not run.restore(model=model, optimizer=optimizer, reference=(moving,)):
         run.log(0, **evaluation())
         run.save(0, state())
     model.train()
@@ -440,6 +461,9 @@ def train(args: Args) -> list[dict]:
 
         # update
         columns = update(model, optimizer, batch, args)
+        if moving and step % args.reset_reference_every == 0:
+            moving.load_state_dict(trained_state(model), strict=False)  # not strict: tied weights have one name
+            optimizer.state.clear()
 
         # evaluate
         groups = scored.rewards.view(-1, args.num_generations)
@@ -466,7 +490,7 @@ def train(args: Args) -> list[dict]:
             run.print(f"step {step}: {line}")
         run.end_step(step, state)
 
-    curves = {"reward": ("reward",), "held-out": ("eval/*",), "entropy per token": ("entropy",)}
+    curves = {"reward": ("reward",), "held-out": ("eval/[!d]*",), "entropy per token": ("entropy",)}
     return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")
 
 

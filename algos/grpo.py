@@ -26,6 +26,8 @@ Run
                                                                                 trained all weights); about 55 GB of GPU
                                                                                 memory, 40 of them the cache
     python algos/grpo.py --aggregation constant --scale-rewards none --beta 0       Dr. GRPO (arXiv 2503.20783)
+    python algos/grpo.py --scale-rewards batch --aggregation token --beta 0         Lite PPO (arXiv 2508.08221)
+    python algos/grpo.py --task sort --beta 1 --reset-reference-every 4             ProRL's resets (arXiv 2505.24864)
     python algos/grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
     torchrun --nproc-per-node=8 algos/grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --task gsm8k
                                                                                 eight GPUs, the same numbers; --fsdp for
@@ -47,6 +49,7 @@ Metrics
     reward/task    the task's own score, where --reward is given. A fall while reward rises is over-optimisation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
                    pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
+    eval/distinct  different right texts among a prompt's --eval-samples; falls as the policy sharpens
     grad_norm      before clipping, mean over the step's updates; steady
     kl             mean k3 (beta > 0 only); grows slowly
     approx_kl      mean of rho - 1 - log rho in the last update epoch; near 0 with one epoch
@@ -164,6 +167,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """upper clip of the ratio: 1 + epsilon_high; None: epsilon"""
     beta: NonNegativeFloat | None = None
     """weight of the KL penalty; 0 loads no reference model"""
+    reset_reference_every: NonNegativeInt = 0
+    """steps after which the reference becomes the policy, and the optimizer begins anew (ProRL); 0: never"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """divide advantages by the standard deviation of their group or of the batch, or not at all"""
     aggregation: Literal["sequence", "token", "constant"] = "sequence"
@@ -252,8 +257,8 @@ def minibatches(samples: Samples, number: int) -> Iterator[tuple[Samples, slice]
     """Equal shares of the prompts with their completions, and the rows of these."""
     prompts, size = len(samples.prompt_ids) // number, len(samples.completion_ids) // number
     for i in range(number):
-        share, rows = slice(i * prompts, (i + 1) * prompts), slice(i * size, (i + 1) * size)
-        yield Samples(*(x[share] for x in samples[:2]), *(x[rows] for x in samples[2:])), rows
+        these, rows = slice(i * prompts, (i + 1) * prompts), slice(i * size, (i + 1) * size)
+        yield Samples(*(x[these] for x in samples[:2]), *(x[rows] for x in samples[2:])), rows
 
 
 def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
@@ -327,11 +332,14 @@ def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
 
 
 def check_groups(args: Args) -> None:
-    """Raises UserError for groups that cannot be compared or split."""
+    """Raises UserError for groups that cannot be compared or split, and for a reference that cannot be reset."""
     if args.num_generations < 2:
         raise UserError("--num-generations must be at least 2: a group of one has no other reward to compare with")
     if args.num_prompts % args.num_minibatches:
         raise UserError(f"--num-minibatches {args.num_minibatches} must divide --num-prompts {args.num_prompts}")
+    if args.reset_reference_every and (args.lora_rank or args.beta == 0):
+        right = "leave out --lora-rank" if args.lora_rank else "give a --beta above 0"
+        raise UserError(f"--reset-reference-every needs a reference model of its own: {right}")
     size, group = args.micro_batch_size, args.num_generations
     if not args.micro_batch_tokens and size % group and group % size:
         raise UserError(f"--micro-batch-size {size} must be a multiple or a divisor of --num-generations {group}")
@@ -348,6 +356,7 @@ def train(args: Args) -> list[dict]:
     check_model(model, args.precision)
     task = usable_prompts(task, model, tokenizer, args)
     ref_model = load_reference(args, device) if args.beta > 0 else None
+    moving = ref_model if args.reset_reference_every else None
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
     prompts = [encode_prompt(row, tokenizer) for row in task.heldout]
@@ -360,9 +369,10 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
 
     def state() -> dict:
-        return {"model": trained_state(model), "optimizer": optimizer.state_dict()}
+        return {"model": trained_state(model), "optimizer": optimizer.state_dict(),
+                "reference": [moving.state_dict()] if moving else []}  # fmt: skip
 
-    if not run.restore(model=model, optimizer=optimizer):
+    if not run.restore(model=model, optimizer=optimizer, reference=(moving,)):
         run.log(0, **evaluation())
         run.save(0, state())
     model.train()
@@ -383,6 +393,9 @@ def train(args: Args) -> list[dict]:
 
         # update
         columns = update(model, optimizer, batch, args)
+        if moving and step % args.reset_reference_every == 0:
+            moving.load_state_dict(trained_state(model), strict=False)  # not strict: tied weights have one name
+            optimizer.state.clear()
 
         # evaluate
         groups, lengths = batch.rewards.view(-1, args.num_generations), samples.completion_mask.sum(1).float()
@@ -407,7 +420,7 @@ def train(args: Args) -> list[dict]:
             run.print(f"step {step}: {line}")
         run.end_step(step, state)
 
-    curves = {"reward": ("reward",), "held-out": ("eval/*",), "entropy per token": ("entropy",)}
+    curves = {"reward": ("reward",), "held-out": ("eval/[!d]*",), "entropy per token": ("entropy",)}
     return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")
 
 

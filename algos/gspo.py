@@ -140,6 +140,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """upper clip of a completion's ratio: 1 + epsilon_high"""
     beta: NonNegativeFloat | None = None
     """weight of the KL penalty; 0 loads no reference model"""
+    reset_reference_every: NonNegativeInt = 0
+    """steps after which the reference becomes the policy, and the optimizer begins anew (ProRL); 0: never"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """divide advantages by the standard deviation of their group or of the batch, or not at all"""
     mask_truncated_completions: bool = False
@@ -212,8 +214,8 @@ def minibatches(samples: Samples, number: int) -> Iterator[tuple[Samples, slice]
     """Equal shares of the prompts with their completions, and the rows of these."""
     prompts, size = len(samples.prompt_ids) // number, len(samples.completion_ids) // number
     for i in range(number):
-        share, rows = slice(i * prompts, (i + 1) * prompts), slice(i * size, (i + 1) * size)
-        yield Samples(*(x[share] for x in samples[:2]), *(x[rows] for x in samples[2:])), rows
+        these, rows = slice(i * prompts, (i + 1) * prompts), slice(i * size, (i + 1) * size)
+        yield Samples(*(x[these] for x in samples[:2]), *(x[rows] for x in samples[2:])), rows
 
 
 def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
@@ -286,11 +288,14 @@ def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
 
 
 def check_groups(args: Args) -> None:
-    """Raises UserError for groups that cannot be compared or split."""
+    """Raises UserError for groups that cannot be compared or split, and for a reference that cannot be reset."""
     if args.num_generations < 2:
         raise UserError("--num-generations must be at least 2: a group of one has no other reward to compare with")
     if args.num_prompts % args.num_minibatches:
         raise UserError(f"--num-minibatches {args.num_minibatches} must divide --num-prompts {args.num_prompts}")
+    if args.reset_reference_every and (args.lora_rank or args.beta == 0):
+        right = "leave out --lora-rank" if args.lora_rank else "give a --beta above 0"
+        raise UserError(f"--reset-reference-every needs a reference model of its own: {right}")
     size, group = args.micro_batch_size, args.num_generations
     if not args.micro_batch_tokens and size % group and group % size:
         raise UserError(f"--micro-batch-size {size} must be a multiple or a divisor of --num-generations {group}")
@@ -307,6 +312,7 @@ def train(args: Args) -> list[dict]:
     check_model(model, args.precision)
     task = usable_prompts(task, model, tokenizer, args)
     ref_model = load_reference(args, device) if args.beta > 0 else None
+    moving = ref_model if args.reset_reference_every else None
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
     prompts = [encode_prompt(row, tokenizer) for row in task.heldout]
@@ -319,9 +325,10 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
 
     def state() -> dict:
-        return {"model": trained_state(model), "optimizer": optimizer.state_dict()}
+        return {"model": trained_state(model), "optimizer": optimizer.state_dict(),
+                "reference": [moving.state_dict()] if moving else []}  # fmt: skip
 
-    if not run.restore(model=model, optimizer=optimizer):
+    if not run.restore(model=model, optimizer=optimizer, reference=(moving,)):
         run.log(0, **evaluation())
         run.save(0, state())
     model.train()
@@ -342,6 +349,9 @@ def train(args: Args) -> list[dict]:
 
         # update
         columns = update(model, optimizer, batch, args)
+        if moving and step % args.reset_reference_every == 0:
+            moving.load_state_dict(trained_state(model), strict=False)  # not strict: tied weights have one name
+            optimizer.state.clear()
 
         # evaluate
         groups, lengths = batch.rewards.view(-1, args.num_generations), samples.completion_mask.sum(1).float()
@@ -366,7 +376,7 @@ def train(args: Args) -> list[dict]:
             run.print(f"step {step}: {line}")
         run.end_step(step, state)
 
-    curves = {"reward": ("reward",), "held-out": ("eval/*",), "entropy per token": ("entropy",)}
+    curves = {"reward": ("reward",), "held-out": ("eval/[!d]*",), "entropy per token": ("entropy",)}
     return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")
 
 

@@ -58,6 +58,7 @@ Metrics
     reward/task    the task's own score, where --reward is given. A fall while reward rises is over-optimisation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
                    pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
+    eval/distinct  different right texts among a prompt's --eval-samples; falls as the policy sharpens
     grad_norm      before clipping; falls as frac_ties rises. ipo's is 1/beta in size, so always clipped
     sampler_gap    mean |log pi_theta - log pi_old|, old as sampled; 1e-6 in float32, more means a bug
     engine/weight, engine/above_2, engine/ess   with --sampler, over tokens: mean of pi_theta / pi_engine, its share
@@ -378,7 +379,7 @@ def train(args: Args) -> list[dict]:
             run.print(f"step {step}: {line}")
         run.end_step(step, state)
 
-    curves = {"reward": ("reward",), "held-out": ("eval/*",), "nats from the reference": ("kl",)}
+    curves = {"reward": ("reward",), "held-out": ("eval/[!d]*",), "nats from the reference": ("kl",)}
     return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")
 
 

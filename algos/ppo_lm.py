@@ -46,6 +46,7 @@ Metrics
     reward/task         the task's own score, where --reward is given. A fall while reward rises is over-optimisation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
                         pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
+    eval/distinct       different right texts among a prompt's --eval-samples; falls as the policy sharpens
     explained_variance  of R_t by V_old,t over tokens; rises towards 1, below 0 is worse than a constant
     grad_norm           before clipping, mean over optimizer steps; steady
     kl                  nats per completion against the reference (beta > 0 only); grows slowly
@@ -478,7 +479,7 @@ def train(args: Args) -> list[dict]:
             run.print(f"step {step}: {line}")
         run.end_step(step, state)
 
-    curves = {"reward": ("reward",), "held-out": ("eval/*",), "explained variance": ("explained_variance",)}
+    curves = {"reward": ("reward",), "held-out": ("eval/[!d]*",), "explained variance": ("explained_variance",)}
     return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")
 
 

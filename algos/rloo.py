@@ -43,6 +43,7 @@ Metrics
     reward/task    the task's own score, where --reward is given. A fall while reward rises is over-optimisation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
                    pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
+    eval/distinct  different right texts among a prompt's --eval-samples; falls as the policy sharpens
     grad_norm      before clipping; steady
     kl             nats per completion against the reference (beta > 0 only); grows slowly
     approx_kl      mean over tokens of q - 1 - log q, q = pi_theta / pi_old, in the last epoch; near 0 with one epoch
@@ -362,7 +363,7 @@ def train(args: Args) -> list[dict]:
             run.print(f"step {step}: {line}")
         run.end_step(step, state)
 
-    curves = {"reward": ("reward",), "held-out": ("eval/*",), "entropy per token": ("entropy",)}
+    curves = {"reward": ("reward",), "held-out": ("eval/[!d]*",), "entropy per token": ("entropy",)}
     return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")
 
 

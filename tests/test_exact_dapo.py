@@ -128,6 +128,25 @@ def test_refill_by_hand(rounds, kept, calls):
     assert scored.columns == {"reward/f": (len(rounds) - 1) / 2, "reward/late": 7.0}  # means over rounds that have it
 
 
+def test_groups_outside_the_band_are_replaced_and_teach_nothing(float64):
+    """Rewards may be fractions. Two groups are wanted; the band's ends belong to it. One outside fills the rest."""
+    args = dapo.Args(num_prompts=2, num_generations=2, max_sampling_rounds=2, keep_accuracy=(0.25, 0.75))
+    more, _ = fake_rounds([[0.0, 1.0], [1.0, 0.75]], [[0.5, 0.0], [0.5, 0.5]])
+    samples, scored, rewards, _ = dapo.refill(more, 0, args)
+    assert samples.prompt_ids.flatten().tolist() == [0, 2] and scored.rewards.tolist() == [0.0, 1.0, 0.5, 0.0]
+    more, _ = fake_rounds([[0.0, 0.0], [1.0, 0.75]], [[0.75, 0.75], [1.0, 1.0]])
+    samples, scored, rewards, _ = dapo.refill(more, 0, args)
+    assert samples.prompt_ids.flatten().tolist() == [2, 0]
+    assert scored.rewards[:2].tolist() == [0.75, 0.75] and scored.rewards[2:].isnan().all()
+    assert not rewards.isnan().any() and not dapo.advantages(scored.rewards.view(2, 2), "group").any()
+
+
+@pytest.mark.parametrize("band", [(0.8, 0.2), (-0.1, 0.5), (0.5, 1.5)])
+def test_an_impossible_band_is_refused(band, tmp_path):
+    with pytest.raises(UserError, match="--keep-accuracy .* must be LOW HIGH with 0 <= LOW <= HIGH <= 1"):
+        train(tmp_path, keep_accuracy=band)
+
+
 def train(folder, **settings) -> list[dict]:
     defaults = dict(task="sort", num_prompts=4, num_generations=4, sample_batch_size=64, max_steps=3, eval_every=0,
                     eval_prompts=2, output_dir=str(folder), device="cpu")  # fmt: skip

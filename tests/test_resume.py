@@ -296,6 +296,32 @@ def test_a_lora_run_resumes_from_its_adapters_alone(tmp_path):
     )
 
 
+def test_a_reference_that_was_reset_is_part_of_the_run(tmp_path):
+    """ProRL: after a reset the reference is the policy (no divergence in the next step, where it was none before the
+    first), and AdamW has forgotten its moments. A run that is resumed between two resets equals the whole one."""
+    settings = dict(task="sort", beta=0.1, reset_reference_every=3, num_prompts=4, num_generations=4, save_every=1,
+                    keep=9, max_completion_length=12, eval_prompts=4, eval_every=0, precision="float32")  # fmt: skip
+    grpo.train(grpo.Args(max_steps=6, output_dir=str(tmp_path / "whole"), **settings))
+    grpo.train(grpo.Args(max_steps=5, output_dir=str(tmp_path / "parts"), **settings))
+    [whole], [run] = (tmp_path / "whole").iterdir(), (tmp_path / "parts").iterdir()
+    rows = metrics(whole)
+    assert [abs(row["kl"]) < 1e-9 for row in rows[1:]] == [True, False, False, True, False, False]
+    for step, count in (2, 2), (3, None), (4, 1), (5, 2):
+        kept = torch.load(whole / f"checkpoints/step-{step:08d}.pt", weights_only=True)["optimizer"]["state"]
+        assert {int(moments["step"]) for moments in kept.values()} == ({count} if count else set())
+    grpo.train(grpo.Args(**saved_args(run) | {"resume": str(run), "max_steps": 6}))
+    resumed = metrics(run)
+    assert rows[:5] == resumed[:5] and rows[6] == resumed[6]
+
+
+@pytest.mark.parametrize(
+    "wrong, right", [(dict(beta=0.0), "--beta above 0"), (dict(lora_rank=2, beta=0.1), "leave out")]
+)
+def test_a_reference_that_cannot_be_reset_is_refused(wrong, right, tmp_path):
+    with pytest.raises(UserError, match=f"--reset-reference-every needs a reference model of its own: .*{right}"):
+        grpo.train(grpo.Args(task="sort", reset_reference_every=2, output_dir=str(tmp_path), **wrong))
+
+
 def test_a_budget_below_the_saved_step_is_refused(uninterrupted, tmp_path):
     """Nothing would be trained, and the finished model would be replaced by itself under another budget."""
     run = shutil.copytree(uninterrupted("grpo"), tmp_path / "run")

@@ -98,7 +98,7 @@ def test_config(finished):
 def test_metrics(finished):
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(7))
-    evaluated = {"eval/greedy", "eval/pass@1", "eval/pass@8"}
+    evaluated = {"eval/greedy", "eval/pass@1", "eval/pass@8", "eval/distinct"}
     assert [row["step"] for row in rows if evaluated <= row.keys()] == [0, 2, 4, 6]
     columns = "reward reward_std frac_zero_std grad_norm approx_kl clip_fraction sampler_gap entropy length truncated"
     for row in rows[1:]:
@@ -160,7 +160,7 @@ def test_sft_run(tmp_path, monkeypatch):
     rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, 7)) and rows[-1]["loss"] < rows[0]["loss"]
     scores = evaluate(*load_model(str(run / "model")), load_task("sort"), None, 4, 8, 32, 1.0, 1)
-    assert {"eval/greedy", "eval/pass@1", "eval/pass@8"} == scores.keys()
+    assert {"eval/greedy", "eval/pass@1", "eval/pass@8", "eval/distinct"} == scores.keys()
     assert scores == {name: value for name, value in rows[-1].items() if name.startswith("eval/")}
     new_run(grpo, tmp_path, *SMALL["grpo"], "--max-steps", 1, "--model", run / "model")
 

@@ -104,4 +104,16 @@ def test_the_policy_begins_as_its_reference(average):
 def test_an_answer_with_a_part_of_the_reward_is_not_right(reward, right):
     task = replace(load_task("sort"), score=lambda *_: {"reward": reward})
     columns = evaluate(*load_model(TINY_MODEL), task, None, 2, 4, 4, 1.0, 1)
+    distinct = columns.pop("eval/distinct")
     assert columns == {"eval/greedy": reward, "eval/pass@1": right, "eval/pass@4": right}
+    assert 1 <= distinct <= 4 if right else distinct == 0
+
+
+def test_right_answers_are_counted_once(monkeypatch):
+    """Two prompts, four samples each: of the first "a" is right twice and "b" once, of the second nothing."""
+    answers = {1: ["a", "c"], 4: ["a", "a", "b", "c", "c", "c", "c", "c"]}
+    monkeypatch.setattr("utils.evaluation.sample_all", lambda *inputs: inputs[2])
+    monkeypatch.setattr("utils.evaluation.decode", lambda count, _: (answers[count], []))
+    task = replace(load_task("sort"), score=lambda _, text: {"reward": float(text in "ab")})
+    columns = evaluate(*load_model(TINY_MODEL), task, None, 2, 4, 4, 1.0, 1)
+    assert columns == {"eval/greedy": 0.5, "eval/pass@1": 3 / 8, "eval/pass@4": 0.5, "eval/distinct": 1.0}

@@ -21,39 +21,42 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, num_prompts: 
              precision: str = "float32") -> dict[str, float]:  # fmt: skip
     """Scores greedy answers and `num_samples` sampled ones for each of the first `num_prompts` held-out rows.
 
-    Where the task scores itself: eval/greedy, eval/pass@1 and eval/pass@n, and the task's further scores of greedy
-    answers. Else `score` (as make_scorer returns it, called with the training step) gives eval/greedy and eval/sampled,
-    mean rewards, NaN where none is known. Uses generators of its own and leaves the global ones as it found them.
+    Where the task scores itself: eval/greedy, eval/pass@1 and eval/pass@n, eval/distinct (different right texts among a
+    prompt's n samples), and the task's further scores of greedy answers. Else `score` (as make_scorer returns it,
+    called with the training step) gives eval/greedy and eval/sampled, mean rewards, NaN where none is known. Uses
+    generators of its own and leaves the global ones as it found them.
     """
     rows, eos = task.heldout[:num_prompts], eos_ids(model, tokenizer)
     prompts = [present(row, tokenizer) for row in rows]
     tokens = [encode_prompt(row, tokenizer) for row in rows]
     before = rng_state()  # user code may draw from the global generators
 
-    def scores(count: int, at: float) -> list[dict[str, float]]:
-        """Of `count` answers to each prompt."""
+    def scores(count: int, at: float) -> list[tuple[dict[str, float], str]]:
+        """Of `count` answers to each prompt, with their texts."""
         with autocast(model.device, precision):
             samples = sample_all(model, tokens, count, max_new_tokens, eos, at, rows_at_once, (seed, "evaluation"))
         texts, token_lists = decode(samples, tokenizer)
         repeated = [row for row in rows for _ in range(count)]
         if task.score is not None:
-            return [task.score(row, text) for row, text in zip(repeated, texts)]
+            return [(task.score(row, text), text) for row, text in zip(repeated, texts)]
         shown = [prompt for prompt in prompts for _ in range(count)]
-        return [{"reward": r} for r in score(repeated, shown, texts, token_lists, step).rewards.tolist()]  # type: ignore[misc]
+        rewards = score(repeated, shown, texts, token_lists, step).rewards.tolist()  # type: ignore[misc]
+        return [({"reward": r}, text) for r, text in zip(rewards, texts)]
 
     try:
-        greedy, sampled = scores(1, 0.0), [s["reward"] for s in scores(num_samples, temperature)]
+        greedy, sampled = [s for s, _ in scores(1, 0.0)], scores(num_samples, temperature)
     finally:
         set_rng_state(before)
     more = sorted({name for s in greedy for name in s} - {"reward"})
     result = {"eval/greedy": mean([s["reward"] for s in greedy])}
     result |= {f"eval/greedy_{name}": mean([s[name] for s in greedy if name in s]) for name in more}
     if task.score is None:
-        return result | {"eval/sampled": mean(sampled)}
-    right = [sampled[i : i + num_samples].count(1.0) for i in range(0, len(sampled), num_samples)]
+        return result | {"eval/sampled": mean([s["reward"] for s, _ in sampled])}
+    groups = [sampled[i : i + num_samples] for i in range(0, len(sampled), num_samples)]
+    right = [[text for s, text in group if s["reward"] == 1.0] for group in groups]
     for k in sorted({1, num_samples}):
-        result[f"eval/pass@{k}"] = mean([pass_at_k(num_samples, c, k) for c in right])
-    return result
+        result[f"eval/pass@{k}"] = mean([pass_at_k(num_samples, len(texts), k) for texts in right])
+    return result | {"eval/distinct": mean([len(set(texts)) for texts in right])}
 
 
 def mean(values: list[float]) -> float:

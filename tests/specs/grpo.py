@@ -129,8 +129,8 @@ denominator-of-the-whole-batch: the weights stood before the loop when a step wa
 + weights = token_weights(mask.to(samples.logps.dtype), args.aggregation, args.max_completion_length)[here]
 
 prompts-of-the-first-minibatch: the rows move on, the prompts do not
-- share, rows = slice(i * prompts, (i + 1) * prompts),
-+ share, rows = slice(0, prompts),
+- these, rows = slice(i * prompts, (i + 1) * prompts),
++ these, rows = slice(0, prompts),
 
 optimizer-not-restored: the weights are back, the moments of Adam are not
 - run.restore(model=model, optimizer=optimizer
