@@ -33,6 +33,11 @@ Run
         --lr-schedule linear --max-steps 1953
                                                                                     Stiennon et al.'s settings (appendix
                                                                                     B.1, 1.3B model, a million episodes)
+    python algos/ppo_lm.py --model allenai/Llama-3.1-Tulu-3-8B-DPO --task prompts.jsonl --reward rewards.py:verified \
+        --reward-weights 10 --missing-eos-penalty 10 --num-prompts 224 --num-minibatches 1 --learning-rate 3e-7 \
+        --max-completion-length 2048
+                                                                                    RLVR of Tulu 3 (arXiv 2411.15124, 8B
+                                                                                    model); never run
     python algos/ppo_lm.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k          a real model, on a GPU
 
 Expect
@@ -66,6 +71,7 @@ Differences
       result. TRL's masked means depend on the split.
     - pi_old is the sampler's own log-probability. That corrects a gap between sampler and scorer (bfloat16), as far as
       the clip lets it.
+    - Tulu 3's critic starts from a reward model, and a completion without EOS has the reward -10, right or wrong.
     - V after a completion without EOS is 0, as after any other.
     - Dropout is off, so that the updated policy is the one that sampled.
     - Sampling and scoring both divide logits by --temperature. There is no top-k or top-p.

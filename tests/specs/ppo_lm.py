@@ -78,6 +78,11 @@ SPEC = Spec(
                        num_prompts=512, num_generations=1, num_iterations=4, num_minibatches=1,
                        critic_learning_rate=1.5e-5, max_steps=1953, critic="separate"),
         ),
+        Recipe(
+            "Tulu-3-8B", "arXiv 2411.15124; allenai/open-instruct, docs/tulu3.md", preset="full",
+            paper=dict(learning_rate=3e-7, beta=0.05, temperature=1.0, missing_eos_penalty=10.0, reward_weights=(10.0,),
+                       num_prompts=224, num_generations=1, num_minibatches=1, max_completion_length=2048),
+        ),
     ),
     flags=ONLINE | dict(num_minibatches=2), noise=NOISY_REWARD,
     special={"num_minibatches": ({}, 1), "clip_value": ({"clip_value": 0.01}, 0.005)},
