@@ -175,6 +175,7 @@ class Agent(nn.Module):
 
     def __init__(self, obs_size: int, num_actions: int, args: Args):
         super().__init__()
+        self.num_actions = num_actions
         self.q = QNetwork(obs_size, num_actions, args)
         self.target = copy.deepcopy(self.q).requires_grad_(False)
 
@@ -238,9 +239,11 @@ def check(args: Args, space: gym.Space) -> None:
 def act(agent: Agent, obs: np.ndarray, epsilon: Tensor | float, generator: torch.Generator) -> np.ndarray:
     """Actions (N, 1), numbers from 0, of observations (N, D): random ones with probability `epsilon`, one for all or
     (N, 1), else those of the largest Q."""
-    values = agent.q(torch.from_numpy(obs.astype(np.float32)).to(generator.device))
-    random = torch.randint(values.shape[1], (len(obs), 1), generator=generator, device=generator.device)
+    random = torch.randint(agent.num_actions, (len(obs), 1), generator=generator, device=generator.device)
     explores = torch.rand(len(obs), 1, generator=generator, device=generator.device) < epsilon
+    if explores.all():  # then nobody asks the network
+        return random.cpu().numpy()
+    values = agent.q(torch.from_numpy(obs.astype(np.float32)).to(generator.device))
     return torch.where(explores, random, values.argmax(1, keepdim=True)).cpu().numpy()
 
 

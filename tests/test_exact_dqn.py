@@ -163,7 +163,8 @@ def test_exploration_by_hand():
 @alone
 def test_act_is_greedy_but_for_a_share_of_uniform_actions():
     """Of 20,000 equal observations. The target network, whose best action is another, has no say."""
-    agent, g = SimpleNamespace(q=table([[0.0, 3.0, 1.0]]), target=table([[9.0, 0.0, 0.0]])), torch.Generator()
+    tables = dict(q=table([[0.0, 3.0, 1.0]]), target=table([[9.0, 0.0, 0.0]]))
+    agent, g = SimpleNamespace(num_actions=3, **tables), torch.Generator()
     obs = np.ones((20_000, 1))  # float64, as MuJoCo's
     assert (dqn.act(agent, obs, 0.0, g) == 1).all() and dqn.act(agent, obs, 0.0, g).shape == (20_000, 1)
     for epsilon in (1.0, 0.3):

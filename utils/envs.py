@@ -110,15 +110,16 @@ class Log:
 
     def step(self, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> list[tuple[float, int]]:
         """Adds a step that all have taken. Returns (return, length) of the episodes that it ended."""
-        for i in np.flatnonzero(self.length <= LONGEST_LOG) if self.replay else ():
-            kept = self.length[i]  # an array that doubles: PPO asks for `state` in every iteration, a list is slow
+        for i, kept in enumerate(self.length.tolist() if self.replay else ()):
+            if kept > LONGEST_LOG:
+                continue  # below: an array that doubles; PPO asks for `state` in every iteration, a list is slow
             if kept == len(self.actions[i]):
                 self.actions[i] = np.resize(self.actions[i] if kept else actions, (2 * kept + 8, *actions.shape[1:]))
             self.actions[i][kept] = actions[i]
         self.total += rewards
         self.length += ~self.idle
         self.idle = done & self.next_step
-        ended = np.flatnonzero(done).tolist()
+        ended = done.nonzero()[0].tolist()
         episodes = [(self.total[i].item(), self.length[i].item()) for i in ended]
         for i in ended:
             self.begin(i, self.episode[i] + 1)
@@ -264,6 +265,8 @@ def step_vector(envs: Vector, actions: np.ndarray, step: int, lives: bool = Fals
 
 
 def check_finite(obs: np.ndarray, rewards: np.ndarray, step: int) -> None:
+    if np.isfinite(obs).all() and np.isfinite(rewards).all():  # as nearly always, and fast
+        return
     finite = np.isfinite(rewards) & np.isfinite(obs).reshape(len(obs), -1).all(1)
     for bad in np.flatnonzero(~finite):
         found = f"reward {rewards[bad]} and observation {obs[bad].tolist()}"

@@ -30,14 +30,16 @@ class ReplayBuffer:
 
     def add(self, *parts: np.ndarray) -> None:
         """Appends rows: one (N, size) array for each of `sizes`."""
-        rows = torch.from_numpy(np.concatenate(parts, 1, dtype=np.float32))
-        self.total += max(0, len(rows) - self.capacity)  # more rows at once than it holds: the newest stay
-        rows = rows[-self.capacity :]
+        rows, count = torch.from_numpy(np.concatenate(parts, 1, dtype=np.float32)), len(parts[0])
+        if count > self.capacity:  # the newest stay
+            self.total += count - self.capacity
+            rows, count = rows[-self.capacity :], self.capacity
         start = self.total % self.capacity
-        first = min(len(rows), self.capacity - start)
+        first = min(count, self.capacity - start)
         self.rows[start : start + first] = rows[:first]
-        self.rows[: len(rows) - first] = rows[first:]
-        self.total += len(rows)
+        if first < count:
+            self.rows[: count - first] = rows[first:]
+        self.total += count
 
     def sample(self, batch_size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Uniform with replacement: one (batch_size, size) tensor for each of `sizes`."""
