@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import random
 import sys
@@ -25,6 +26,7 @@ SMALLER_FLAGS = ("lora_rank", "sample_batch_size", "max_completion_length", "bat
 
 @dataclasses.dataclass
 class RunArgs:
+    most_threads = math.inf  # that --threads 0 takes
     seed: int = 1
     """seed of every generator"""
     device: str = "auto"
@@ -109,7 +111,7 @@ def prepare(args: RunArgs) -> torch.device:
     UserError for a number out of its bounds and for a device that this machine does not have."""
     check_numbers(args)
     saved = saved_args(Path(args.resume))["threads"] if args.resume else 0
-    args.threads = args.threads or saved or int(os.environ.get("OMP_NUM_THREADS") or cores())
+    args.threads = args.threads or saved or int(os.environ.get("OMP_NUM_THREADS") or min(cores(), args.most_threads))
     torch.set_num_threads(args.threads)
     random.seed(args.seed)
     np.random.seed(args.seed % 2**32)
