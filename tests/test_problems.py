@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from utils.envs import make_env, make_vector, reset_vector
-from utils.problems import PROBLEMS, BitFlip, DeepSea, Recall
+from utils.problems import PROBLEMS, BitFlip, DeepSea, PointReach, Recall
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -41,6 +41,27 @@ def test_nothing_matters_in_the_noise(actions):
         assert stats.kstest(column, stats.uniform(-1, 2).cdf).pvalue > 1e-3
     between = np.corrcoef(columns)[3:, :3]
     assert np.abs(between).max() < 4 / np.sqrt(len(rows))
+
+
+def test_a_point_moves_to_its_goal():
+    """Straight to it, in steps of at most 0.2 in each direction that walls stop. The reward is 0 within 0.1 of it, and
+    the episode goes on."""
+    env, rewards = PointReach(), []
+    obs, _ = env.reset(seed=3)
+    for time in range(1, 21):
+        before, way = obs["achieved_goal"], (obs["desired_goal"] - obs["achieved_goal"]) * 5
+        obs, reward, terminated, truncated, info = env.step(way)
+        np.testing.assert_allclose(obs["achieved_goal"], before + 0.2 * way.clip(-1, 1), atol=1e-6)
+        assert obs["observation"] is obs["achieved_goal"] and not terminated and truncated == (time == 20)
+        near = np.linalg.norm(obs["achieved_goal"] - obs["desired_goal"]) < 0.1
+        assert reward == near - 1 and info["is_success"] == near
+        rewards.append(reward)
+    assert rewards[0] == -1 and rewards[-1] == 0
+    for _ in range(20):
+        obs, *_ = env.step(np.array([-1.0, 1.0], np.float32))
+    assert obs["achieved_goal"].tolist() == [-1, 1]
+    pairs = np.array([[[0.0, 0.0], [0.06, 0.06]], [[0.0, 0.0], [0.08, 0.08]]])
+    assert env.compute_reward(pairs[:, 0], pairs[:, 1], {}).tolist() == [0, -1]
 
 
 def test_bitflip_flips_rewards_and_ends():

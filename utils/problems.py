@@ -65,6 +65,38 @@ class BitFlip(gym.Env):
         return self.observe(), reward, reward == 0, self.time == self.n, {"is_success": reward == 0}
 
 
+class PointReach(gym.Env):
+    """A point in the square [-1, 1]^2 moves by up to 0.2 a step in each direction, to within 0.1 of a goal; both places
+    are uniform at the start. As in Fetch's environments the reward is -1, and 0 at the goal, which does not end the
+    episode; 20 steps cut it off.
+    """
+
+    action_space = gym.spaces.Box(-1, 1, (2,))
+    observation_space = gym.spaces.Dict(dict.fromkeys(("achieved_goal", "desired_goal", "observation"), action_space))
+
+    def observe(self) -> dict[str, np.ndarray]:
+        return {"achieved_goal": self.place, "desired_goal": self.goal, "observation": self.place}
+
+    def compute_reward(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info) -> np.ndarray:
+        """Of goals (..., 2)."""
+        return (np.linalg.norm(achieved_goal - desired_goal, axis=-1) < 0.1) - 1.0
+
+    def compute_terminated(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info) -> bool:
+        return False
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        self.place, self.goal = self.np_random.uniform(-1, 1, (2, 2)).astype(np.float32)
+        return self.observe(), {}
+
+    def step(self, action):
+        self.time += 1
+        self.place = (self.place + 0.2 * np.clip(action, -1, 1)).clip(-1, 1).astype(np.float32)
+        reward = float(self.compute_reward(self.place, self.goal, {}))
+        return self.observe(), reward, False, self.time == 20, {"is_success": reward == 0}
+
+
 class Board(gym.Env):
     """A piece on a board of n x n cells is to go to the last cell, in a corner. An action names a cell and a direction,
     4 n^2 in all; 2 to 4 are valid: those that name the piece's cell and keep it on the board. The others do nothing. So
@@ -170,6 +202,7 @@ def cartpole_without_velocities(**kwargs) -> gym.Env:
 PROBLEMS: dict[str, Any] = {
     "NoiseMDP-v0": NoiseMDP,
     "BitFlip-v0": BitFlip,
+    "PointReach-v0": PointReach,
     "Board-v0": Board,
     "DeepSea-v0": DeepSea,
     "Recall-v0": Recall,

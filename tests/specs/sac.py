@@ -1,7 +1,7 @@
 """SAC: algos/sac.py."""
 
 from tests.flags import WALK
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
 
 BUGS = """
 bootstrap-through-termination:sac: the mask is forgotten: the end of an episode costs nothing
@@ -165,6 +165,8 @@ optimizer-not-restored:sac: the weights are back, the moments of Adam are not
 replay-not-restored: buffers are large (nicklashansen/tdmpc2#28)
 -         replay.load(run.dir / "replay", run.state["replay"])
 """
+REACH = dict(env_id="PointReach-v0", total_timesteps=3000, learning_starts=500, gamma=0.95, learning_rate=1e-3,
+             batch_size=64, hidden_size=64, eval_every=0, eval_episodes=100)  # fmt: skip
 
 SPEC = Spec(
     "SAC, arXiv 1812.05905",
@@ -189,6 +191,10 @@ SPEC = Spec(
             eval_episodes=5), "eval/return",
             numbers={}, slow=True,
         ),
+    },
+    effects={
+        "sac-reach": Effect({"hindsight": ("sac", REACH | dict(her_k=4)), "sac": ("sac", REACH)}, "last eval/success",
+                            {"hindsight > 0.9": 9, "sac < 0.5": 9}),
     },
     recipes=(
         Recipe(
