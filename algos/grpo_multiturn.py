@@ -34,9 +34,9 @@ Expect
     The default run takes about 40 CPU seconds. The policy guesses a hidden digit, 0 to 9, within four turns. Without
     the answers nobody finds more than four digits of ten, 0.40. So success above that shows that the loop works.
     Success of samples goes from 0.04 to 0.70 +- 0.11 (30 seeds, 28 of them above 0.55). With --blank-observations it
-    ends at 0.40 +- 0.02, at most 0.43 (benchmarks/effects.py, grpo_multiturn-observations). In the first ten steps the policy mostly ends at once, and learns
-    that a digit pays. Groups become deterministic on a tree of guesses that misses some digits, so runs stop at
-    different levels below 1.
+    ends at 0.40 +- 0.02, at most 0.43 (benchmarks/effects.py, grpo_multiturn-observations). In the first ten steps the
+    policy mostly ends at once, and learns that a digit pays. Groups become deterministic on a tree of guesses that
+    misses some digits, so runs stop at different levels below 1.
 
 Metrics
     reward         mean over the batch; rises. reward_std: mean within groups

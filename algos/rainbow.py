@@ -30,7 +30,7 @@ Run
 Expect
     CartPole-v1: greedy returns of 175, 372, 389, 389 and 435 after 4,000, 8,000, ..., 20,000 steps (seed 1; 98
     seconds on two cores).
-    In 5,000 steps at --gamma 0.95 the mean of five evaluations is 206 +- 82 (30 seeds), where dqn.py has 68 and 97 (two);
+    In 5,000 steps at --gamma 0.95 the mean of five evaluations is 206 +- 82 (30 seeds), of dqn.py 68 and 97 (two);
     `python benchmarks/effects.py run rainbow-cartpole` trains ten seeds, also of C51 and less one part at a time. Noisy
     layers seem to matter most there: 147 without them, 175 to 220 without one other part (one seed).
 
