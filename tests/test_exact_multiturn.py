@@ -216,7 +216,7 @@ class OneTurn:
 
 
 def test_one_turn_is_grpo_bit_for_bit(tmp_path, monkeypatch):
-    """Metrics and weights of whole runs, evaluation included, but for the count of distinct texts: an episode is none."""
+    """Metrics and weights of whole runs, evaluation included, but for the count of distinct texts."""
     monkeypatch.setitem(BUILT_IN, "one", OneTurn)
     shared = dict(model="@tiny", task="countdown", max_steps=2, num_prompts=6, num_generations=4, learning_rate=1e-3,
                   eval_prompts=3, eval_samples=2, eval_every=0, sample_batch_size=8, micro_batch_size=8, beta=0.1,
