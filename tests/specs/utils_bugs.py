@@ -502,8 +502,8 @@ rows-that-were-never-written: buffers are allocated whole
 +         index
 
 evaluation-with-training-noise: one sampler for both
-- scores(1, 0.0),
-+ scores(1, temperature),
+- in scores(1, 0.0)],
++ in scores(1, temperature)],
 
 evaluation-moves-the-training-noise: one generator for everything: how often one evaluates changes what is learnt
 - set_rng_state(before)
