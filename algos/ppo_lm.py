@@ -33,7 +33,7 @@ Run
         --lr-schedule linear --max-steps 1953
                                                                                     Stiennon et al.'s settings (appendix
                                                                                     B.1, 1.3B model, a million episodes)
-    python algos/ppo_lm.py --model allenai/Llama-3.1-Tulu-3-8B-DPO --task prompts.jsonl --reward rewards.py:verified \
+    python algos/ppo_lm.py --model allenai/Llama-3.1-Tulu-3-8B-DPO --task prompts.jsonl --reward rewards.py:accuracy \
         --reward-weights 10 --missing-eos-penalty 10 --num-prompts 224 --num-minibatches 1 --learning-rate 3e-7 \
         --max-completion-length 2048
                                                                                     RLVR of Tulu 3 (arXiv 2411.15124, 8B
