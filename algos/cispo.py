@@ -34,8 +34,8 @@ Expect
     --task sort --max-steps 6 --learning-rate 1e-4: greedy 0.96 (12 seeds).
     Eight epochs on each batch of sort, pass@1 after ten steps: CISPO 0.86 +- 0.05, GRPO's clip 0.94 +- 0.02, no bounds
     0.81 +- 0.05, GPPO 0.00 (10 seeds; benchmarks/effects.py, cispo-stale). So on very stale data the clip that drops
-    tokens is the safer one here. GPPO's weight of a wrong answer never falls below 1 - epsilon, so it is pushed down
-    without end; CISPO's weight falls with the ratio.
+    tokens is the safer one here. A likely reason for GPPO: the weight of a wrong answer never falls below 0.8, so it is
+    pushed down without end. CISPO's weight falls with the ratio.
 
 Metrics
     As in grpo.py, but

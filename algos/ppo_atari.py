@@ -67,15 +67,7 @@ from utils.envs import (
     restore_vector,
     step_vector,
 )
-from utils.errors import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    UnitInterval,
-    UserError,
-    parse_pairs,
-)
+from utils.errors import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval, UserError, parse_pairs
 from utils.rollouts import evaluate, score_saved
 from utils.run import Run
 
@@ -88,10 +80,9 @@ PRESETS = {  # defaults, for arguments left at None
 
 @dataclass
 class Args(EnvArgs):
-    most_threads = sys.maxsize
     # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
-    longest_gap = 250_000
+    most_threads, longest_gap = sys.maxsize, 250_000
     env_id: str = "ALE/Pong-v5"
     """a game of the Arcade Learning Environment"""
     total_timesteps: PositiveInt | None = None
@@ -135,8 +126,6 @@ class Args(EnvArgs):
     """units of the layer between convolutions and heads"""
     compile: bool = False
     """compile the network and the loss (half a minute at the start)"""
-    threads: NonNegativeInt = 0
-    """CPU threads; 0: OMP_NUM_THREADS where set, else one per core, which convolutions can use"""
     save_every: PositiveInt = 50_000
     """environment steps between checkpoints"""
 

@@ -226,7 +226,7 @@ def train(args: Args) -> list[dict]:
         run.log(step, **columns)
         run.end_step(step, state)
 
-    curves, data = {"loss": ("loss",), "held-out accuracy": ("eval/[!d]*",)}, ", ".join(names)
+    curves, data = {"loss": ("loss",), "held-out accuracy": ("eval/*greedy*", "eval/*pass@*")}, ", ".join(names)
     return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {data}")
 
 

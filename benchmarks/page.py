@@ -79,7 +79,8 @@ def default_run(script: str, short: bool = False) -> str:
     if run is None:
         return "not run"
     args = importlib.import_module(f"algos.{script}").Args()
-    task = getattr(args, "env_id", None) or getattr(args, "task", None) or "Hopper-v5 collection"
+    tasks = (getattr(args, name, None) for name in ("env_id", "environment", "task"))
+    task = next(filter(None, tasks), "Hopper-v5 collection")
     shown = [key for key in SHOWN if key in run["last"]]
     first = {key: f"{number(value)} to " for key, value in run["first"].items()}
     parts = [f"{SHOWN[key]} {first.get(key, '')}{number(run['last'][key])}" for key in (shown[:1] if short else shown)]

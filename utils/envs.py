@@ -37,7 +37,7 @@ class EnvArgs(RunArgs):
     longest_gap = 50_000  # steps between evaluations that --eval-every leaves open
     most_threads = 2
     threads: NonNegativeInt = 0
-    """CPU threads; 0: OMP_NUM_THREADS where set, else two, or one on a single core: on two cores the second makes these
+    """CPU threads; 0: OMP_NUM_THREADS where set, else at most two (Atari: one per core). The second makes small
     networks 1.1 to 1.3 times as fast. Results are bit for bit equal at equal counts"""
     env_kwargs: tuple[str, ...] = ()
     """NAME=VALUE pairs for the environment; a VALUE is read as JSON where it is JSON, else as text"""
@@ -114,8 +114,8 @@ class Log:
         """Adds a step that all have taken. Returns (return, length) of the episodes that it ended."""
         for i, kept in enumerate(self.length.tolist() if self.replay else ()):
             if kept > LONGEST_LOG:
-                continue  # below: an array that doubles; PPO asks for `state` in every iteration, a list is slow
-            if kept == len(self.actions[i]):
+                continue
+            if kept == len(self.actions[i]):  # the array doubles; PPO asks for `state` every iteration: a list is slow
                 self.actions[i] = np.resize(self.actions[i] if kept else actions, (2 * kept + 8, *actions.shape[1:]))
             self.actions[i][kept] = actions[i]
         self.total += rewards
