@@ -340,7 +340,7 @@ def train(args: Args) -> list[dict]:
     check_model(model, args.precision)
     task = usable_prompts(task, model, tokenizer, args)
     ref_model = load_reference(args, device) if args.beta > 0 else None
-    moving = ref_model if args.reset_reference_every else None
+    moving = ref_model if args.reset_reference_every else None  # is reset below, and so belongs to the run's state
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
     prompts = [encode_prompt(row, tokenizer) for row in task.heldout]

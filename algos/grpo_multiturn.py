@@ -481,7 +481,7 @@ def train(args: Args) -> list[dict]:
                        args.max_total_length - args.max_completion_length, args.max_prompt_length,
                        "lower --max-completion-length")  # fmt: skip
     ref_model = load_reference(args, device) if args.beta > 0 else None
-    moving = ref_model if args.reset_reference_every else None
+    moving = ref_model if args.reset_reference_every else None  # is reset below, and so belongs to the run's state
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
     # memory is that of whole episodes

@@ -165,3 +165,13 @@ def test_a_clone_without_the_parents_old_text_says_so(house):
     with pytest.raises(SystemExit, match="git fetch --unshallow"):
         family.sync("root", house)
     assert "x**2" in text(house, "child")
+
+
+def test_the_family_tree_has_every_script_below_its_parent():
+    tree = re.search(r"## Family tree\n+```\n(.*?)```", (family.ROOT / "algos/README.md").read_text(), re.S)
+    parents, line = {}, {}
+    for mark, name in re.findall(r"^(\W*)(\w+)\.py", tree[1], re.M):
+        line = {depth: above for depth, above in line.items() if depth < len(mark)} | {len(mark): name}
+        parents[name] = list(line.values())[-2:-1]
+    scripts = [path.stem for path in (family.ROOT / "algos").glob("*.py")]
+    assert parents == {script: [CHILDREN[script]] if script in CHILDREN else [] for script in scripts}
