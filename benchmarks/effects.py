@@ -8,10 +8,12 @@ A claim compares runs of equal seeds, so its verdict is a number of seeds: where
 holds in 9 of 10 seeds once in a hundred times. Means come with Student's 95 % interval.
 """
 
+import functools
 import importlib
 import json
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -36,10 +38,22 @@ def number(history: list[dict], statistic: str) -> float:
     return statistics.mean(values[first:])
 
 
+@functools.lru_cache(1)
+def record(data: str, seed: int) -> tempfile.TemporaryDirectory:
+    """A folder with the collections of a seed; data: Effect.data as JSON."""
+    (script, settings), folder = json.loads(data), tempfile.TemporaryDirectory()
+    module = importlib.import_module(f"algos.{script}")
+    with quiet_folder() as runs:
+        module.train(module.Args(**settings, seed=seed, output_dir=runs, record_dataset=folder.name))
+    return folder
+
+
 def train(effect: Effect, run: str, seed: int, **changes) -> float:
     """The statistic of one run, trained in this process, in a temporary folder."""
     script, settings = effect.runs[run]
     module = importlib.import_module(f"algos.{script}")
+    if effect.data:
+        changes["dataset"] = f"{record(json.dumps(effect.data), seed).name}/{settings['dataset']}"
     with quiet_folder() as folder:
         common = dict(seed=seed, output_dir=folder, save_every=10**9)
         return number(module.train(module.Args(**settings | common | changes)), effect.statistic)
@@ -54,8 +68,8 @@ def by_run(name: str) -> dict[str, dict[int, float]]:
     """Run -> seed -> statistic, of what is recorded. Exits where something was recorded with other settings."""
     effect, values = EFFECTS[name], {run: {} for run in EFFECTS[name].runs}
     for row in recorded(name):
-        now = json.loads(json.dumps([*effect.runs.get(row["run"], ()), effect.statistic]))
-        if [row["script"], row["settings"], row["statistic"]] != now:
+        now = json.loads(json.dumps([*effect.runs.get(row["run"], ()), effect.statistic, effect.data]))
+        if [row["script"], row["settings"], row["statistic"], row.get("data")] != now:
             sys.exit(f"{name}.jsonl was recorded with other settings of {row['run']}: move it away")
         values[row["run"]][row["seed"]] = row["value"]
     return values
@@ -96,6 +110,7 @@ def run(name: tyro.conf.Positional[str], seeds: int | None = None) -> None:
             start = time.perf_counter()
             row = {"run": arm, "seed": seed, "value": train(effect, arm, seed)}
             row |= {"seconds": round(time.perf_counter() - start, 1), "statistic": effect.statistic, "script": script}
+            row |= {"data": effect.data} if effect.data else {}
             row |= {"settings": settings, **{k: environment()[k] for k in ("versions", "commit", "machine")}}
             with open(FOLDER / f"{name}.jsonl", "a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -10,12 +10,12 @@ import torch
 from environments import Probe
 from helpers import command_line
 
-from algos import bc, c51, ddpg, dqn, dt, her, iql, ppo, rainbow, sac, td3
+from algos import bc, c51, crossq, ddpg, dqn, dt, her, iql, ppo, rainbow, rlpd, sac, td3
 from tests.specs import SPECS
 
 SCRIPTS = {"ppo": ppo, "sac": sac, "ddpg": ddpg, "td3": td3, "dqn": dqn}
-CHILDREN = {"c51": c51, "her": her, "rainbow": rainbow}
-OFFLINE = {"bc": bc, "iql": iql, "dt": dt}
+CHILDREN = {"crossq": crossq, "c51": c51, "her": her, "rainbow": rainbow}
+OFFLINE = {"bc": bc, "iql": iql, "dt": dt, "rlpd": rlpd}
 scripts = pytest.mark.parametrize("algo", SCRIPTS)
 WALK = ["--env-id", "environments:Walk-v0"]
 BANDIT = "--env-id environments:Bandit-v0 --env-kwargs"

@@ -19,14 +19,15 @@ NUMBERS = {  # what the sentence says -> wrong numbers, for every script that ha
     "at least 1": "total-timesteps 0, num-envs 0, hidden-size 0, eval-episodes 0, save-every 0, keep 0, num-steps 0, "
     "num-minibatches 0, update-epochs 0, batch-size 0, buffer-size 0, utd-ratio 0, log-every 0, max-steps 0, "
     "context-length 0, max-episode-length 0, train-frequency 0, gradient-steps 0, target-network-frequency 0, "
-    "num-atoms 0, n-step 0, num-critics 0, subset-size 0, policy-frequency 0",
+    "critic-size 0, num-atoms 0, n-step 0, num-critics 0, subset-size 0, policy-frequency 0",
     "at least 0": "eval-every -1, threads -1, ent-coef -0.1, vf-coef -1, learning-starts -1, temperature -1, "
-    "online-steps -1, weight-decay -1, her-k -1, exploration-noise -0.1, policy-noise -1, noise-clip -1",
+    "online-steps -1, weight-decay -1, her-k -1, exploration-noise -0.1, policy-noise -1, noise-clip -1, "
+    "renorm-warmup -1",
     "above 0": "learning-rate 0, clip-coef 0, max-grad-norm 0, target-kl 0, alpha 0, top-fraction 0, expectile 0, "
     "rtg-scale 0",
     "finite": "learning-rate nan, gamma nan, vf-coef inf, log-std-init nan, target-entropy nan, target-returns nan 1",
     "from 0 to 1": "gamma 1.1, gamma -0.1, gae-lambda 1.5, tau 1.5, tau -0.1, start-e 1.1, end-e -0.1, "
-    "exploration-fraction 2, prioritized-replay-alpha 1.1, prioritized-replay-beta -0.1",
+    "offline-ratio 1.1, exploration-fraction 2, prioritized-replay-alpha 1.1, prioritized-replay-beta -0.1",
     "below 1": "dropout 1, expectile 1",
     "at most 1": "top-fraction 1.1",
 }
@@ -70,6 +71,10 @@ OWN = {
         ("--buffer-size 1000000000000000", "--buffer-size 1000000000000000", "36,000,000.0 GB"),
         *CONTROL,
     ],
+    "crossq": [
+        ("--env-id CartPole-v1", "Discrete", "CrossQ needs a Box"),
+        ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
+    ],
     "ddpg": [
         ("--env-id CartPole-v1", "Discrete", "DDPG needs a Box"),
         (f"{BANDIT} action=box", "Box", "finite bounds"),
@@ -104,6 +109,7 @@ OWN = {
     ],
     "bc": DATASETS,
     "iql": DATASETS,
+    "rlpd": [("--batch-size 9", "--offline-ratio 0.5", "--batch-size 9"), *DATASETS],
     "dt": [("--embed-dim 9", "--embed-dim 9", "--num-heads 2"), *DATASETS],
 }
 OUT_OF_BOUNDS = [
@@ -133,6 +139,7 @@ TRAINED = {
     "ppo-walk": [*WALK, "--env-kwargs", "size=5", "label=a b"],
     "ppo-pixels": ["--env-id", "environments:Pixels-v0", "--hidden-size", 8],
     "sac-walk": [*WALK, "--env-kwargs", "size=5"],
+    "crossq-walk": [*WALK, "--env-kwargs", "size=5"],
     "dqn-hop": [*walk("dqn"), "--env-kwargs", "size=5"],
     "c51-hop": walk("c51"),
     "rainbow-hop": walk("rainbow"),
@@ -142,6 +149,7 @@ TRAINED = {
     "bc": [],
     "iql": ["--online-steps", 32],
     "dt": [],
+    "rlpd": [],
 }
 
 
@@ -232,7 +240,7 @@ def test_evaluate_needs_a_run(trained, tmp_path, capsys):
         command_line(ppo, "--evaluate", folder)
 
 
-@pytest.mark.parametrize("algo", [algo for algo in MODULES if {"buffer_size", "log_every"} <= options(algo)])
+@pytest.mark.parametrize("algo", [algo for algo in SCRIPTS | CHILDREN if {"buffer_size", "log_every"} <= options(algo)])
 def test_an_evaluation_between_two_rows_leaves_them_their_episodes(algo, tmp_path):
     """The rows of --log-every count the same episodes whether or not there are evaluations between them."""
     args = [*SMALL[algo], *walk(algo), "--env-kwargs", "max_episode_steps=7", "--log-every", 32, "--eval-every"]

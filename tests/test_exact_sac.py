@@ -8,6 +8,7 @@ log(1 - a^2)), losses and Adam; only derivatives are left to autograd.
 import itertools
 import math
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,7 @@ from helpers import metrics, new_run, weights
 from scipy import integrate, stats
 from torch import nn
 
-from algos import sac
+from algos import crossq, sac
 from utils.checkpoint import load_newest
 from utils.replay import ReplayBuffer
 
@@ -522,10 +523,15 @@ def rows_of(folder, total: int = 160):
     return np.split(rows, [4, 6, 7, 8], 1)
 
 
-@pytest.fixture(scope="module")
-def probe_run(tmp_path_factory):
+MODULES = {"sac": sac, "crossq": crossq}
+both = pytest.mark.parametrize("algo", MODULES)
+
+
+@pytest.fixture(scope="module", params=MODULES)
+def probe_run(request, tmp_path_factory):
     """A short run: its folder, what `update` was called with each time, and the agent's state before the first."""
-    calls, untrained, update = [], {}, sac.update
+    module, calls, untrained = MODULES[request.param], [], {}
+    update = module.update
 
     def recording(agent, *others):
         if not calls:
@@ -534,8 +540,8 @@ def probe_run(tmp_path_factory):
         return update(agent, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sac, "update", recording)
-        folder = new_run(sac, tmp_path_factory.mktemp("probe"), *SETTINGS, "--utd-ratio", 3)
+        patch.setattr(module, "update", recording)
+        folder = new_run(module, tmp_path_factory.mktemp("probe"), *SETTINGS, "--utd-ratio", 3)
     return folder, calls, untrained
 
 
@@ -562,28 +568,33 @@ def test_train_updates_on_what_it_stored(probe_run):
 
 def test_train_takes_every_update(probe_run):
     """utd-ratio updates for each step of an environment after learning_starts, by Adam at the learning rate for exactly
-    actor, critics and temperature; all of them and the targets moved; target entropy is -(number of actions)."""
+    actor, critics and temperature; all of them, targets and statistics moved; target entropy is -(number of actions).
+    CrossQ's Adam forgets sooner, but for the temperature's, and its actor moves in every third update."""
     folder, calls, untrained = probe_run
     updates = 3 * (160 - 40)  # steps 42, 44, .. 160, twice each
     assert len(calls) == updates
     agent, optimizers, _, _, args, _, *losses = calls[0]
     assert [number for *_, number, _, _ in calls] == list(range(121, 481))  # of all that the steps so far have had
-    assert args.target_entropy == -2 and losses == [sac.critic_loss, sac.actor_loss]
-    for optimizer, part in zip(optimizers, (agent.actor.parameters(), agent.critics.parameters(), [agent.log_alpha])):
+    module, name = sys.modules[type(agent).__module__], type(agent).__module__.removeprefix("algos.")
+    rate, beta, every = {"sac": (3e-4, 0.9, 1), "crossq": (1e-3, 0.5, 3)}[name]
+    assert args.target_entropy == -2 and losses == [module.critic_loss, module.actor_loss]
+    parts = agent.actor.parameters(), agent.critics.parameters(), [agent.log_alpha]
+    for optimizer, part, beta1 in zip(optimizers, parts, (beta, beta, 0.9), strict=True):
         (group,) = optimizer.param_groups
         assert [id(x) for x in group["params"]] == [id(x) for x in part]
         assert type(optimizer) is torch.optim.Adam
-        assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (3e-4, (0.9, 0.999), 1e-8, 0)
+        assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (rate, (beta1, 0.999), 1e-8, 0)
     saved = load_newest(folder / "checkpoints")
-    for state in saved["optimizers"]:
-        assert {x["step"].item() for x in state["state"].values()} == {updates}
+    for state, count in zip(saved["optimizers"], (updates // every, updates, updates // every), strict=True):
+        assert {x["step"].item() for x in state["state"].values()} == {count}
     for name, tensor in weights(folder).items():
         assert not torch.equal(tensor, untrained[name]), name
         if name.startswith("targets"):  # they lag
             assert not torch.equal(tensor, weights(folder)[name.replace("targets", "critics")])
 
 
-def test_train_explores_uniformly_then_acts(tmp_path, monkeypatch):
+@both
+def test_train_explores_uniformly_then_acts(algo, tmp_path, monkeypatch):
     """The first learning_starts steps are uniform in [-1, 1], later ones the policy's, which is given full noise and
     the observation that is stored with its action. Evaluation stretches actions too, likeliest ones without noise."""
     given = []
@@ -592,8 +603,8 @@ def test_train_explores_uniformly_then_acts(tmp_path, monkeypatch):
         given.append((obs.copy(), scale))
         return np.full((len(obs), 2), 0.25, np.float32)
 
-    monkeypatch.setattr(sac, "act", quarter)
-    folder = new_run(sac, tmp_path, *SETTINGS, "--learning-starts", 120, "--alpha", 0.2)
+    monkeypatch.setattr(MODULES[algo], "act", quarter)
+    folder = new_run(MODULES[algo], tmp_path, *SETTINGS, "--learning-starts", 120, "--alpha", 0.2)
     obs, actions = rows_of(folder)[:2]
     assert stats.kstest(actions[:120].flatten(), stats.uniform(-1, 2).cdf).pvalue > 0.01
     assert len(np.unique(actions[:120])) == 240 and (actions[120:] == 0.25).all()

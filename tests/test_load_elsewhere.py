@@ -16,12 +16,13 @@ import pytest
 from helpers import ENVIRONMENT, SMALL, command_line, new_run
 from small_data import pendulum
 
-from algos import bc, c51, ddpg, dqn, dt, iql, ppo, ppo_lstm, ppo_mask, rainbow, rnd, sac, td3
+from algos import bc, c51, crossq, ddpg, dqn, dt, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac, td3
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "algos/README.md").read_text()
 SECTION = PAGE[PAGE.index("## Load a trained agent elsewhere") :]
-PPO, SAC, TD3, DQN, C51, RAINBOW, OFFLINE, DT, MASK, LSTM = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[:10]
+BLOCKS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[:11]
+PPO, SAC, CROSSQ, TD3, DQN, C51, RAINBOW, OFFLINE, DT, MASK, LSTM = BLOCKS
 SHORT = "max_episode_steps=40"
 WIDE = [
     "--env-id",
@@ -37,6 +38,8 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "rnd": (PPO, rnd, ["--env-id", "CartPole-v1", "--learning-rate", "0.04"]),
     "sac": (SAC, sac, ["--env-kwargs", SHORT]),
     "sac sde": (SAC, sac, ["--env-kwargs", SHORT, "--sde", "4"]),
+    "rlpd": (SAC, rlpd, ["--dataset", "DATA"]),
+    "crossq": (CROSSQ, crossq, ["--env-kwargs", SHORT]),
     "ddpg": (TD3, ddpg, ["--env-kwargs", SHORT]),
     "td3": (TD3, td3, ["--env-kwargs", SHORT]),
     "dqn": (DQN, dqn, ["--learning-rate", "0.04"]),

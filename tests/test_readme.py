@@ -30,7 +30,7 @@ PAGES = [README] + [(ROOT / folder / "README.md").read_text() for folder in ("al
 SCRIPTS = sorted(path.stem for path in (ROOT / "algos").glob("*.py"))
 SHORT = dict(eval_every=0, eval_samples=2, max_completion_length=12, overlong_buffer=4, eval_max_new_tokens=12,
              micro_batch_size=4, ensemble=1, hidden_size=8, record_steps=50)  # fmt: skip
-OFFLINE_SCRIPTS = "algos/(bc|iql|dt).py"
+OFFLINE_SCRIPTS = "algos/(bc|iql|dt|rlpd).py"
 NEEDED = {"ale_py": "ppo_atari", "mujoco": f"(HalfCheetah|Hopper)-v|{OFFLINE_SCRIPTS}", "moviepy": "--capture-video",
           "h5py": f"--record|{OFFLINE_SCRIPTS}", "minari": "mujoco/|D4RL/"}  # fmt: skip
 

@@ -49,6 +49,7 @@ CASES = {  # name: SCRIPT-... -> arguments. Every run has 160 steps; episodes ar
     "sac-her": "--env-id environments:Reach-v0 --her-k 3",
     "sac-cheetah": f"--env-id HalfCheetah-v5 {SHORT}",
     "sac-walk-async": f"{' '.join(WALK)} --vector async --buffer-size 100",
+    "crossq-pendulum": f"{SHORT} --renorm-warmup 20 --policy-frequency 50 --log-every 48 --eval-every 0",
     "ddpg-pendulum": f"{SHORT} --log-every 48 --eval-every 0",
     "td3-pendulum": f"{SHORT} --policy-frequency 7 --log-every 2",
     "td3-walk-async": f"{' '.join(WALK)} --vector async --buffer-size 100 --num-critics 3",
@@ -69,6 +70,7 @@ CASES = {  # name: SCRIPT-... -> arguments. Every run has 160 steps; episodes ar
     "iql-online": "--max-steps 80 --online-steps 80",
     "iql-online-constant": "--max-steps 64 --online-steps 96 --no-anneal-actor --dropout 0.1",
     "dt": "",
+    "rlpd": "--num-critics 3 --subset-size 2 --policy-frequency 240 --log-every 112 --eval-every 0",
 }
 every_case = pytest.mark.parametrize("case", CASES)
 

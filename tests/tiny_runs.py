@@ -113,6 +113,7 @@ def world() -> Path:
         (folder / f"{name}.jsonl").write_text(jsonl(rows))
     pendulum(folder / "pendulum.hdf5")
     pendulum(folder / "other.hdf5", length=30)
+    pendulum(folder / "walk.hdf5", "environments:Walk-v0")
     tasks.procedural = functools.cache(tasks.procedural)  # drawing the held-out rows takes longer than such a run
     return folder
 

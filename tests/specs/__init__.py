@@ -46,6 +46,8 @@ class Effect:
     claims: dict[str, int]
     """comparison of runs, as in "double < dqn / 2" -> in how many of the seeds it must hold"""
     seeds: int = 10
+    data: tuple[str, dict] | None = None
+    """script and settings of a run before, with the same seed, whose collections are the datasets of the runs"""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,388 @@
+r"""RLPD: reinforcement learning with prior data.
+
+Ball, Smith, Kostrikov, Levine 2023, "Efficient Online Reinforcement Learning with Offline Data" (arXiv 2302.02948).
+
+Parent: sac.py. Half of each minibatch comes from a dataset; without data, a run is that of sac.py bit for bit.
+
+SAC starts from scratch, with a dataset beside its replay buffer and no training before. It draws as many rows from the
+one as from the other (symmetric sampling), makes many updates per step, and has LayerNorm in its critics, which
+bounds what they say of actions that no data shows. On minibatches minimises
+
+    J_Q(theta_i) = E 1/2 (Q_i(s, a) - y)^2,    i = 1..N,    half of the rows (s, a, r, s') new, half of the dataset
+               y = r + gamma (1 - terminated) [ min_{i in M} Qbar_i(s', a') - alpha log pi(a' | s') ],  a' ~ pi(. | s')
+    J_pi(phi)    = E alpha log pi(a | s) - mean_i Q_i(s, a),    a ~ pi(. | s),    after the last update of a step
+
+    N, M    --num-critics, --subset-size: M random critics, drawn anew for each update; none: all
+    half    --offline-ratio
+    Qbar, pi, alpha, J(alpha), s', gamma, tau as in sac.py; the target entropy is -(action size) / 2
+
+Run
+    python algos/rlpd.py                                                         the collection that ships: Hopper-v5
+    python algos/rlpd.py --dataset halfcheetah_medium_replay-v2.hdf5 --total-timesteps 250000 --learning-starts 5000 \
+        --num-critics 10 --subset-size 2 --utd-ratio 20                          the authors' settings for locomotion:
+                                                                                 never run by us
+    python algos/rlpd.py --offline-ratio 0                                       the same without the data
+    python algos/rlpd.py --evaluate RUN --eval-episodes 100 --capture-video      scores a saved agent
+
+Expect
+    The default run, Hopper-v5's collection: from 22 to 339 with the likeliest actions, 271 after 1,500 of its 3,000
+    steps (seed 1); about 75 CPU seconds on one thread, from 6.4 ms per update. sac.py has 264 after 20,000 steps.
+    Pendulum-v1 with what sac.py saw in 4,000 steps, 64 units, mean return after 400 to 700 steps, two seeds: -522 and
+    -511; without the data -1,262 and -1,264. Drawn uniformly from one buffer (--offline-ratio None) the data helps as
+    much, -498 and -539: this task shows what the data is worth, not what the halves are (benchmarks/effects.py,
+    rlpd-pendulum).
+
+Metrics
+    return, length      of the training episodes that ended since the row before; absent where none did
+    eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
+    eval/success        share of these episodes that reach a success; where the environment reports it
+    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data; R is eval/return
+    eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
+    eval/best_return    in the last row: the best of all evaluations. It is picked by test score; eval/return is not
+    Of the newest update (entropy and alpha: of the newest that moved the actor):
+    q                   mean of Q_1 over the batch; should stay near the discounted return, runaway growth is divergence
+    td_error            mean |Q_1(s, a) - y|
+    entropy             mean of -log pi in nats of the [-1, 1] box; comes down to the target entropy
+    alpha               temperature; settles
+    grad_norm           of the critics
+
+Differences
+    - The loss of the critics is half a sum over them, the authors' a mean (ikostrikov/rlpd,
+      rlpd/agents/sac/sac_learner.py): Adam hides the factor.
+    - The authors draw one large minibatch per step and split it; ours are drawn one by one. Their --offline_ratio takes
+      other shares than a half, but their `combine` interleaves the two halves (train_finetuning.py) and so needs equal
+      ones. They clip the dataset's actions to 1 - 1e-5; nothing here needs it, since no density is taken of them.
+    - For AntMaze and Adroit the authors take three hidden layers, leave entropy out of the target, and pay AntMaze 1
+      less per step. These are not offered. We have not read the paper's tables.
+    - Rewards are the dataset's own and the environment's own: they must agree.
+    - The default has two critics of the authors' ten and 4 updates per step of their 20, so that it ends in minutes.
+"""
+
+import copy
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.cli import main, prepare
+from utils.envs import episode_columns, make_vector, open_env, reset_vector, restore_vector, step_vector
+from utils.errors import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
+from utils.offline import OfflineArgs, check_spaces, compared, load_dataset
+from utils.replay import ReplayBuffer
+from utils.rollouts import evaluate, score_saved
+from utils.run import Run
+from utils.spaces import to_env, to_unit
+
+NAME, TITLE = "rlpd", "RLPD"
+LOG_STD_BOUNDS = (-20.0, 2.0)  # as in the authors' code
+
+
+@dataclass
+class Args(OfflineArgs):
+    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
+    # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id, env_spec (OfflineArgs)
+    total_timesteps: PositiveInt = 3_000
+    """environment steps, over all environments"""
+    offline_ratio: UnitInterval | None = 0.5
+    """share of each minibatch that comes from the dataset; None: its share of all transitions, as from one buffer"""
+    num_envs: PositiveInt = 1
+    """environments that are stepped together"""
+    vector: Literal["sync", "async"] = "sync"
+    """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
+    learning_rate: PositiveFloat = 3e-4
+    """learning rate of Adam, for actor, critics and temperature"""
+    gamma: UnitInterval = 0.99
+    """discount"""
+    tau: UnitInterval = 0.005
+    """step of the target critics towards the critics"""
+    alpha: PositiveFloat | None = None
+    """a fixed temperature; None: learned"""
+    target_entropy: float | None = None
+    """target entropy in nats; None: -(action size) / 2"""
+    utd_ratio: PositiveInt = 4
+    """updates per environment step"""
+    policy_frequency: PositiveInt | None = None
+    """updates of the critics for one of actor and temperature; None: --utd-ratio"""
+    num_critics: PositiveInt = 2
+    """critics in the ensemble; the authors have 10"""
+    subset_size: PositiveInt | None = None
+    """critics, drawn anew for each update, whose minimum makes the target; None: all"""
+    actor_q: Literal["min", "mean"] = "mean"
+    """what the actor maximises of all critics"""
+    layer_norm: bool = True
+    """LayerNorm in each hidden layer of the critics"""
+    batch_size: PositiveInt = 256
+    """transitions per update"""
+    buffer_size: PositiveInt = 1_000_000
+    """newest transitions that are kept, on the device"""
+    learning_starts: NonNegativeInt = 500
+    """steps with uniformly random actions before the first update"""
+    hidden_size: PositiveInt = 256
+    """units of the two hidden layers of actor and critics"""
+    compile: bool = False
+    """compile the losses: meant for a GPU"""
+    log_every: PositiveInt = 500
+    """environment steps between rows of metrics"""
+    save_every: PositiveInt = 10_000
+    """environment steps between checkpoints"""
+
+
+class Transitions(NamedTuple):
+    """A minibatch of B rows, all float32."""
+
+    obs: Tensor  # (B, D)
+    actions: Tensor  # (B, A) in [-1, 1]
+    rewards: Tensor  # (B, 1)
+    terminated: Tensor  # (B, 1), 0 or 1; 0 where an episode was only cut off
+    next_obs: Tensor  # (B, D)
+
+
+def network(size_in: int, hidden_size: int, size_out: int, layer_norm: bool = False) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for size in (size_in, hidden_size):
+        layers.append(nn.Linear(size, hidden_size))
+        if layer_norm:
+            layers.append(nn.LayerNorm(hidden_size))
+        layers.append(nn.ReLU())
+    return nn.Sequential(*layers, nn.Linear(hidden_size, size_out))
+
+
+class Actor(nn.Module):
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int):
+        super().__init__()
+        self.net = network(obs_size, hidden_size, 2 * action_size)
+
+    def forward(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions in [-1, 1] from standard normal noise (B, A), and their log-density there: (B, A), (B, 1). Noise 0
+        gives the likeliest u, hence the deterministic action."""
+        mean, log_std = self.net(obs).chunk(2, -1)
+        log_std = log_std.clamp(*LOG_STD_BOUNDS)
+        u = mean + log_std.exp() * noise
+        log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+        log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))  # log(1 - tanh(u)^2), stable: no constant added inside
+        return u.tanh(), (log_normal - log_slope).sum(-1, keepdim=True)
+
+
+class Critics(nn.ModuleDict):
+    """An ensemble: q1, q2, ..."""
+
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int, count: int = 2, layer_norm: bool = False):
+        sizes = obs_size + action_size, hidden_size, 1
+        super().__init__({f"q{i}": network(*sizes, layer_norm) for i in range(1, count + 1)})
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Q_1, ..., Q_N: (N, B, 1)."""
+        both = torch.cat([obs, actions], -1)
+        return torch.stack([q(both) for q in self.values()])
+
+
+class Agent(nn.Module):
+    """What is saved: actor, critics, target critics and log alpha. `critics`: count, layer_norm."""
+
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int, alpha: float, **critics):
+        super().__init__()
+        self.actor = Actor(obs_size, action_size, hidden_size)
+        self.critics = Critics(obs_size, action_size, hidden_size, **critics)
+        self.targets = copy.deepcopy(self.critics).requires_grad_(False)
+        self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
+
+
+def critic_loss(agent: Agent, batch: Transitions, noise: Tensor, gamma: float,
+                subset: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sum of all critics' losses, Q_1 and the target y. noise (B, A); subset: numbers of the target critics, from 0, of
+    which the minimum is taken; None: all."""
+    with torch.no_grad():
+        next_actions, next_logps = agent.actor(batch.next_obs, noise)
+        next_q = agent.targets(batch.next_obs, next_actions)
+        smallest = (next_q if subset is None else next_q[subset]).amin(0)
+        soft_value = smallest - agent.log_alpha.exp() * next_logps
+        target = batch.rewards + gamma * (1 - batch.terminated) * soft_value
+    q = agent.critics(batch.obs, batch.actions)
+    return 0.5 * (q - target).square().mean((1, 2)).sum(), q[0].detach(), target
+
+
+def actor_loss(agent: Agent, obs: Tensor, noise: Tensor, actor_q: str = "min") -> tuple[Tensor, Tensor]:
+    """Of SAC, and the log-densities (B, 1) of the actions without gradient. noise (B, A)."""
+    actions, logps = agent.actor(obs, noise)
+    q = agent.critics(obs, actions)
+    q = q.mean(0) if actor_q == "mean" else q.amin(0)
+    return (agent.log_alpha.detach().exp() * logps - q).mean(), logps.detach()
+
+
+def alpha_loss(log_alpha: Tensor, logps: Tensor, target_entropy: float) -> Tensor:
+    """Of SAC, a function of log alpha."""
+    return -(log_alpha.exp() * (logps + target_entropy)).mean()
+
+
+class Optimizers(NamedTuple):
+    actor: torch.optim.Optimizer
+    critics: torch.optim.Optimizer
+    alpha: torch.optim.Optimizer | None  # None: the temperature is fixed
+
+
+def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: torch.Generator, args: Args,
+           number: int, critic_loss: Callable = critic_loss, actor_loss: Callable = actor_loss
+           ) -> dict[str, Tensor]:  # fmt: skip
+    """One step of critics, actor, temperature and target critics, in this order; of actor and temperature only where
+    the update's number is a multiple of --policy-frequency. Returns metrics, as tensors: reading them would make the
+    CPU wait for the device at every update."""
+    noise, next_noise = torch.randn(2, *batch.actions.shape, generator=generator, device=batch.obs.device)
+    subset = None
+    if args.subset_size not in (None, args.num_critics):
+        subset = torch.randperm(args.num_critics, generator=generator, device=batch.obs.device)[: args.subset_size]
+    loss, q, target = critic_loss(agent, batch, next_noise, args.gamma, subset)
+    optimizers.critics.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizers.critics.step()
+    grad_norm = torch.nn.utils.get_total_norm([p.grad for p in agent.critics.parameters()])
+    metrics = {"q": q.mean(), "td_error": (q - target).abs().mean(), "grad_norm": grad_norm}
+
+    if number % args.policy_frequency == 0:
+        agent.critics.requires_grad_(False)  # the actor's gradient passes through them; theirs would be thrown away
+        loss, logps = actor_loss(agent, batch.obs, noise, args.actor_q)
+        optimizers.actor.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizers.actor.step()
+        agent.critics.requires_grad_(True)
+        if optimizers.alpha is not None:
+            optimizers.alpha.zero_grad(set_to_none=True)
+            alpha_loss(agent.log_alpha, logps, args.target_entropy).backward()
+            optimizers.alpha.step()
+        metrics |= {"entropy": -logps.mean(), "alpha": agent.log_alpha.detach().exp()}
+    with torch.no_grad():
+        torch._foreach_lerp_(list(agent.targets.parameters()), list(agent.critics.parameters()), args.tau)
+    return metrics
+
+
+def check(args: Args, space: gym.Space) -> None:
+    """Raises UserError for impossible settings."""
+    if not isinstance(space, gym.spaces.Box) or not space.is_bounded() or space.dtype.kind != "f":
+        wanted = "a Box of floats with finite bounds"
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
+    if args.total_timesteps % args.num_envs:
+        raise UserError(f"--total-timesteps {args.total_timesteps} must be a multiple of --num-envs {args.num_envs}")
+    if args.subset_size and args.subset_size > args.num_critics:
+        raise UserError(f"--subset-size {args.subset_size} must be at most --num-critics {args.num_critics}")
+    rows = (args.offline_ratio or 0) * args.batch_size
+    if abs(rows - round(rows)) > 1e-6:
+        wrong = f"--offline-ratio {args.offline_ratio} of --batch-size {args.batch_size} is no whole number of rows"
+        raise UserError(f"{wrong}: --batch-size must be even for a half")
+
+
+def offline_rows(args: Args, offline: int, online: int) -> int:
+    """How many rows of a minibatch come from the dataset, of which there are `offline`, where `online` are new."""
+    share = offline / (offline + online) if args.offline_ratio is None else args.offline_ratio
+    return round(share * args.batch_size)
+
+
+def draw(replay: ReplayBuffer, offline: ReplayBuffer, generator: torch.Generator, args: Args) -> Transitions:
+    """A minibatch: first new rows, then those of the dataset, each kind uniformly."""
+    count = offline_rows(args, offline.total, min(replay.total, replay.capacity))
+    parts = [buffer.sample(rows, generator) for buffer, rows in ((replay, args.batch_size - count), (offline, count))]
+    return Transitions(*(torch.cat(columns) for columns in zip(*parts)))
+
+
+@torch.no_grad()
+def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float,
+        generator: torch.Generator) -> np.ndarray:  # fmt: skip
+    """Actions (N, A) in [-1, 1] of observations (N, D); `scale` 0: the likeliest, 1: samples."""
+    inputs = torch.from_numpy(obs.astype(np.float32)).to(generator.device)
+    noise = torch.randn(len(obs), math.prod(space.shape), generator=generator, device=generator.device)
+    return actor(inputs, noise * scale)[0].cpu().numpy()
+
+
+def train(args: Args) -> list[dict]:
+    device = prepare(args)
+    data = None if args.evaluate else load_dataset(args)
+    make, obs_size, space = open_env(args)
+    check(args, space)
+    action_size = math.prod(space.shape)
+    if args.target_entropy is None:
+        args.target_entropy = -action_size / 2
+    args.policy_frequency = args.policy_frequency or args.utd_ratio
+    agent = Agent(obs_size, action_size, args.hidden_size, args.alpha or 1.0, count=args.num_critics,
+                  layer_norm=args.layer_norm).to(device)  # fmt: skip
+    score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),
+                          args.eval_episodes, args.seed, device)  # fmt: skip
+    if args.evaluate:
+        return score_saved(args, score_agent, agent=agent)
+    check_spaces(data, obs_size, space)
+    rows, sizes = data.known, (obs_size, action_size, 1, 1, obs_size)
+    offline = ReplayBuffer(rows.sum(), sizes, device)
+    offline.add(data.obs[rows], to_unit(data.actions[rows], space), data.rewards[rows, None],
+                data.terminated[rows, None], data.next_obs[rows])  # fmt: skip
+    adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
+    optimizers = Optimizers(adam(agent.actor.parameters()), adam(agent.critics.parameters()),
+                            adam([agent.log_alpha]) if args.alpha is None else None)  # fmt: skip
+    losses = [torch.compile(loss) if args.compile else loss for loss in (critic_loss, actor_loss)]
+    generator = torch.Generator(device).manual_seed(args.seed)
+    replay = ReplayBuffer(args.buffer_size, sizes, device)
+    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "alpha"), "total_timesteps")
+    run.print(f"{data.name}: {len(data.starts)} trajectories, {rows.sum()} transitions taken of {len(data.obs)}")
+    envs = make_vector(make, args.num_envs, args.seed, args.vector)
+
+    def state(drawn: Tensor | None = None) -> dict:
+        """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
+        environment's draws from global generators are not repeated: copying those at each step would cost time."""
+        return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers if o is not None],
+                "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
+                "metrics": metrics, "episodes": episodes, "replay": replay.save(run.dir / "replay", args.keep)
+                }  # fmt: skip
+
+    step, episodes, metrics = run.step, [], {}
+    if run.state is not None:
+        metrics, episodes = run.state["metrics"], run.state["episodes"]
+        replay.load(run.dir / "replay", run.state["replay"])
+        obs = restore_vector(envs, run.state["envs"])
+    else:
+        obs = reset_vector(envs)
+    run.restore(agent=agent, optimizers=optimizers, generator=generator)
+    while step < run.total:
+        # collect
+        after = step + args.num_envs
+        with run.saving(step, partial(state, generator.get_state())):
+            if step < args.learning_starts:
+                actions = torch.rand(len(obs), action_size, generator=generator, device=device).cpu().numpy() * 2 - 1
+            else:
+                actions = act(agent.actor, space, obs, 1.0, generator)
+            next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space), after)
+        replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
+        obs, step, episodes = next_obs.copy(), after, episodes + ended
+
+        # update
+        if step > args.learning_starts:
+            for number in range(args.utd_ratio * (step - args.num_envs), args.utd_ratio * step):
+                batch = draw(replay, offline, generator, args)
+                metrics |= update(agent, optimizers, batch, generator, args, number + 1, *losses)
+
+        # evaluate
+        due, logs = run.due(step, args.eval_every), run.due(step, args.log_every)
+        if due or logs:
+            columns = {name: value.item() for name, value in metrics.items()}
+            columns["time/steps_per_second"] = run.speed(step)
+            if logs:  # an evaluation in between leaves the episodes to the row that is due
+                columns, episodes = columns | episode_columns(episodes), []
+            if due:
+                with run.saving(step, state, columns=columns):
+                    columns |= score_agent()
+                columns |= compared(columns, data, run, step)
+            run.log(step, **columns)
+        run.end_step(step, state)
+
+    envs.close()
+    curves = {"return": ("return", "eval/return"), "entropy": ("entropy",), "alpha": ("alpha",)}
+    return run.finish(agent.state_dict(), curves, f"{TITLE} on {args.env_id}")
+
+
+if __name__ == "__main__":
+    main(Args, train)
