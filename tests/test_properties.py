@@ -51,7 +51,7 @@ MODULES = [importlib.import_module(f"algos.{path.stem}") for path in sorted((REP
 NAN = float("nan")
 
 
-ELSEWHERE = {("advantages", "rloo")}  # tested in test_exact_rloo.py
+ELSEWHERE = {("advantages", "rloo"), ("advantages", "raft")}  # tested in test_exact_rloo.py and test_exact_raft.py
 MATCHED = {}  # name of a function -> the parameter lists under which it is tested
 
 

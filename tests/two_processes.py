@@ -52,6 +52,8 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
     "dapo": ONLINE | dict(num_generations=2, micro_batch_size=4, overlong_buffer=2, max_sampling_rounds=2),
     "gspo": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, epsilon=0.02, epsilon_high=0.02),
     "cispo": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, bounds="gppo"),
+    "nft": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2),
+    "raft": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, select="best"),
     "grpo_multiturn": {key: value for key, value in ONLINE.items() if key not in ("task", "reward")}
     | dict(num_generations=2, micro_batch_size=4, beta=0.1, max_turns=3),
     "rloo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1, num_iterations=2),
@@ -75,7 +77,7 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
     "reward_model": OFFLINE | dict(ensemble=2),
 }
 BOTH = ("replicas", "shards")
-LIKE_GRPO = ("cispo", "grpo_multiturn")  # of whose own lines none knows of shards
+LIKE_GRPO = ("cispo", "nft", "raft", "grpo_multiturn")  # of whose own lines none knows of shards
 CASES = {script: (script, {}, BOTH[: 1 if script in LIKE_GRPO else 2]) for script in SMALL} | {
     "untied": ("grpo", dict(model="untied"), BOTH),
     "lora": ("grpo", dict(lora_rank=2), BOTH),

@@ -1,0 +1,81 @@
+"""RAFT, RAFT++ and Reinforce-Rej: algos/raft.py."""
+
+from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
+from tests.specs.grpo import SPEC as PARENT
+
+BUGS = """
+wrong-answers-are-kept: any answer may be the best of its group
+- counts = counts.masked_fill(flat & ~(rewards > 0), 0.0)
++ pass
+
+solved-prompts-are-dropped: flat groups teach GRPO nothing
+- counts = counts.masked_fill(flat & ~(rewards > 0), 0.0)
++ counts = counts.masked_fill(flat, 0.0)
+
+one-vote-for-each-tie: the best answers are several
+- counts = best * rewards.shape[1] / best.sum(1, keepdim=True).clamp(min=1)
++ counts = best * rewards.shape[1]
+
+mean-over-the-group: the vote of a prompt is divided by G once more, below
+- counts = best * rewards.shape[1] / best.sum(1, keepdim=True).clamp(min=1)
++ counts = best / best.sum(1, keepdim=True).clamp(min=1)
+
+best-of-the-batch: the maximum of all prompts
+- best = rewards == rewards.nan_to_num(-torch.inf).amax(1, keepdim=True)
++ best = rewards == rewards.nan_to_num(-torch.inf).amax()
+
+wrong-answers-count-nothing: the published Reinforce-Rej, with its rewards of 0 and 1
+- counts = rewards.clamp(min=0) if select == "right" else 2 * rewards - 1
++ counts = rewards.clamp(min=0)
+
+rejects-the-mixed-groups: the mask is of what is kept elsewhere
+- rewards.isnan() | (flat & reject), 0.0)
++ rewards.isnan() | (~flat & reject), 0.0)
+
+rejects-without-being-asked: RAFT keeps prompts that are all right
+- rewards.isnan() | (flat & reject), 0.0)
++ rewards.isnan() | flat, 0.0)
+
+ratio-in-raft: the surrogate for the likelihood, which is the same in the first update alone
+- return -advantages * logps, torch.zeros_like(logps, dtype=torch.bool)
++ return -advantages * (logps - old_logps).exp(), torch.zeros_like(logps, dtype=torch.bool)
+"""
+SMALL = dict(num_prompts=8, num_minibatches=1, max_steps=100, eval_every=0, eval_prompts=128)
+
+SPEC = Spec(
+    "RAFT, arXiv 2304.06767; Reinforce-Rej, arXiv 2504.11343",
+    PARENT.family,
+    small=PARENT.small,
+    tests="exact_raft expected_gradients wiring::test_the_update_scores_as_the_sampler_did "
+          "invariance::test_reference_logps_are_the_scorers "
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
+          "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
+    curves={
+        "raft-sort": Curve(
+            dict(task="sort", max_steps=6, learning_rate=1e-4, eval_every=0, eval_prompts=256), "reward",
+            numbers={"mean reward": "plain", "eval/greedy": "share"},
+        ),
+    },
+    effects={
+        "raft-small": Effect(  # eight prompts a step, one update: right answers alone make the policy narrower, sooner
+            {"raft": ("raft", SMALL), "grpo": ("grpo", SMALL), "reinforce": ("raft", SMALL | dict(select="all"))},
+            "mean entropy", {"raft < grpo": 9, "raft < reinforce - 0.01": 9},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "Qwen/Qwen2.5-Math-1.5B", "RLHFlow/Minimal-RL, run_raftpp.sh", preset="full",
+            paper=dict(num_prompts=1024, num_generations=4, num_minibatches=4, learning_rate=1e-6, beta=0.001,
+                       epsilon=0.2, aggregation="token", select="right", plusplus=True, max_completion_length=3072,
+                       num_iterations=1),
+        ),
+    ),
+    flags=PARENT.flags | dict(num_minibatches=2),
+    special=PARENT.special | {
+        "num_minibatches": ({}, 1), "reject": ({"reward": ("@rewards.py:sparse",)}, True),
+        "plusplus": ({"learning_rate": 0.1}, True),
+        "epsilon": ({"plusplus": True}, 0.01), "epsilon_high": ({"plusplus": True}, 0.01),
+    },
+    noise=PARENT.noise,
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip
