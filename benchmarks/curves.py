@@ -77,6 +77,19 @@ def quiet_folder():
         yield folder
 
 
+def begun(settings: dict, common: dict) -> dict:
+    """The settings. Where their model is (script, settings), such a run is trained before, and the model is its own. It
+    has another seed, so that it has seen other prompts."""
+    if not isinstance(settings.get("model"), tuple):
+        return settings
+    script, earlier = settings["model"]
+    module, known = importlib.import_module(f"algos.{script}"), set(Path(common["output_dir"]).glob("*"))
+    common = {name: value for name, value in common.items() if name in module.Args.__dataclass_fields__}
+    module.train(module.Args(**earlier | common | {"seed": common["seed"] + 10**6}))
+    (made,) = set(Path(common["output_dir"]).glob("*")) - known
+    return settings | {"model": str(made / "model")}
+
+
 def run_once(name: str, seed: int, **changes) -> dict:
     """Trains curve `name` with `seed` in a temporary folder, in this process; returns one row of its file."""
     curve = CURVES[name]
@@ -87,7 +100,7 @@ def run_once(name: str, seed: int, **changes) -> dict:
         if curve.label_noise is not None:
             reward_model.train(reward_model.Args(**REWARD_MODEL | common, label_noise=curve.label_noise))
             changes = {"reward": tuple(map(str, Path(folder).glob("*/model")))} | changes
-        history = module.train(module.Args(**curve.settings | common | changes))
+        history = module.train(module.Args(**begun(curve.settings, common | changes) | common | changes))
     steps = [row[column] for row in history if column in row]
     row = {"seed": seed, column: [round(x, 5) for x in steps]}
     row |= {key: value for key, value in history[-1].items() if key.startswith("eval/") and key != column}

@@ -22,7 +22,7 @@ from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.curves import quiet_folder  # noqa: E402
+from benchmarks.curves import begun, quiet_folder  # noqa: E402
 from tests.specs import SPECS, Effect  # noqa: E402
 from utils.machine import environment  # noqa: E402
 
@@ -34,6 +34,8 @@ def number(history: list[dict], statistic: str) -> float:
     """Of the rows of a run: see Effect.statistic."""
     kind, column = statistic.split()
     values = [row[column] for row in history if column in row]
+    if kind == "rise":
+        return values[-1] - values[0]
     first = {"last": len(values) - 1, "mean": 0, "late": len(values) // 2}[kind]
     return statistics.mean(values[first:])
 
@@ -56,7 +58,8 @@ def train(effect: Effect, run: str, seed: int, **changes) -> float:
         changes["dataset"] = f"{record(json.dumps(effect.data), seed).name}/{settings['dataset']}"
     with quiet_folder() as folder:
         common = dict(seed=seed, output_dir=folder, save_every=10**9)
-        return number(module.train(module.Args(**settings | common | changes)), effect.statistic)
+        settings = begun(settings, common | changes) | common | changes
+        return number(module.train(module.Args(**settings)), effect.statistic)
 
 
 def recorded(name: str) -> list[dict]:

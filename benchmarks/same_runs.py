@@ -57,7 +57,10 @@ def record(folder: tyro.conf.Positional[Path], checkout: Path = ROOT, only: tupl
     folder.mkdir(parents=True, exist_ok=True)
     jobs = {name: ("ppo_atari", settings, None) for name, settings in MORE.items()}
     for script, spec in SPECS.items():
-        jobs |= {name: (script, c.settings, c.label_noise) for name, c in spec.curves.items() if not c.slow}
+        alone = {
+            name: c for name, c in spec.curves.items() if not c.slow and not isinstance(c.settings.get("model"), tuple)
+        }
+        jobs |= {name: (script, c.settings, c.label_noise) for name, c in alone.items()}
     for name, job in jobs.items():
         target = folder / f"{name}.json"
         if target.exists() or only and name not in only:

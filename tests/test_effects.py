@@ -6,8 +6,10 @@ import pytest
 from test_readme import tiny
 
 from benchmarks import effects
+from benchmarks.curves import begun
 from benchmarks.effects import EFFECTS
 from tests.specs import Effect
+from utils.cli import saved_args
 
 
 def test_a_claim_is_counted_over_the_seeds_that_all_runs_have():
@@ -18,7 +20,19 @@ def test_a_claim_is_counted_over_the_seeds_that_all_runs_have():
 
 def test_the_statistic_of_a_run():
     rows = [{"q": 9.0}, {"q": 1.0, "r": 5.0}, {"step": 3}, {"q": 2.0}, {"q": 4.0}]
-    assert [effects.number(rows, f"{kind} q") for kind in ("last", "mean", "late")] == [4.0, 4.0, 3.0]
+    assert [effects.number(rows, f"{kind} q") for kind in ("last", "mean", "late", "rise")] == [4.0, 4.0, 3.0, -5.0]
+
+
+def test_a_run_begins_with_the_model_of_another(tmp_path):
+    """Which is trained before, with another seed."""
+    small = dict(device="cpu", num_prompts=4, num_generations=4, eval_prompts=2, eval_every=0)
+    settings = dict(task="sort", max_steps=2, model=("grpo", dict(task="sort", max_steps=1)))
+    found = begun(settings, dict(seed=3, output_dir=str(tmp_path), num_votes=4, **small))
+    (run,) = tmp_path.iterdir()
+    args = saved_args(run)
+    assert found == settings | {"model": str(run / "model")} and (run / "model" / "model.safetensors").exists()
+    assert run.name.startswith("grpo-sort") and args["seed"] != 3 and args["max_steps"] == 1
+    assert begun(dict(model="ORG/NAME"), {}) == dict(model="ORG/NAME")
 
 
 def test_a_verdict_says_what_does_not_hold(tmp_path, monkeypatch):

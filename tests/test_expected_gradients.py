@@ -93,6 +93,8 @@ ROWS = {  # name: rule, w(p) for groups of G; and which groups are kept, where n
     "REINFORCE, -1 and 1": (updated("raft", select="all"), lambda p, n: 2),
     "Reinforce-Rej": (updated("raft", select="all", reject=True), lambda p, n: 2 - p ** (n - 1) - (1 - p) ** (n - 1)),
     "Reinforce-Rej, published": (updated("raft", reject=True), lambda p, n: 1 - p ** (n - 1)),
+    "REINFORCE++ without whitening": (updated("reinforce_pp", whiten_advantages=False), lambda p, n: 1),
+    "REINFORCE++, group": (updated("reinforce_pp", baseline="group", whiten_advantages=False), lambda p, n: (n - 1) / n),
     "PSR": (weighed(lambda r, p: r), lambda p, n: 1),
     "NSR": (weighed(lambda r, p: r - 1), lambda p, n: 1),
     "W-REINFORCE": (weighed(lambda r, p: 0.1 * r - (1 - r)), lambda p, n: 1.1),

@@ -68,7 +68,16 @@ def with_rewards(monkeypatch, change, module=grpo) -> None:
     monkeypatch.setattr(module, "collect", changed)
 
 
-@curves("grpo-sort", "gspo-sort", "cispo-sort", "rloo-sort", "ppo_lm-sort", "online_dpo-sort")
+@curves(
+    "grpo-sort",
+    "gspo-sort",
+    "cispo-sort",
+    "rloo-sort",
+    "ppo_lm-sort",
+    "online_dpo-sort",
+    "reinforce_pp-sort",
+    "ttrl-sort",
+)
 def test_shuffled_rewards_teach_nothing(name, monkeypatch):
     with_rewards(monkeypatch, lambda samples, rewards: rewards[torch.randperm(len(rewards))], module_of(name))
     misses_all_bands(name)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from utils.errors import UserError
 from utils.models import TINY_MODEL
-from utils.tasks import load_task
+from utils.tasks import load_task, stated
 from utils.text import encode_prompt, encode_row, present
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -334,3 +334,18 @@ def test_encoded_prompt_ends_where_the_answer_begins():
     assert tok.decode(messages) == "C21:S"
     tok.chat_template = None
     assert tok.decode(encode_prompt({"prompt": "S21:"}, tok)) == "S21:"
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [("6*7 is 42\n#### 42", 42.0), ("#### 1\n#### $1,042.0 in all\n7", 1042.0), ("#### -0", 0.0), ("42", None),
+     ("####", None), ("#### none", None), ("", None)],
+)  # fmt: skip
+def test_what_an_answer_to_gsm8k_states(text, answer):
+    assert stated(text) == answer
+
+
+def test_what_an_answer_to_other_tasks_says():
+    answer = load_task("sort").answer
+    assert [answer(text) for text in ("123", " 123\n", "so <answer>123</answer>", "")] == ["123"] * 3 + [None]
+    assert load_task("countdown").answer("1+2=3,3*4=12") == "1+2=3,3*4=12"

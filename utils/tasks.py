@@ -69,13 +69,15 @@ class Task:
     """`train(index, seed)` is the index-th row of an endless stream that depends on nothing else, so a run resumes from
     one integer. `heldout` is disjoint from it. `score(row, text)` returns named numbers: `reward` is trained on, the
     rest is logged. It is None if only the user's reward functions can tell. `rows` are those of a dataset that `train`
-    goes through; None where it draws without end."""
+    goes through; None where it draws without end. `answer(text)` is equal for texts that give the same answer, whether
+    it is right or not; None where a text gives none."""
 
     name: str
     train: Callable[[int, int], dict]
     heldout: Sequence[dict]
     score: Callable[[dict, str], dict[str, float]] | None = None
     rows: Sequence[dict] | None = None
+    answer: Callable[[str], object] = lambda text: answer_of(text) or None
 
 
 def load_task(spec: str, prompt_column: str = "prompt") -> Task:
@@ -353,15 +355,20 @@ def gsm8k(folder: str = "") -> Task:
         check_columns(set(table.column_names), {"question", "answer"}, "gsm8k", "it needs both")
     train, test = (Lazy(problem, numbered(splits[part], "gsm8k", part)) for part in ("train", "test"))
     train = without(test, train, "gsm8k")
-    return Task("gsm8k", epochs(train), list(test), gsm8k_score, train)
+    return Task("gsm8k", epochs(train), list(test), gsm8k_score, train, stated)
 
 
 def gsm8k_score(row: dict, text: str) -> dict[str, float]:
     """Strict and lenient accuracy as `gsm8k` defines them."""
     gold = number(row["answer"].rpartition("####")[2])
-    strict = "####" in text and number(text.rpartition("####")[2].strip().partition("\n")[0]) == gold
+    strict = "####" in text and stated(text) == gold
     lenient = number(text) == gold
     return {"reward": float(strict), "strict": float(strict), "lenient": float(lenient)}
+
+
+def stated(text: str) -> float | None:
+    """The last number in the line of the last `####`; None where there is none."""
+    return number(text.rpartition("####")[2].strip().partition("\n")[0]) if "####" in text else None
 
 
 def number(text: str) -> float | None:

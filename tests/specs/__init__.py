@@ -24,6 +24,7 @@ class Curve:
     """A recorded learning curve (benchmarks/curves.py)."""
 
     settings: dict
+    """of the script; model=(script, settings) trains such a run before, and begins with its model"""
     column: str
     """the column of the metrics that is drawn over steps"""
     numbers: dict[str, str]
@@ -40,9 +41,10 @@ class Effect:
     fixed before the first run."""
 
     runs: dict[str, tuple[str, dict]]
-    """name, as the claims call it -> script and settings: the idea, its parent, the control, parts of the idea"""
+    """name, as the claims call it -> script and settings (see Curve): the idea, its parent, the control, parts"""
     statistic: str
-    """one number of a run: `last COLUMN`, `mean COLUMN` or `late COLUMN`, the mean of the last half of its rows"""
+    """one number of a run: `last COLUMN`, `mean COLUMN`, `late COLUMN`, the mean of the last half of its rows, or `rise
+    COLUMN`, from the first row to the last"""
     claims: dict[str, int]
     """comparison of runs, as in "double < dqn / 2" -> in how many of the seeds it must hold"""
     seeds: int = 10

@@ -1,0 +1,31 @@
+"""REINFORCE++'s advantages beside verl's and OpenRLHF's, which benchmarks/make_reinforce_pp_fixtures.py recorded."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from algos import reinforce_pp
+from benchmarks.make_reinforce_pp_fixtures import BETA, PATH, G, inputs
+from utils.lm import Samples
+
+
+def ours(data: dict, baseline: str) -> torch.Tensor:
+    """With the penalty in the reward where there is no baseline of groups, as all have it here."""
+    mask, none = data["mask"], torch.zeros(0)
+    samples = Samples(none, none, none, mask, data["logps"], none)
+    batch = reinforce_pp.Batch(samples, data["rewards"], data["ref"])
+    args = reinforce_pp.Args(num_generations=G, baseline=baseline, beta=BETA)
+    return reinforce_pp.advantages(batch, mask, args)
+
+
+@pytest.mark.parametrize("baseline", ["none", "group"])
+def test_advantages_are_verl_s_and_openrlhf_s(baseline):
+    """verl's to rounding of its 1e-8 per token. OpenRLHF's variance is biased, and its numbers are float32."""
+    recorded, data = load_file(PATH), inputs()
+    assert all(torch.equal(recorded[name], value) for name, value in data.items()), "the fixture is of other inputs"
+    suffix, n = " group" if baseline == "group" else "", data["mask"].sum()
+    found = ours(data, baseline)
+    torch.testing.assert_close(found, recorded[f"verl{suffix}"], rtol=0, atol=1e-7)
+    biased = found * (n / (n - 1)).sqrt()
+    torch.testing.assert_close(biased, recorded[f"openrlhf{suffix}"], rtol=0, atol=1e-5)
+    assert (biased - found).abs().max() > 1e-3
