@@ -168,6 +168,21 @@ def test_every_sampling_field_is_named(server, tmp_path):
         assert (body["ignore_eos"], body["stop_token_ids"], body["logprobs"]) == (True, [1, 8], 0)
 
 
+def test_each_prompt_may_have_its_own_limit(server, tmp_path):
+    engine, limits = make_engine(tmp_path, server.url), [9, 1, 4, 2]
+    engine.send(server.model, {})
+    samples = engine.sample(*PROMPTS, 5, limits, [1], 0.7, stream(CPU, 7))
+    asked = {tuple(body["prompt"]): body["max_tokens"] for path, body in server.asked if path == "/v1/completions"}
+    assert asked[6, 7] == 1 and asked[8, 9, 10, 11] == 4
+    for limit, mask, ended in zip(limits, samples.completion_mask.view(4, 5, -1), samples.ended.view(4, 5)):
+        assert ((mask.sum(1) == limit) | ended).all() and mask.sum(1).max() <= limit
+    server.config["max_model_len"] = 12
+    engine.load(make_small())
+    engine.sample(*PROMPTS, 1, [9, 10, 8, 9], [1])
+    with pytest.raises(UserError, match="takes 12 tokens: start it with --max-model-len 13"):
+        engine.sample(*PROMPTS, 1, [9, 11, 1, 1], [1])
+
+
 def test_completions_that_arrive_in_another_order_are_put_in_theirs(server, tmp_path):
     engine = make_engine(tmp_path, server.url)
     engine.send(server.model, {})

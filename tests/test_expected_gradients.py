@@ -1,4 +1,4 @@
-"""Ten rules, one table: the expected on-policy gradient of a prompt is w(p) times that of p, its chance to be right.
+"""Many rules, one table: the expected on-policy gradient of a prompt is w(p) times that of p, its chance to be right.
 
 For 0/1 rewards and denominators that count all completions of a step, by enumeration of every group of the tabular
 model. The rule is a script's own `update`, or one line here where no script has it; w(p) is written down on its own.

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import utils.lm
 from algos import dapo, grpo
 from utils.errors import UserError
-from utils.lm import Samples, completion_logps, pad_left, sample, split_rows
+from utils.lm import Samples, completion_logps, pad_left, sample, sample_all, split_rows
 from utils.models import TINY_MODEL, eos_ids, load_model, with_float32_head, without_dropout
 from utils.rewards import make_scorer
 from utils.tasks import load_task
@@ -504,6 +504,37 @@ def test_masks_end_at_the_first_eos(eos):
     assert 0 < samples.ended.float().mean() < 1
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_each_prompt_may_have_its_own_limit(case, static, monkeypatch):
+    """Then each is answered as it would be alone, also where prompts are sampled in several batches."""
+    model, tolerance = case
+    ids, mask = text_prompts(model)
+    prompts, limits = [row[kept].tolist() for row, kept in zip(ids, mask)], [1, 20, 3, 7] * 3
+    limits = limits[: len(prompts)]
+    eos = EOS_IDS if model.config.vocab_size == 16 else [1]
+    monkeypatch.setattr(model, "cuda_graphs", static, raising=False)
+    together = sample(model, ids, mask, 2, limits, eos, 0.0)
+    in_parts = sample_all(model, prompts, 2, limits, eos, 0.0, 6, ())
+    for row, (prompt, limit) in enumerate(zip(prompts, limits)):
+        alone = sample(model, *pad_left([prompt], "cpu"), 1, limit, eos, 0.0)
+        length = int(alone.completion_mask.sum())
+        for found in (together, in_parts):
+            assert found.completion_mask[2 * row].sum() == length and found.ended[2 * row + 1] == alone.ended[0]
+            assert torch.equal(found.completion_ids[2 * row, :length], alone.completion_ids[0])
+            assert not found.completion_ids[2 * row, length:].any() and not found.logps[2 * row, length:].any()
+            torch.testing.assert_close(found.logps[2 * row, :length], alone.logps[0], rtol=0, atol=10 * tolerance)
+    lengths = together.completion_mask.sum(1)[::2].tolist()
+    assert 0 < together.ended.float().mean() < 1 and any(n == limit > 1 for n, limit in zip(lengths, limits))
+
+
+def test_equal_limits_are_one_limit():
+    """Bit for bit."""
+    prompts = pad_left(PROMPTS, "cpu")
+    one, each = (sample(llama(), *prompts, 8, most, EOS_IDS, 1.0, torch.Generator().manual_seed(0))
+                 for most in (9, [9] * P))  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(one, each))
+
+
 def share_of_weights_moved(dtype: torch.dtype) -> float:
     """After 100 updates at rate 1e-6 on one group: which weights with a gradient are no longer what they were."""
     model = load_model(TINY_MODEL)[0].to(dtype)
@@ -548,3 +579,7 @@ def test_a_prompt_and_completion_beyond_the_context():
     assert sample(model, *prompts, 1, 4, [], 0.0).completion_ids.shape == (P, 4)
     with pytest.raises(UserError, match="a prompt has 6 tokens, its completion up to 5, --model takes 10 in all"):
         sample(model, *prompts, 1, 5, [], 0.0)
+    limits = [10 - len(prompt) for prompt in PROMPTS]  # beside the longest prompt, the shortest has more room
+    assert sample(model, *prompts, 1, limits, [], 0.0).completion_mask.sum(1).tolist() == limits
+    with pytest.raises(UserError, match=f"has {len(PROMPTS[1])} tokens, its completion up to {limits[1] + 1}, "):
+        sample(model, *prompts, 1, [limits[0], limits[1] + 1, *limits[2:]], [], 0.0)

@@ -56,6 +56,7 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
     "raft": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, select="best"),
     "ttrl": ONLINE | dict(num_generations=2, num_votes=4, micro_batch_size=4, num_minibatches=2),
     "reinforce_pp": ONLINE | dict(num_generations=1, sample_batch_size=2, micro_batch_size=2, beta=0.1),
+    "vineppo": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, num_continuations=3),
     "grpo_multiturn": {key: value for key, value in ONLINE.items() if key not in ("task", "reward")}
     | dict(num_generations=2, micro_batch_size=4, beta=0.1, max_turns=3),
     "rloo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1, num_iterations=2),
@@ -79,7 +80,7 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
     "reward_model": OFFLINE | dict(ensemble=2),
 }
 BOTH = ("replicas", "shards")
-LIKE_GRPO = ("cispo", "nft", "raft", "ttrl", "reinforce_pp", "grpo_multiturn")  # of whose own lines none knows of shards
+LIKE_GRPO = ("cispo", "nft", "raft", "ttrl", "reinforce_pp", "vineppo", "grpo_multiturn")  # of whose own lines none knows of shards
 CASES = {script: (script, {}, BOTH[: 1 if script in LIKE_GRPO else 2]) for script in SMALL} | {
     "reinforce_pp, groups": (
         "reinforce_pp",

@@ -29,6 +29,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 
 import torch
@@ -143,15 +144,17 @@ class Engine:
                     raise server.error("cannot drop its cache of prompts: let nobody else use it")
         self.before, self.now, self.drawn = self.now, weights, None
 
-    def sample(self, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max_new_tokens: int, eos: list[int],
-               temperature: float = 1.0, generator: torch.Generator | None = None) -> Samples:  # fmt: skip
+    def sample(self, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max_new_tokens: int | list[int],
+               eos: list[int], temperature: float = 1.0,
+               generator: torch.Generator | None = None) -> Samples:  # fmt: skip
         """As `sample` of utils/lm.py, with the servers' log-probabilities. Servers take turns at prompts. Each
         completion has a seed of its own, for equal seeds draw alike for all prompts."""
         prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask)]
-        longest, least = max(map(len, prompts)) + max_new_tokens, min(self.servers, key=lambda server: server.room)
+        most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+        longest, least = max(map(add, map(len, prompts), most)), min(self.servers, key=lambda server: server.room)
         if longest > least.room:
             raise least.error(f"takes {least.room} tokens: start it with --max-model-len {longest} or more")
-        sampling = dict(n=num_samples, max_tokens=max_new_tokens, min_tokens=0, temperature=temperature, top_p=1.0,
+        sampling = dict(n=num_samples, min_tokens=0, temperature=temperature, top_p=1.0,
                         top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0,
                         ignore_eos=True, stop_token_ids=eos, stop=[], logprobs=0, return_token_ids=True,
                         return_tokens_as_token_ids=True)  # fmt: skip  # ignore_eos: the server's own; ours stop
@@ -160,13 +163,14 @@ class Engine:
 
         def complete(i: int) -> list[tuple[list[int], list[float]]]:
             server = self.servers[turns[i]]
-            body = sampling | {"model": server.name, "prompt": prompts[i], "seed": seed + i * num_samples}
+            body = sampling | {"model": server.name, "prompt": prompts[i], "seed": seed + i * num_samples,
+                               "max_tokens": most[i]}  # fmt: skip
             choices = sorted(server.ask("/v1/completions", body)["choices"], key=lambda one: one["index"])
             found = [(one["token_ids"], one["logprobs"]["token_logprobs"]) for one in choices]
             for ids, logps in found:
-                ends = [k for k, token in enumerate(ids) if token in eos] or [max_new_tokens - 1]
+                ends = [k for k, token in enumerate(ids) if token in eos] or [most[i] - 1]
                 if ends != [len(ids) - 1] or len(ids) != len(logps):
-                    raise server.error(f"gave {ids}, which neither ends with its only EOS nor is {max_new_tokens} long")
+                    raise server.error(f"gave {ids}, which neither ends with its only EOS nor is {most[i]} long")
             if len(found) != num_samples:
                 raise server.error(f"gave {len(found)} completions where {num_samples} were asked for")
             return found

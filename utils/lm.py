@@ -79,21 +79,24 @@ def prefill(model, prompt_ids: Tensor, prompt_mask: Tensor, repeats: int):
 
 
 @torch.no_grad()
-def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max_new_tokens: int, eos: list[int],
-           temperature: float = 1.0, generator: torch.Generator | None = None) -> Samples:  # fmt: skip
+def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max_new_tokens: int | list[int],
+           eos: list[int], temperature: float = 1.0, generator: torch.Generator | None = None) -> Samples:  # fmt: skip
     """`num_samples` completions of each prompt: plain temperature sampling (no top-k, no top-p); temperature 0 is
-    greedy, and its log-probabilities are those at temperature 1.
+    greedy, and its log-probabilities are those at temperature 1. max_new_tokens: of all prompts, or of each.
 
     Each prompt is run once. Rows that have ended leave the batch when they are half of it, so that one long completion
     does not keep the others busy. Raises UserError where prompt and completion can be longer than the model's context
     or `rope_limit`.
     """
     device, width, rows = prompt_ids.device, prompt_ids.shape[1], prompt_ids.shape[0] * num_samples
+    most = torch.tensor(max_new_tokens, device=device).expand(len(prompt_ids))
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     limit = min(context, rope_limit(model.config))
-    if width + max_new_tokens > limit:
-        raise UserError(f"a prompt has {width} tokens, its completion up to {max_new_tokens}, --model takes {limit} in "
-                        "all: allow fewer new tokens, or drop long prompts")  # fmt: skip
+    prompt, new = max(zip(prompt_mask.sum(1).tolist(), most.tolist()), key=sum)
+    if prompt + new > limit:
+        raise UserError(f"a prompt has {prompt} tokens, its completion up to {new}, --model takes {limit} in all: "
+                        "allow fewer new tokens, or drop long prompts")  # fmt: skip
+    max_new_tokens = int(most.max())
     training = model.training
     model.eval()
     cache, logits = prefill(model, prompt_ids, prompt_mask, num_samples)
@@ -102,7 +105,7 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     position = mask[:, :width].sum(1, keepdim=True)
     ids = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
     logps = torch.zeros(rows, max_new_tokens, device=device, dtype=torch.promote_types(logits.dtype, torch.float32))
-    lengths = torch.full((rows,), max_new_tokens, device=device)
+    lengths = most.repeat_interleave(num_samples)  # a row goes on up to there
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     alive = torch.arange(rows, device=device)  # the rows of the batch that is being run
     ends = torch.tensor(eos, device=device)
@@ -111,16 +114,16 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     for t in range(max_new_tokens):
         logp = (logits[:, -1].to(logps.dtype) / (temperature or 1.0)).log_softmax(-1)
         token = logp.argmax(-1, True) if temperature == 0 else pick(logp, generator)
-        going = ~ended[alive]
+        going = t < lengths[alive]
         ids[alive, t] = torch.where(going, token[:, 0], 0)
         logps[alive, t] = torch.where(going, logp.gather(1, token)[:, 0], 0.0)
         ends_now = going & (token == ends).any(1)
         lengths[alive] = torch.where(ends_now, t + 1, lengths[alive])
-        ended[alive] = ~going | ends_now
+        ended[alive] |= ends_now
         if t + 1 == max_new_tokens:
             break
         if device.type == "cpu" or (t + 1) % LOOK_EVERY == 0:
-            going = (~ended[alive]).nonzero()[:, 0]
+            going = (t + 1 < lengths[alive]).nonzero()[:, 0]
             if len(going) == 0:
                 break
             if 2 * len(going) <= len(alive):
@@ -164,21 +167,22 @@ def join(parts: list[Samples]) -> Samples:
     return Samples(*prompts, *completions, torch.cat([part.ended for part in parts]))
 
 
-def sample_all(model, prompts: list[list[int]], num_samples: int, max_new_tokens: int, eos: list[int],
+def sample_all(model, prompts: list[list[int]], num_samples: int, max_new_tokens: int | list[int], eos: list[int],
                temperature: float, rows_at_once: int, key: tuple, first: int = 0) -> Samples:  # fmt: skip
-    """`num_samples` completions of each of P prompts, on every rank. They are sampled in batches of up to
-    `rows_at_once` completions of whole prompts, each batch by one rank and with a stream of its own, `key` and the
-    number of its first prompt (that of the first batch is `first`): so all ranks together draw what one would.
-    Servers of --sampler get the model's weights and draw in its place; what they are found to do is then in
-    model.sampler_columns."""
+    """`num_samples` completions of each of P prompts, on every rank, of at most `max_new_tokens`: one number for all
+    prompts, or one for each. They are sampled in batches of up to `rows_at_once` completions of whole prompts, each
+    batch by one rank and with a stream of its own, `key` and the number of its first prompt (that of the first batch is
+    `first`): so all ranks together draw what one would. Servers of --sampler get the model's weights and draw in its
+    place; what they are found to do is then in model.sampler_columns."""
     at_once, engine = max(1, rows_at_once // num_samples), getattr(model, "engine", None)
     draw_batch = engine.sample if engine else partial(sample, model)
 
     def draw() -> dict[int, Samples]:
         parts = {}
         for i in share(range(0, len(prompts), at_once)):
-            part = draw_batch(*pad_left(prompts[i : i + at_once], model.device), num_samples, max_new_tokens, eos,
-                              temperature, stream(model.device, *key, first + i))  # fmt: skip
+            most = max_new_tokens if isinstance(max_new_tokens, int) else max_new_tokens[i : i + at_once]
+            part = draw_batch(*pad_left(prompts[i : i + at_once], model.device), num_samples, most, eos, temperature,
+                              stream(model.device, *key, first + i))  # fmt: skip
             parts[i] = Samples(*(x.cpu() for x in part))
         return parts
 

@@ -1,0 +1,112 @@
+"""VinePPO: algos/vineppo.py."""
+
+from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
+from tests.specs.grpo import SPEC as PARENT
+
+BUGS = """
+advantages-turned-round: before minus behind
+- return (behind - values).gather(1, step).nan_to_num(0.0)
++ return (values - behind).gather(1, step).nan_to_num(0.0)
+
+separators-belong-to-the-next-step: a running count of separators is shorter
+- step, last = ends.cumsum(1) - ends.long(), ends.sum(1, keepdim=True)
++ step, last = ends.cumsum(1), ends.sum(1, keepdim=True)
+
+nothing-behind-the-last-step: V of a state that is over is 0 where rewards come step by step
+- pad(values[:, 1:], (0, 1)).scatter(1, last, rewards[:, None].to(values))
++ pad(values[:, 1:], (0, 1))
+
+reward-behind-the-longest: the last column is that of the completion with most steps
+- .scatter(1, last, rewards[:, None].to(values))
++ .scatter(1, last.max().expand_as(last), rewards[:, None].to(values))
+
+a-state-behind-the-end: the last token ends a step, too, and V there is asked for
+- return torch.isin(ids, separators) & pad(mask[:, 1:], (0, 1))
++ return torch.isin(ids, separators) & mask
+
+an-end-that-looks-ahead: of separators in a row the last one is enough; V before it is then no expected reward
+- return torch.isin(ids, separators) & pad(mask[:, 1:], (0, 1))
++ return torch.isin(ids, separators) & pad(mask[:, 1:] & ~torch.isin(ids[:, 1:], separators), (0, 1))
+
+continuations-are-not-fresh: the stream of the completions again, whose first draws are theirs
+- (args.seed, "values", step)
++ (args.seed, "train", step)
+
+more-tokens-than-were-left: the limit of a completion for what is only its rest
+- [args.max_completion_length - len(prefix) for _, prefix in states]
++ [args.max_completion_length for _, prefix in states]
+
+continuations-at-another-temperature: the sampler has its own default
+- eos_ids(model, tokenizer), args.temperature, args.sample_batch_size,
+-                            (args.seed, "values", step))
++ eos_ids(model, tokenizer), 1.0, args.sample_batch_size,
++                            (args.seed, "values", step))
+
+scored-without-what-was-there: what the sampler returns looks like an answer
+- [[*prefix, *ids] for (_, prefix), ids in zip(repeated, rest)]
++ rest
+
+states-of-another-prompt: the row within its group for the number of the group
+- passed = [[(i // group, tuple(ids[:t])) for t in starts[i]]
++ passed = [[(i % args.num_prompts, tuple(ids[:t])) for t in starts[i]]
+
+end-for-start: a state ends with its separator, and the slice stops before it
+- starts = [[0, *(1 + end.nonzero()[:, 0]).tolist()] for end in ends]
++ starts = [[0, *end.nonzero()[:, 0].tolist()] for end in ends]
+
+cut-off-continuations-keep-their-reward: the penalty is taken where completions are scored
+- lowered(score(of_states, shown, texts, token_lists, step), drawn.ended, args.missing_eos_penalty)
++ score(of_states, shown, texts, token_lists, step)
+
+unknown-spoils-the-state: a mean over what is there needs nanmean
+- scored.rewards.view(-1, kept).nanmean(1)
++ scored.rewards.view(-1, kept).mean(1)
+
+whitened-over-all-tokens: the mask of the completions for the one that is trained
+- advantage = whiten(advantage, mask)
++ advantage = whiten(advantage, samples.completion_mask)
+
+advantages-of-the-first-minibatch: rows are counted within the minibatch there and within the batch here
+- advantage[rows, :width], args.epsilon, high)
++ advantage[part, :width], args.epsilon, high)
+"""
+SHORT = dict(task="countdown", max_steps=25, num_prompts=16, num_generations=8, eval_every=0, eval_prompts=64)
+VINE = SHORT | dict(num_continuations=3)
+
+SPEC = Spec(
+    "VinePPO, arXiv 2410.01679",
+    PARENT.family,
+    small=f"{PARENT.small} --num-continuations 2".replace("--task sort", "--task countdown"),
+    tests="exact_vineppo exact_grpo wiring::test_the_update_scores_as_the_sampler_did "
+          "invariance::test_reference_logps_are_the_scorers "
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
+          "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
+    curves={
+        "vineppo-countdown": Curve(
+            dict(task="countdown", max_steps=15, num_continuations=3, eval_every=0, eval_prompts=256), "reward",
+            numbers={"mean reward": "plain", "eval/pass@1": "share"},
+        ),
+    },
+    effects={
+        "vineppo-credit": Effect(  # S is never sampled: one step, V(x) as baseline. 88 * 8: as many samples as vine
+            {"vine": ("vineppo", VINE), "grpo": ("grpo", SHORT),
+             "one_step": ("vineppo", VINE | dict(step_separator=("S",))),
+             "equal_samples": ("grpo", SHORT | dict(num_prompts=88))},
+            "late reward", {"vine > grpo": 9, "vine > one_step": 9, "vine < equal_samples": 9},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "realtreetune/rho-1b-sft-GSM8K", "polIter_rho1bSft2_vineppo_GSM8K.jsonnet of McGill-NLP/VinePPO",
+            preset="full",
+            paper=dict(num_prompts=64, num_generations=8, num_continuations=9, num_iterations=2, num_minibatches=8,
+                       learning_rate=1e-6, epsilon=0.2, beta=1e-4, temperature=0.6, max_completion_length=1024,
+                       max_steps=650, max_grad_norm=1.0, weight_decay=0.0, aggregation="token",
+                       whiten_advantages=True),
+        ),
+    ),
+    flags=PARENT.flags | dict(num_continuations=2),
+    special=PARENT.special | {"step_separator": ({}, ("1",))},
+    noise=PARENT.noise,
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip

@@ -1,0 +1,290 @@
+"""VinePPO against enumeration: every completion of a tabular model, with every draw of the continuations of its states.
+
+A draw goes through `state_values` and `update`, in place of what the sampler would have drawn. Expected values come
+from numpy.
+"""
+
+import math
+from collections import Counter
+from itertools import combinations_with_replacement, product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from groups import OTHER, REWARDS, TABLE, P, close, expectation, make_batch, rewards_of
+from tabular import COMPLETIONS, EOS, OUTSIDE, PROMPTS, T_MAX, TabularLM, gradients, log_probs, probability
+from tabular import random_table as random_logits
+
+from algos import vineppo
+from utils.errors import UserError
+from utils.lm import Samples, pad_left
+from utils.rewards import Scored
+
+pytestmark = pytest.mark.usefixtures("float64")
+TOKENIZER = SimpleNamespace(batch_decode=lambda rows, **_: ["".join(map(str, ids)) for ids in rows])
+STEP = 3
+
+
+def args_of(group: int, **settings) -> vineppo.Args:
+    defaults = dict(num_prompts=P, num_generations=group, micro_batch_size=P * group, max_completion_length=T_MAX,
+                    precision="float32", max_grad_norm=1e9, beta=0.0, sample_batch_size=8)  # fmt: skip
+    return vineppo.Args(**defaults | settings)
+
+
+def run_update(batch, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
+    """The table's change in one call of update by plain gradient ascent, over `rate`; and its metrics."""
+    model, args = TabularLM(TABLE), args_of(len(batch.rewards) // P, **settings)
+    metrics = vineppo.update(model, torch.optim.SGD(model.parameters(), rate), batch, args)
+    return (model.table.detach().numpy() - TABLE) / rate, metrics
+
+
+def score(rows, prompts, texts, token_lists, step) -> Scored:
+    assert texts == ["".join(map(str, ids)) for ids in token_lists] and step == STEP
+    return Scored(torch.tensor([REWARDS[row["p"]][tuple(ids)] for row, ids in zip(rows, token_lists)]), {}, {})
+
+
+@pytest.fixture
+def values_of(monkeypatch):
+    """state_values of a batch, where `drawn` holds the continuations of each state (prompt, prefix)."""
+    monkeypatch.setattr(vineppo, "encode_prompt", lambda row, _: PROMPTS[row["p"]])
+    monkeypatch.setattr(vineppo, "present", lambda row, _: "")
+    monkeypatch.setattr(vineppo, "eos_ids", lambda *_: [EOS])
+    task = SimpleNamespace(train=lambda i, seed: {"p": i - (STEP - 1) * P})
+
+    def values(samples, ends, drawn, score=score, **settings) -> tuple[torch.Tensor, dict]:
+        args = args_of(len(samples.ended) // P, num_continuations=len(next(iter(drawn.values()))), **settings)
+
+        def sample_all(model, contexts, kept, limits, eos, temperature, rows_at_once, key):
+            assert key == (args.seed, "values", STEP) and eos == [EOS] and temperature == args.temperature
+            rows = []
+            for context, limit in zip(contexts, limits, strict=True):
+                p = next(p for p, prompt in enumerate(PROMPTS) if context[: len(prompt)] == prompt)
+                prefix = tuple(context[len(PROMPTS[p]) :])
+                assert limit == T_MAX - len(prefix) and len(drawn[p, prefix]) == kept
+                rows += drawn[p, prefix]
+            lists = [torch.tensor(row) for row in rows]
+            ids = torch.nn.utils.rnn.pad_sequence(lists, True)
+            mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+            return Samples(*pad_left(contexts, "cpu"), ids, mask, torch.zeros(ids.shape),
+                           torch.tensor([EOS in row for row in rows]))  # fmt: skip
+
+        monkeypatch.setattr(vineppo, "sample_all", sample_all)
+        return vineppo.state_values(TabularLM(TABLE), TOKENIZER, task, score, samples, ends, STEP, args)
+
+    return values
+
+
+def with_values(groups, drawn, values_of, separators, **settings) -> vineppo.Batch:
+    batch = make_batch(groups, rewards_of(groups, REWARDS), **settings)
+    ends = vineppo.step_ends(batch.samples.completion_ids, batch.samples.completion_mask, torch.tensor(separators))
+    return vineppo.Batch(*batch, ends, values_of(batch.samples, ends, drawn)[0])
+
+
+def states_of(c, separators) -> list[tuple]:
+    return [(), *(c[: t + 1] for t in range(len(c) - 1) if c[t] in separators)]
+
+
+def draws_of(p, prefix, count):
+    """Every multiset of continuations of a state, with its probability."""
+    inside = {c[len(prefix) :]: probability(TABLE, p, c) for c in COMPLETIONS if c[: len(prefix)] == prefix}
+    whole = sum(inside.values())
+    for draw in combinations_with_replacement(inside, count):
+        orders = math.factorial(count) / math.prod(math.factorial(n) for n in Counter(draw).values())
+        yield draw, orders * math.prod(inside[c] / whole for c in draw)
+
+
+def outcomes(p, group, count, separators):
+    """Every group of completions of a prompt with every draw at the states that it passes, and the probability."""
+    for completions in combinations_with_replacement(COMPLETIONS, group):
+        orders = math.factorial(group) / math.prod(math.factorial(n) for n in Counter(completions).values())
+        states = sorted({(p, prefix) for c in completions for prefix in states_of(c, separators)})
+        for draws in product(*(draws_of(*state, count) for state in states)):
+            chance = orders * math.prod(probability(TABLE, p, c) for c in completions)
+            drawn = {state: draw for state, (draw, _) in zip(states, draws)}
+            yield completions, drawn, chance * math.prod(weight for _, weight in draws)
+
+
+@pytest.mark.parametrize(
+    "group, count, separators",
+    [(1, 1, [0]), (1, 2, [0]), (1, 1, [0, 2]), (1, 2, []), (2, 1, [0])],
+)
+def test_expected_update_is_the_policy_gradient(values_of, group, count, separators):
+    """For every number of continuations, also where completions of a group share the estimate of a state."""
+    total = np.zeros_like(TABLE)
+    one, two = (list(outcomes(p, group, count, separators)) for p in range(P))
+    close([sum(chance for *_, chance in some) for some in (one, two)], 1.0)
+    for (a, drawn, chance), (b, more, other) in zip(one, reversed(two), strict=True):
+        batch = with_values([a, b], drawn | more, values_of, separators)
+        total += np.array([chance, other])[:, None, None] * run_update(batch)[0]
+    close(total, expectation(lambda p, c: REWARDS[p][c] * gradients(TABLE, p, c).sum(0)) / T_MAX)
+    close(total[:, OUTSIDE], 0.0)
+
+
+def own_advantages(p, c, drawn, separators) -> np.ndarray:
+    """A of each token of a completion, (T,), from the formula."""
+    states = states_of(c, separators)
+    values = [np.mean([REWARDS[p][prefix + rest] for rest in drawn[p, prefix]]) for prefix in states]
+    values += [REWARDS[p][c]]
+    lengths = np.diff([len(prefix) for prefix in states] + [len(c)])
+    return np.repeat(np.diff(values), lengths)
+
+
+GROUPS = [((0, 1), (2, 1), (0, 2)), ((1,), (0, 0), (0, 1))]
+DRAWN = {(0, ()): ((1,), (2, 0)), (0, (0,)): ((1,), (2,)), (0, (2,)): ((0,), (0,)), (1, ()): ((0, 2), (0, 2)),
+         (1, (0,)): ((0,), (1,))}  # fmt: skip
+
+
+def own_step(p, group, table, old, separators=(0,), low=0.2, high=0.2) -> tuple[np.ndarray, list]:
+    """Movement of one plain step on one prompt's group in numpy; and which tokens were cut."""
+    result, cuts = np.zeros_like(table), []
+    for c in group:
+        advantage = own_advantages(p, c, DRAWN, separators)
+        ratio = np.exp(log_probs(table, p, c) - log_probs(old, p, c))
+        cut = np.where(advantage > 0, ratio > 1 + high, (ratio < 1 - low) & (advantage < 0))
+        cuts += cut.tolist()
+        result += np.einsum("t,tprv->prv", np.where(cut, 0, ratio * advantage), gradients(table, p, c))
+    return result / (len(group) * T_MAX), cuts
+
+
+def test_one_update_by_hand(values_of):
+    batch = with_values(GROUPS, DRAWN, values_of, [0], old=TABLE)
+    close(run_update(batch)[0], sum(own_step(p, GROUPS[p], TABLE, TABLE)[0] for p in range(P)) / P)
+    for size in (1, 3):
+        close(run_update(batch, micro_batch_size=size)[0], run_update(batch)[0])
+
+
+def test_one_step_is_reinforce_with_a_baseline_of_its_own(values_of):
+    """Where nothing separates: R minus the mean of K rewards that the completion has no part in."""
+    batch, expected = with_values(GROUPS, DRAWN, values_of, []), np.zeros_like(TABLE)
+    for p, group in enumerate(GROUPS):
+        for c in group:
+            baseline = np.mean([REWARDS[p][rest] for rest in DRAWN[p, ()]])
+            expected += (REWARDS[p][c] - baseline) * gradients(TABLE, p, c).sum(0) / (len(batch.rewards) * T_MAX)
+    close(run_update(batch)[0], expected)
+
+
+def test_epochs_and_minibatches_clip_single_tokens(values_of):
+    """Two epochs of a step for each prompt, with ratios to what the sampler said."""
+    rate, old = 2.0, TABLE + 0.3 * random_logits(6)
+    batch, now, cuts = with_values(GROUPS, DRAWN, values_of, [0, 2], old=old), TABLE, []
+    for p in [*range(P)] * 2:
+        step, cut = own_step(p, GROUPS[p], now, old, (0, 2), 0.1, 0.15)
+        now, cuts = now + rate * step, [*cuts, cut]
+    moved, metrics = run_update(batch, rate, num_iterations=2, num_minibatches=P, epsilon=0.1, epsilon_high=0.15,
+                                micro_batch_size=3)  # fmt: skip
+    close(TABLE + rate * moved, now)
+    last = sum(cuts[P:], [])
+    assert 0 < sum(last) < len(last)
+    close(metrics["clip_fraction"], np.mean(last))
+
+
+def test_the_penalty_follows_k3(values_of):
+    batch = with_values(GROUPS, DRAWN, values_of, [0], ref=OTHER)
+    penalty = np.zeros_like(TABLE)
+    for p, group in enumerate(GROUPS):
+        for c in group:
+            slope = np.exp(log_probs(OTHER, p, c) - log_probs(TABLE, p, c)) - 1
+            penalty += np.einsum("t,tprv->prv", slope, gradients(TABLE, p, c)) / (len(batch.rewards) * T_MAX)
+    close(run_update(batch, beta=0.7)[0], run_update(batch)[0] + 0.7 * penalty)
+
+
+def test_states_are_estimated_once(values_of):
+    """Completions that pass a state share its estimate. The columns count what was sampled."""
+    samples = make_batch(GROUPS, [[0.0] * 3] * P).samples
+    ends = vineppo.step_ends(samples.completion_ids, samples.completion_mask, torch.tensor([0]))
+    assert ends.tolist() == [[True, False], [False] * 2, [True, False], [False] * 2, [True, False], [True, False]]
+    values, columns = values_of(samples, ends, {k: v for k, v in DRAWN.items() if k != (0, (2,))})
+
+    def mean(p, prefix):
+        return np.mean([REWARDS[p][prefix + rest] for rest in DRAWN[p, prefix]])
+
+    start, other = mean(0, ()), mean(1, ())
+    later, last = mean(0, (0,)), mean(1, (0,))
+    close(values, [[start, later], [start, 0], [start, later], [other, 0], [other, last], [other, last]])
+    tokens = 11 + sum(len(rest) for state, rests in DRAWN.items() if state != (0, (2,)) for rest in rests)
+    assert columns == {"steps": 10 / 6, "sampled": 6 + 4 * 2, "sampled_tokens": tokens}
+
+
+def test_cut_off_continuations_get_the_penalty(values_of):
+    """As completions do. Those without a reward are left out of the mean; where none is left, V is unknown."""
+    samples = make_batch(GROUPS, [[0.0] * 3] * P).samples
+    ends = torch.zeros_like(samples.completion_mask)
+
+    def some(rows, prompts, texts, token_lists, step) -> Scored:
+        rewards = [math.nan if row["p"] or ids == [1] else 1.0 for row, ids in zip(rows, token_lists)]
+        return Scored(torch.tensor(rewards), {}, {})
+
+    drawn = {(0, ()): ((1,), (2, 0), (2, 1)), (1, ()): ((1,),) * 3}
+    values, _ = values_of(samples, ends, drawn, some, missing_eos_penalty=0.5, temperature=0.7)
+    close(values, [[0.75]] * 3 + [[math.nan]] * 3)
+
+
+def test_steps_by_hand():
+    """Ends behind separators 4 and 5; the last token ends nothing, whether EOS (1) or where the limit cut it off."""
+    ids = torch.tensor([[7, 4, 8, 1, 4, 4], [7, 4, 1, 0, 0, 0], [4, 5, 5, 7, 7, 4], [4, 0, 0, 0, 0, 0]])
+    mask = torch.arange(6) < torch.tensor([4, 3, 6, 1])[:, None]
+    ends = vineppo.step_ends(ids, mask, torch.tensor([4, 5]))
+    found = [[t for t in range(6) if row[t]] for row in ends]
+    assert found == [[1], [1], [0, 1, 2], []]
+    values = torch.tensor([[0.25, 0.5, 0, 0], [0.125, 0.75, 0, 0], [0.5, 0.375, 0.875, 0.25], [1.0, 0, 0, 0]])
+    found = vineppo.advantages(torch.tensor([1.0, 0.0, 1.0, -2.0]), values, ends)
+    kept = [row[valid].tolist() for row, valid in zip(found, mask)]
+    assert kept == [[0.25, 0.25, 0.5, 0.5], [0.625, 0.625, -0.75], [-0.125, 0.5, -0.625, 0.75, 0.75, 0.75], [-3.0]]
+
+
+def test_advantages_of_steps_add_up_to_reward_minus_value():
+    """In binary fractions exactly, whatever the values between are."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(9) < torch.randint(1, 10, (200, 1), generator=generator)
+    ends = (torch.rand(200, 9, generator=generator) < 0.4) & torch.nn.functional.pad(mask[:, 1:], (0, 1))
+    values = torch.randint(-64, 64, (200, int(ends.sum(1).max()) + 1), generator=generator) / 64
+    rewards = torch.randint(-64, 64, (200,), generator=generator) / 64
+    begins = torch.nn.functional.pad(ends[:, :-1], (1, 0), value=True)
+    found = vineppo.advantages(rewards, values, ends)
+    assert torch.equal((found * begins).sum(1), rewards - values[:, 0])
+    same = (found[:, 1:] == found[:, :-1]) | begins[:, 1:]
+    assert same.all() and 0 < begins[:, 1:].sum()
+
+
+def test_what_is_unknown_teaches_nothing():
+    nan, ends = math.nan, torch.tensor([[True, True, False]] * 2)
+    found = vineppo.advantages(torch.tensor([nan, 1.0]), torch.tensor([[0.5, 0.25, 1.0], [0.5, nan, 0.75]]), ends)
+    close(found, [[-0.25, 0.75, 0.0], [0.0, 0.0, 0.25]])
+
+
+def test_whitening(values_of):
+    """Over the tokens that are trained; a constant denominator then gives another gradient than the policy's."""
+    batch = with_values(GROUPS, DRAWN, values_of, [0])
+    rows = [(p, c) for p, group in enumerate(GROUPS) for c in group if EOS in c]
+    kept = np.concatenate([own_advantages(p, c, DRAWN, [0]) for p, c in rows])
+    expected = np.zeros_like(TABLE)
+    for p, c in rows:
+        white = (own_advantages(p, c, DRAWN, [0]) - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
+        expected += np.einsum("t,tprv->prv", white, gradients(TABLE, p, c)) / (len(batch.rewards) * T_MAX)
+    close(run_update(batch, whiten_advantages=True, mask_truncated_completions=True)[0], expected)
+    assert not vineppo.whiten(torch.ones(1, 2), torch.tensor([[True, False]])).any()
+
+
+class Pieces:
+    """A tokenizer of these tokens."""
+
+    def __init__(self, *texts: str):
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def batch_decode(self, rows) -> list[str]:
+        return ["".join(self.texts[i] for i in ids) for ids in rows]
+
+
+def test_which_tokens_end_a_step():
+    """All that hold a line's end; the embedded tokenizer has none. A string that no token holds is refused."""
+    args = vineppo.Args()
+    assert vineppo.separator_ids(Pieces("a", ".\n", "=", "\n\n", ","), args) == [1, 3]
+    assert args.step_separator == ("\n",)
+    args = vineppo.Args()
+    assert vineppo.separator_ids(Pieces("a", "=", "b", ","), args) == [1, 3] and args.step_separator == ("=", ",")
+    with pytest.raises(UserError, match="--step-separator 'step'"):
+        vineppo.separator_ids(Pieces("a", "="), vineppo.Args(step_separator=("=", "step")))
