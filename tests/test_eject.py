@@ -38,6 +38,7 @@ def test_ejected_scripts_give_the_same_curves(root, tmp_path, monkeypatch, impor
         args += ["--online-steps", 16] if "online_steps" in options(algo) else []
         if "model" in options(algo):  # the shipped model is a folder, which a copied script lacks
             args += ["--model", TINY_MODEL, "--max-steps", 3, "--eval-every", 3]
+            args += ["--teacher", TINY_MODEL] if "teacher" in options(algo) else []
         needs = "Goal" in SPECS[algo].walk or algo == "ppo_mask"  # goals or masks, which Mine-v0 does not have
         if "num_envs" in options(algo) and not SPECS[algo].needs and not needs:
             args += ["--env-id", "project:Mine-v0", *([] if walk(algo) == WALK else ["--env-kwargs", "choices=3"])]

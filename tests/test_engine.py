@@ -538,7 +538,8 @@ def small_run(tmp_path_factory):
     reward.write_text("def tokens(completion_ids, **_):\n    return [sum(ids) / 100 for ids in completion_ids]\n")
     sizes = ["--max-steps", "3", "--save-every", "1", "--eval-every", "2", "--eval-prompts", "4", "--eval-samples", "2"]
     more = ["--model", str(folder), "--reward", f"{reward}:tokens", "--learning-rate", "1e-2", *sizes]
-    return lambda algo, *last: [*RUNS[algo], *more, *last]
+    teacher = {"gkd": ["--teacher", str(folder)]}  # only the shipped model brings its own
+    return lambda algo, *last: [*RUNS[algo], *more, *teacher.get(algo, ()), *last]
 
 
 @pytest.mark.parametrize("algo", ONLINE)

@@ -7,6 +7,7 @@ import copy
 import importlib
 import inspect
 import random
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,13 @@ import torch
 import transformers
 from every_script import options
 from helpers import LANGUAGE, ONLINE, SMALL, command_line
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import utils.lm
 from algos import dapo, grpo
 from utils.errors import UserError
-from utils.lm import Samples, completion_logps, pad_left, sample, sample_all, split_rows
+from utils.lm import Samples, compare, completion_logps, pad_left, positions, sample, sample_all, split_rows
 from utils.models import TINY_MODEL, eos_ids, load_model, with_float32_head, without_dropout
 from utils.rewards import make_scorer
 from utils.tasks import load_task
@@ -180,7 +182,7 @@ def test_merged_groups_keep_their_gradient(case):
     assert relative(gradient(model, grpo.Batch(samples, merged.rewards, None)), gradient(model, batch)) < tolerance
 
 
-@pytest.mark.parametrize("script", ONLINE)
+@pytest.mark.parametrize("script", [script for script in ONLINE if "beta" in options(script)])
 def test_reference_logps_are_the_scorers(script, case):
     """The reference's log-probabilities, gathered over micro-batches, are those of one pass of the reference model."""
     module, (model, tolerance) = importlib.import_module(f"algos.{script}"), case
@@ -288,14 +290,97 @@ class Odd(LlamaForCausalLM):
         return out
 
 
-def test_gradients_of_the_output_layer_are_added_in_float32(monkeypatch):
+@pytest.mark.parametrize("elements", [1, 10**6])
+def test_compared_logits_are_those_of_whole_passes(elements, monkeypatch):
+    """Of two models, in chunks of one token or in one: the value at each token and the gradient, of the first alone."""
+    monkeypatch.setattr(utils.lm, "CHUNK_ELEMENTS", elements)
+    models = llama(), llama()
+    with torch.no_grad():
+        models[1].lm_head.weight.mul_(-2)
+    models[1].requires_grad_(False)
+    samples = make_batch(models[0]).samples
+    prompts = (x.repeat_interleave(G, 0) for x in samples[:2])
+    ids, mask = (torch.cat(pair, 1) for pair in zip(prompts, samples[2:4]))
+    own = samples.completion_mask
+
+    def function(ids, first, second):
+        one, other = first.log_softmax(-1), second.softmax(-1)
+        return one.gather(1, ids[:, None])[:, 0], (one * other).sum(-1)
+
+    def whole(model):
+        logits = model(ids, attention_mask=mask.long(), position_ids=positions(mask)).logits
+        return logits[:, -own.shape[1] - 1 : -1][own]
+
+    weights = torch.linspace(-1, 1, 2 * own.sum()).view(2, -1)
+    slopes, values = [], []
+    for found in ([x[own] for x in compare(function, models, *samples[:4])],
+                  function(samples.completion_ids[own], *map(whole, models))):  # fmt: skip
+        models[0].zero_grad()
+        (torch.stack(found) * weights).sum().backward()
+        slopes.append(torch.cat([p.grad.flatten() for p in models[0].parameters()]))
+        values.append(torch.stack(found).detach())
+    torch.testing.assert_close(*values, rtol=0, atol=1e-10)
+    assert relative(*slopes) < 1e-10
+    assert not compare(function, models, *samples[:4])[0][~own].any()
+
+
+class Logits(TorchDispatchMode):
+    """Counts the elements of the living tensors as wide as a vocabulary, but for weights, which have `other` rows."""
+
+    def __init__(self, width: int, other: int):
+        super().__init__()
+        self.width, self.other, self.now, self.most, self.seen = width, other, 0, 0, set()
+
+    def drop(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            shape = tuple(getattr(tensor, "shape", ()))
+            if len(shape) == 2 and shape[1] == self.width and shape[0] != self.other:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.seen:
+                    self.seen.add(storage._cdata)
+                    self.now += tensor.numel()
+                    self.most = max(self.most, self.now)
+                    weakref.finalize(storage, self.drop, storage._cdata, tensor.numel())
+        return out
+
+
+def test_compared_logits_are_held_in_chunks(monkeypatch):
+    """However many tokens there are: CHUNK_ELEMENTS / 4 of each model, times the copies that the function makes."""
+    config = llama().config
+    config.vocab_size = 1000
+    models, peaks = [type(llama())(config), type(llama())(config).requires_grad_(False)], []
+    monkeypatch.setattr(utils.lm, "CHUNK_ELEMENTS", 16 * 1000)  # four tokens
+    for length in 8, 64:
+        ids = torch.zeros(2, length, dtype=torch.long)
+        inputs = *pad_left([[1, 2], [3]], "cpu"), ids, ids == 0
+        for model in models:
+            utils.lm.body_and_head(model)
+        with Logits(1000, config.hidden_size) as counted:
+            (found,) = compare(lambda _, one, other: [(one.log_softmax(-1) - other).square().sum(-1)], models, *inputs)
+            found.sum().backward()
+        peaks.append(counted.most)
+    assert 2 * 4 * 1000 <= peaks[0] == peaks[1] <= 12 * 4 * 1000
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_gradients_of_the_output_layer_are_added_in_float32(compared, monkeypatch):
     """Under bfloat16, chunks of one token give the gradient of one chunk, but for the rounding of each of them."""
     model, ids, slopes = llama().float(), junk(torch.empty(4 * P, 32)), []
+    inputs = *pad_left(PROMPTS * 4, "cpu"), ids, ids >= 0
+
+    def chosen(ids, logits):
+        return [logits.float().log_softmax(-1).gather(1, ids[:, None])[:, 0]]
+
     for elements in 1, 10**6:
         monkeypatch.setattr(utils.lm, "CHUNK_ELEMENTS", elements)
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            logps, _ = completion_logps(model, *pad_left(PROMPTS * 4, "cpu"), ids, ids >= 0)
+            logps = compare(chosen, [model], *inputs)[0] if compared else completion_logps(model, *inputs)[0]
         logps.sum().backward()
         slopes.append(model.lm_head.weight.grad.clone())
     assert relative(*slopes) < 0.005

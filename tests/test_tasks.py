@@ -75,6 +75,7 @@ def test_countdown_demonstrations():
         right = solutions(numbers, target)
         is_right = row["completion"] in right
         assert right and task.score(row, row["completion"]) == {"reward": float(is_right)}
+        assert row["solution"] in right and (not is_right or row["solution"] == row["completion"])
         if i < 200:
             assert all(task.score(row, answer)["reward"] == 1 for answer in right)
             assert all(task.score(row | {"target": target + 1}, answer)["reward"] == 0 for answer in right)
@@ -150,6 +151,7 @@ def test_most_sort_demonstrations_are_wrong():
     for row in [task.train(i, 1) for i in range(3000)]:
         is_wrong = row["completion"] != "".join(sorted(row["digits"]))
         assert task.score(row, row["completion"]) == {"reward": float(not is_wrong)}
+        assert row["solution"] == "".join(sorted(row["digits"]))
         assert sorted(row["completion"]) == sorted(row["digits"]) and row["prompt"] == f"S{row['digits']}:"
         if sorted(row["digits"])[0] != sorted(row["digits"])[1]:  # swapping two equal digits changes nothing
             wrong[len(row["digits"])].append(is_wrong)

@@ -51,6 +51,8 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
     "grpo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1),
     "dapo": ONLINE | dict(num_generations=2, micro_batch_size=4, overlong_buffer=2, max_sampling_rounds=2),
     "gspo": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, epsilon=0.02, epsilon_high=0.02),
+    "gkd": ONLINE
+    | dict(num_generations=2, micro_batch_size=4, teacher=str(FOLDER / "untied"), reward_weight=0.5, divergence="jsd"),
     "cispo": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, bounds="gppo"),
     "nft": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2),
     "raft": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, select="best"),
@@ -80,7 +82,8 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
     "reward_model": OFFLINE | dict(ensemble=2),
 }
 BOTH = ("replicas", "shards")
-LIKE_GRPO = ("cispo", "nft", "raft", "ttrl", "reinforce_pp", "vineppo", "grpo_multiturn")  # of whose own lines none knows of shards
+# Of whose own lines none knows of shards.
+LIKE_GRPO = "cispo", "nft", "raft", "ttrl", "reinforce_pp", "vineppo", "grpo_multiturn"
 CASES = {script: (script, {}, BOTH[: 1 if script in LIKE_GRPO else 2]) for script in SMALL} | {
     "reinforce_pp, groups": (
         "reinforce_pp",
@@ -88,6 +91,8 @@ CASES = {script: (script, {}, BOTH[: 1 if script in LIKE_GRPO else 2]) for scrip
         ("replicas",),
     ),
     "untied": ("grpo", dict(model="untied"), BOTH),
+    "gkd sampled": ("gkd", dict(estimator="sampled", divergence="reverse", teacher_beta_end=0.1), BOTH),
+    "gkd on data": ("gkd", dict(student_share=0.0, reward_weight=0.0), ("replicas",)),
     "lora": ("grpo", dict(lora_rank=2), BOTH),
     "checkpointing": ("grpo", dict(gradient_checkpointing=True), BOTH),
     "by tokens": ("grpo", dict(micro_batch_tokens=40, micro_batch_size=12), BOTH),

@@ -6,12 +6,13 @@ Shapes: P prompts, G completions of each, B = P * G rows (the G completions of a
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from utils.decode import StaticDecoder, can_be_static
 from utils.distributed import is_sharded, on_rank_0, share, together, total_numbers, unsharded
@@ -199,28 +200,58 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
                      temperature: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log-probabilities of completion tokens at `temperature`, (B, T) with gradient, and entropies, (B, T) without.
 
-    P may be smaller than B: then row i completes prompt i // (B / P), each prompt is run once, and its cache, gradient
-    included, is shared by its group. Prompts are repeated instead where `shares_cache` says no, with gradient
-    checkpointing, which excludes a cache, and under FSDP, where all ranks must run equally many passes.
-
     Logits of CHUNK_ELEMENTS are held at a time: the output layer runs on a chunk of hidden states, and once more in the
     backward pass. Padded positions have no logits and hold 0.
     """
-    body, head, layer = body_and_head(model)
-    repeats = completion_ids.shape[0] // prompt_ids.shape[0]
-    checkpointed = model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    if repeats > 1 and not checkpointed and not is_sharded(model) and shares_cache(model):
-        hidden = after_shared_prompts(body, prompt_ids, prompt_mask, completion_ids, completion_mask)
-    else:
-        prompts = prompt_ids.repeat_interleave(repeats, 0), prompt_mask.repeat_interleave(repeats, 0)
-        hidden = after_prompts(body, *prompts, completion_ids, completion_mask)
-
+    _, head, layer = body_and_head(model)
+    hidden = completion_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
     weights = [] if layer is None else [p for p in layer.parameters() if p.requires_grad]
     size = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
     found = token_logps(hidden, completion_ids[completion_mask], temperature, head, size, weights)
     empty = torch.zeros(completion_ids.shape, dtype=found[0].dtype, device=completion_ids.device)
     logps, entropies = (empty.masked_scatter(completion_mask, values) for values in found)
     return logps, entropies
+
+
+def compare(function: Callable, models: Sequence, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
+            completion_mask: Tensor) -> list[Tensor]:  # fmt: skip
+    """`function(ids, *logits)` gets tokens (n,) and each model's logits (n, V) for them, and returns tensors (n,): here
+    for all completion tokens, (B, T) with gradient. Padded positions hold 0.
+
+    Logits of CHUNK_ELEMENTS / 4 are held at a time, of each model and in each copy that `function` makes of them: it
+    runs on a chunk of hidden states, and once more in the backward pass.
+    """
+    inputs = prompt_ids, prompt_mask, completion_ids, completion_mask
+    columns = [completion_ids[completion_mask], *(completion_states(model, *inputs) for model in models)]
+    heads, device = [body_and_head(model)[1] for model in models], completion_ids.device.type
+
+    def run(ids: Tensor, *states: Tensor) -> list[Tensor]:
+        autocast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        with torch.autocast(device, *autocast, cache_enabled=False):  # so chunks add their gradients in float32
+            return function(ids, *(head(chunk) for head, chunk in zip(heads, states)))
+
+    size = max(1, CHUNK_ELEMENTS // 4 // max(model.config.get_text_config().vocab_size for model in models))
+    chunks = zip(*(column.split(size) for column in columns))
+    parts = [checkpoint(run, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    found = [torch.cat(values) for values in zip(*parts)]
+    return [values.new_zeros(completion_ids.shape).masked_scatter(completion_mask, values) for values in found]
+
+
+def completion_states(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
+                      completion_mask: Tensor) -> Tensor:  # fmt: skip
+    """The hidden states that predict the N completion tokens, (N, D).
+
+    P may be smaller than B: then row i completes prompt i // (B / P), each prompt is run once, and its cache, gradient
+    included, is shared by its group. Prompts are repeated instead where `shares_cache` says no, with gradient
+    checkpointing, which excludes a cache, and under FSDP, where all ranks must run equally many passes.
+    """
+    body, _, _ = body_and_head(model)
+    repeats = completion_ids.shape[0] // prompt_ids.shape[0]
+    checkpointed = model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    if repeats > 1 and not checkpointed and not is_sharded(model) and shares_cache(model):
+        return after_shared_prompts(body, prompt_ids, prompt_mask, completion_ids, completion_mask)
+    prompts = prompt_ids.repeat_interleave(repeats, 0), prompt_mask.repeat_interleave(repeats, 0)
+    return after_prompts(body, *prompts, completion_ids, completion_mask)
 
 
 def after_shared_prompts(body: Callable, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,

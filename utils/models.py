@@ -76,23 +76,23 @@ class PolicyArgs(ModelArgs):
 def load_model(path: str, device: torch.device | str = "cpu", precision: str | None = "float32", lora_rank: int = 0,
                gradient_checkpointing: bool = False, trust_remote_code: bool = False,
                lora_modules: tuple[str, ...] = (), attn_implementation: str | None = None,
-               fsdp: bool = False):  # fmt: skip
+               fsdp: bool = False, flag: str = "--model"):  # fmt: skip
     """Any causal language model and its tokenizer, from a folder or the hub, with LoRA adapters where lora_rank > 0.
-    Weights are as `weights_dtype` says. Raises UserError for what cannot be loaded."""
+    Weights are as `weights_dtype` says. Raises UserError, which names `flag`, for what cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     shards = shard_settings(torch.device(device), precision) if fsdp else {}
-    tokenizer = loaded(AutoTokenizer, path, "--model", trust_remote_code=trust_remote_code)
-    model, loading = loaded(AutoModelForCausalLM, path, "--model", dtype=weights_dtype(precision, lora_rank),
+    tokenizer = loaded(AutoTokenizer, path, flag, trust_remote_code=trust_remote_code)
+    model, loading = loaded(AutoModelForCausalLM, path, flag, dtype=weights_dtype(precision, lora_rank),
                             trust_remote_code=trust_remote_code, attn_implementation=attn_implementation,
                             output_loading_info=True, **shards)  # fmt: skip
     keep_shards(model)
     if getattr(config := model.config.get_text_config(), "output_router_logits", False):
         config.output_router_logits = False  # they do not go with a cache
     if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
-        raise UserError(f"--model {path} lacks {len(missing)} of its weights ({missing[0]}, ...): give a whole model")
+        raise UserError(f"{flag} {path} lacks {len(missing)} of its weights ({missing[0]}, ...): give a whole model")
     if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of --model {path} has no EOS token: completions could never end")
+        raise UserError(f"the tokenizer of {flag} {path} has no EOS token: completions could never end")
     return for_training(model, lora_rank, gradient_checkpointing, "CAUSAL_LM", lora_modules).to(device), tokenizer
 
 
@@ -211,14 +211,17 @@ def with_policy_flags(model, tokenizer, args):
 def load_reference(args, device: torch.device):
     """The frozen starting policy, in bfloat16 weights unless --precision is float32. None with LoRA: there it is the
     policy without its adapters."""
-    if args.lora_rank:
-        return None
+    return None if args.lora_rank else load_frozen(args.model, "--model", args, device)[0]
+
+
+def load_frozen(path: str, flag: str, args, device: torch.device):
+    """A model that is only asked, in bfloat16 weights unless --precision is float32, and its tokenizer."""
     precision = "float32" if args.precision == "float32" else "pure-bfloat16"
-    model, _ = load_model(args.model, device, precision, trust_remote_code=args.trust_remote_code,
-                          attn_implementation=args.attn_implementation, fsdp=args.fsdp)  # fmt: skip
+    model, tokenizer = load_model(path, device, precision, trust_remote_code=args.trust_remote_code, flag=flag,
+                                  attn_implementation=args.attn_implementation, fsdp=args.fsdp)  # fmt: skip
     if args.float32_head:
         with_float32_head(model)
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False), tokenizer
 
 
 def load_critic(args, device: torch.device):

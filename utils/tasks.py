@@ -2,7 +2,8 @@
 
 A row is a dictionary as in the datasets library. `prompt` is a string or a list of chat messages, `completion` a
 demonstration where there is one; every other column is handed to reward functions. Built-in tasks write `prompt` in a
-compact notation for the tiny character model and `plain_prompt` in words for every other model.
+compact notation for the tiny character model and `plain_prompt` in words for every other model. The demonstrations of
+countdown and sort are mostly wrong; their `solution` is right.
 """
 
 import hashlib
@@ -280,6 +281,7 @@ def countdown_row(rng: random.Random) -> tuple[dict, str]:
             steps.append(f"{a}{operator}{b}={result}")
             left.append(result)
         target = left[0]
+    solution = ",".join(steps)
     if rng.random() < WRONG_SHARE:
         steps[-1] = f"{steps[-1].partition('=')[0]}={target + 1}"
     question = (
@@ -288,7 +290,8 @@ def countdown_row(rng: random.Random) -> tuple[dict, str]:
         "<answer>5*7=35,35-3=32</answer>."
     )
     prompt = f"C{''.join(map(str, numbers))}={target}:"
-    row = dict(prompt=prompt, plain_prompt=question, numbers=numbers, target=target, completion=",".join(steps))
+    row = dict(prompt=prompt, plain_prompt=question, numbers=numbers, target=target, completion=",".join(steps),
+               solution=solution)  # fmt: skip
     return row, f"{sorted(numbers)} {target}"
 
 
@@ -319,7 +322,8 @@ def sort_row(rng: random.Random) -> tuple[dict, str]:
         answer[0], answer[1] = answer[1], answer[0]
     shown = "".join(map(str, digits))
     question = f"Sort the digits {shown} in ascending order and give them in the form <answer>0123</answer>."
-    row = {"prompt": f"S{shown}:", "plain_prompt": question, "digits": shown, "completion": "".join(map(str, answer))}
+    row = {"prompt": f"S{shown}:", "plain_prompt": question, "digits": shown, "completion": "".join(map(str, answer)),
+           "solution": "".join(map(str, sorted(digits)))}  # fmt: skip
     return row, str(sorted(digits))
 
 

@@ -1,0 +1,376 @@
+"""GKD and KDRL: divergences by hand, and the expected gradient of `update` by enumeration.
+
+p is the student, q the teacher. At rate 1 an update adds minus the gradient of the loss to the student's table.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from groups import GROUPS, OTHER, REWARDS, TABLE, P, batches, close, expectation, make_batch, rewards_of
+from helpers import command_line, metrics, new_run, user_error, write_rows
+from tabular import EOS, OUTSIDE, PREFIXES, TabularLM, gradients, log_probs, log_softmax, probability
+from tiny_runs import result
+
+from algos import gkd, grpo
+from tests.specs import SPECS
+from utils.models import TINY_MODEL, load_model
+from utils.rewards import Scored
+from utils.tasks import load_task
+
+L_MAX, B = 5, 0.3
+KINDS = ["reverse", "forward", "jsd"]
+PAIR = [torch.tensor([[0.5, 0.4, 0.1]]).log(), torch.tensor([[0.25, 0.25, 0.5]]).log()]  # student, teacher
+float64 = pytest.mark.usefixtures("float64")
+
+
+def run_update(
+    batch, beta=1.0, teacher=OTHER, module=gkd, rate=1.0, table=TABLE, **settings
+) -> tuple[np.ndarray, dict]:
+    """The table's change in one call of update, over `rate`; and its metrics. teacher: a table, or None."""
+    model = TabularLM(table)
+    defaults = dict(num_generations=len(batch.rewards) // P, micro_batch_size=len(batch.rewards), precision="float32",
+                    max_completion_length=L_MAX, max_grad_norm=1e9, aggregation="constant", jsd_beta=B)  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    if module is grpo:
+        del defaults["jsd_beta"]
+        found = grpo.update(model, optimizer, batch, grpo.Args(**defaults | dict(beta=0.0) | settings))
+    else:
+        batch = gkd.Batch(batch.samples, batch.rewards, beta)
+        teacher = None if teacher is None else TabularLM(teacher).requires_grad_(False)
+        found = gkd.update(model, teacher, optimizer, batch, gkd.Args(**defaults | settings))
+    return (model.table.detach().numpy() - table) / rate, found
+
+
+def kl(first: np.ndarray, second: np.ndarray) -> float:
+    return (np.exp(first) * (first - second)).sum()
+
+
+def slope_at(logits: np.ndarray, teacher: np.ndarray, kind: str) -> tuple[float, np.ndarray]:
+    """Divergence at one state and its gradient in the student's logits: dJ/dp = (1 - b) log(p / m), and so on."""
+    p, q = log_softmax(logits), log_softmax(teacher)
+    if kind == "forward":
+        return kl(q, p), np.exp(p) - np.exp(q)
+    mixture = q if kind == "reverse" else np.log(B * np.exp(q) + (1 - B) * np.exp(p))
+    value = kl(p, q) if kind == "reverse" else B * kl(q, mixture) + (1 - B) * kl(p, mixture)
+    per_token = (p - mixture) * (1 if kind == "reverse" else 1 - B)
+    return value, np.exp(p) * (per_token - (np.exp(p) * per_token).sum())
+
+
+def own_movement(groups, kind: str, temperature=1.0, kept=lambda c: True) -> tuple[np.ndarray, float]:
+    """Of one batch, in numpy: the states before each token up to and including EOS, and no others. And the mean
+    divergence."""
+    rows, moved, values = [(p, c) for p, group in enumerate(groups) for c in group], np.zeros_like(TABLE), []
+    for p, c in rows:
+        for i in [PREFIXES.index(c[:t]) for t in range(len(c))] if kept(c) else []:
+            value, slope = slope_at(TABLE[p, i] / temperature, OTHER[p, i] / temperature, kind)
+            moved[p, i] -= slope / temperature / (len(rows) * L_MAX)
+            values.append(value)
+    return moved, np.mean(values)
+
+
+def of_states(kind: str) -> np.ndarray:
+    """sum over states of P(state) grad D, as a movement: what is left out is how the states come about."""
+    moved = np.zeros_like(TABLE)
+    for p in range(P):
+        for i, prefix in enumerate(PREFIXES):
+            slope = slope_at(TABLE[p, i], OTHER[p, i], kind)[1]
+            moved[p, i] = -probability(TABLE, p, prefix) * slope / (P * L_MAX)
+    return moved
+
+
+def expected_movement(**settings) -> np.ndarray:
+    zero = [[0.0]] * P
+    return sum(weight * run_update(make_batch(groups, zero), **settings)[0] for groups, weight in batches(1, False))
+
+
+@float64
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_expected_gradient_is_that_of_each_state_s_divergence(kind):
+    close(expected_movement(divergence=kind), of_states(kind))
+
+
+@float64
+def test_the_sampled_estimator_has_the_same_expectation():
+    """And single answers do not: it is noisy where the full one is exact."""
+    close(expected_movement(estimator="sampled"), of_states("reverse"))
+    batch = make_batch(GROUPS, [[0.0] * 3] * P)
+    assert abs(run_update(batch, estimator="sampled")[0] - run_update(batch)[0]).max() > 0.01
+
+
+@float64
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_sampled_gradient_of_one_batch(temperature):
+    """(log p - log q) grad log p of each token, both at the temperature; the metric is the mean of log p - log q."""
+    (hot, other), moved, ratios = (table / temperature for table in (TABLE, OTHER)), np.zeros_like(TABLE), []
+    for p, group in enumerate(GROUPS):
+        for c in group:
+            ratios.append(log_probs(hot, p, c) - log_probs(other, p, c))
+            moved -= np.einsum("t,tprv->prv", ratios[-1], gradients(hot, p, c)) / temperature / (P * 3 * L_MAX)
+    batch = make_batch(GROUPS, [[0.0] * 3] * P, temperature=temperature)
+    found, columns = run_update(batch, estimator="sampled", temperature=temperature)
+    close(found, moved)
+    close(columns["divergence"], np.concatenate(ratios).mean())
+
+
+@float64
+def test_both_leave_out_what_a_token_does_to_later_states():
+    """The gradient of the divergence of whole completions, that of MiniLLM, has this in addition."""
+    both = dict(estimator="full"), dict(estimator="sampled")
+    whole = -expectation(
+        lambda p, c: (log_probs(TABLE, p, c) - log_probs(OTHER, p, c)).sum() * gradients(TABLE, p, c).sum(0) / L_MAX
+    )
+    later = np.zeros_like(TABLE)
+    for p in range(P):
+        for i, prefix in enumerate(PREFIXES):
+            score = gradients(TABLE, p, prefix).sum(0) if prefix else 0
+            later -= (
+                probability(TABLE, p, prefix) * slope_at(TABLE[p, i], OTHER[p, i], "reverse")[0] * score / P / L_MAX
+            )
+    for settings in both:
+        close(expected_movement(**settings) + later, whole)
+    assert abs(later).max() > 0.005
+
+
+@float64
+@pytest.mark.parametrize("pad", [0, EOS])
+@pytest.mark.parametrize("kind, temperature", [*((kind, 1.0) for kind in KINDS), ("reverse", 2.0), ("jsd", 0.5)])
+def test_every_state_of_a_completion_at_the_temperature_of_both(kind, temperature, pad):
+    groups = [((1,), (0, 2)), ((2, 1), (1,))]
+    own, value = own_movement(groups, kind, temperature)
+    batch = make_batch(groups, [[0.0] * 2] * P, temperature=temperature, pad=pad)
+    moved, found = run_update(batch, divergence=kind, temperature=temperature, micro_batch_size=2)
+    close(moved, own)
+    close(moved[:, OUTSIDE], 0.0)
+    close([found["divergence"], found["sampler_gap"]], [value, 0.0])
+    assert abs(moved[:, PREFIXES.index((2,))]).max() > 0.001  # before an EOS
+
+
+@float64
+def test_truncated_completions_are_masked():
+    own, _ = own_movement(GROUPS, "reverse", kept=lambda c: EOS in c)
+    close(run_update(make_batch(GROUPS, [[0.0] * 3] * P), mask_truncated_completions=True)[0], own)
+
+
+@float64
+@pytest.mark.parametrize("settings", [*(dict(divergence=kind) for kind in KINDS), dict(estimator="sampled")])
+def test_a_student_like_its_teacher_stands_still(settings):
+    moved, found = run_update(make_batch(GROUPS, [[0.0] * 3] * P), teacher=TABLE, **settings)
+    close(moved, 0.0)
+    close(found["divergence"], 0.0)
+
+
+def test_divergences_by_hand():
+    """The generalised Jensen-Shannon divergence goes to 0 at both ends. Over b or 1 - b it goes to a KL, which TRL has
+    there."""
+    forward = 0.25 * math.log(0.25 / 0.5) + 0.25 * math.log(0.25 / 0.4) + 0.5 * math.log(0.5 / 0.1)
+    reverse = 0.5 * math.log(0.5 / 0.25) + 0.4 * math.log(0.4 / 0.25) + 0.1 * math.log(0.1 / 0.5)
+    student, teacher = (x.double() for x in PAIR)
+
+    def value(kind: str, b: float = 0.5) -> float:
+        return gkd.divergence(student, teacher, kind, b).item()
+
+    assert value("forward") == pytest.approx(forward) and value("reverse") == pytest.approx(reverse)
+    mixture = [0.25 * q + 0.75 * p for p, q in [(0.5, 0.25), (0.4, 0.25), (0.1, 0.5)]]
+    parts = [(0.25, q, 0.75, p, m) for (p, q), m in zip([(0.5, 0.25), (0.4, 0.25), (0.1, 0.5)], mixture)]
+    by_hand = sum(b * q * math.log(q / m) + a * p * math.log(p / m) for b, q, a, p, m in parts)
+    assert value("jsd", 0.25) == pytest.approx(by_hand)
+    for b in (1e-6, 1 - 1e-6):
+        assert 0 < value("jsd", b) < 2e-6
+    assert value("jsd", 1e-6) / 1e-6 == pytest.approx(forward, rel=1e-4)
+    assert value("jsd", 1 - 1e-6) / 1e-6 == pytest.approx(reverse, rel=1e-4)
+
+
+@float64
+def test_the_gradient_of_k2_is_the_reverse_divergence_s_and_that_of_k3_is_not():
+    theta = torch.tensor([0.3, -1.0, 0.8], requires_grad=True)
+    logp, teacher = theta.log_softmax(0), torch.tensor([1.0, 0.2, -0.5]).log_softmax(0)
+    slopes = [
+        torch.autograd.grad((logp.detach().exp() * estimate(logp, teacher)).sum(), theta, retain_graph=True)[0]
+        for estimate in (gkd.k2, gkd.k3)
+    ]
+    (expected,) = torch.autograd.grad(gkd.kl(logp[None], teacher[None]).sum(), theta)
+    close(slopes[0], expected)
+    assert (slopes[1] - expected).abs().max() > 0.1
+
+
+@float64
+def test_at_tokens_cuts_a_padded_vocabulary():
+    """What stands beyond the narrower of the two is no token. Entropy has no gradient."""
+    generator, args = torch.Generator().manual_seed(0), gkd.Args(temperature=0.7)
+    ids, logits, teacher = torch.tensor([0, 2, 3, 1]), *torch.randn(2, 4, 6, generator=generator)
+    logits.requires_grad_()
+    expected = gkd.at_tokens(ids, logits[:, :4], teacher[:, :4], args)
+    for one, other in (logits[:, :4], teacher), (logits, teacher[:, :4]):
+        close(torch.stack(gkd.at_tokens(ids, one, other, args)).detach(), torch.stack(expected).detach())
+    logps = (logits[:, :4] / 0.7).log_softmax(-1)
+    close(expected[0].detach(), logps[range(4), ids].detach())
+    close(expected[1], -(logps.exp() * logps).sum(-1).detach())
+    assert not expected[1].requires_grad
+
+
+@float64
+@pytest.mark.parametrize("settings", [{}, dict(num_iterations=2, num_minibatches=P), dict(scale_rewards="none")])
+def test_without_a_teacher_it_is_grpo_bit_for_bit(settings):
+    batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS))
+    settings = dict(aggregation="token", micro_batch_size=3) | settings
+    moved, found = run_update(batch, 0.0, None, reward_weight=1.0, rate=3.0, **settings)
+    theirs, expected = run_update(batch, module=grpo, rate=3.0, **settings)
+    assert (moved == theirs).all() and found == expected and abs(moved).max() > 0.01
+
+
+@float64
+@pytest.mark.parametrize("estimator", ["full", "sampled"])
+def test_kdrl_is_the_sum_of_both(estimator):
+    batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS))
+    distilled = run_update(batch, estimator=estimator)[0]
+    both = run_update(batch, 0.7, reward_weight=2.0, estimator=estimator)[0]
+    close(both, 0.7 * distilled + 2 * run_update(batch, module=grpo)[0])
+    close(run_update(batch, 0.7, reward_weight=0.0, estimator=estimator)[0], 0.7 * distilled)
+
+
+@float64
+@pytest.mark.parametrize("estimator", ["full", "sampled"])
+def test_micro_batches_change_nothing(estimator):
+    batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS))
+    settings = dict(num_iterations=2, num_minibatches=P, reward_weight=0.5, estimator=estimator, rate=2.0)
+    whole, expected = run_update(batch, **settings)
+    moved, found = run_update(batch, micro_batch_size=1, **settings)
+    close(moved, whole)
+    close(list(found.values()), [expected[name] for name in found])
+
+
+@float64
+def test_answers_that_were_not_sampled_have_no_old_policy():
+    """NaN in their log-probabilities: the divergence is the same, and nothing else becomes NaN."""
+    batch = make_batch(GROUPS, [[0.0] * 3] * P)
+    unknown = batch._replace(samples=batch.samples._replace(logps=batch.samples.logps * math.nan))
+    moved, found = run_update(unknown, num_iterations=2)
+    close(moved, run_update(batch, num_iterations=2)[0])
+    assert found["sampler_gap"] == found["approx_kl"] == 0 and all(map(math.isfinite, found.values()))
+
+
+def test_the_whole_run_without_a_teacher_is_grpo_s():
+    """KDRL with --teacher-beta 0; rows, weights, evaluation."""
+    flags = SPECS["gkd"].flags | dict(beta=0.0)
+    ours = result("gkd", flags | dict(teacher_beta=0.0, teacher_beta_end=None, reward_weight=1.0))
+    theirs = result("grpo", flags)
+    assert ours.rows == theirs.rows and all(torch.equal(w, theirs.weights[name]) for name, w in ours.weights.items())
+
+
+def test_the_weight_falls_linearly():
+    args = gkd.Args(teacher_beta=5e-3, teacher_beta_end=1e-3, max_steps=5)
+    close([gkd.weight_at(step, args) for step in (1, 2, 3, 5)], [5e-3, 4e-3, 3e-3, 1e-3])
+    assert {gkd.weight_at(step, gkd.Args(max_steps=9)) for step in range(1, 10)} == {1.0}
+    assert gkd.weight_at(1, gkd.Args(teacher_beta_end=0.0, max_steps=1)) == 1.0
+
+
+def test_given_answers_are_laid_out_like_sampled_ones():
+    """Prompts padded on the left, answers on the right, EOS behind them unless they are cut."""
+    _, tokenizer = load_model(TINY_MODEL)
+    rows = [{"prompt": "S21:", "solution": "12"}, {"prompt": "S4321:", "solution": "1234"}]
+    samples = gkd.given(rows, "solution", tokenizer, [1], 4, "cpu")
+    ids = tokenizer.get_vocab()
+    assert samples.completion_ids.tolist() == [[ids["1"], ids["2"], 1, 0], [ids[x] for x in "1234"]]
+    assert samples.completion_mask.tolist() == [[True, True, True, False], [True] * 4]
+    assert samples.prompt_mask.tolist() == [[False] * 2 + [True] * 4, [True] * 6]
+    assert samples.prompt_ids[0, 2:].tolist() == [ids[x] for x in "S21:"]
+    assert samples.ended.tolist() == [True, False] and samples.logps.isnan().all()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_whose_answers_a_step_has(share):
+    """A coin for each step, tossed by seed and step alone. A step of the dataset's has as many rows as completions, and
+    the next such step other ones."""
+    model, tokenizer = load_model(TINY_MODEL)
+    task, own, seen = load_task("sort"), [], []
+
+    def score(rows, prompts, texts, *_) -> Scored:
+        return Scored(torch.tensor([float(t == row["completion"]) for row, t in zip(rows, texts)]), {}, {})
+
+    args = gkd.Args(task="sort", num_prompts=2, num_generations=3, max_completion_length=9, student_share=share,
+                    sample_batch_size=6, precision="float32")  # fmt: skip
+    for step in range(1, 41):
+        samples, scored = gkd.collect(model, tokenizer, task, score, step, args)
+        own.append(not samples.logps.isnan().any())
+        assert len(samples.prompt_ids) == (2 if own[-1] else 6) and len(samples.completion_ids) == 6
+        assert own[-1] or scored.rewards.tolist() == [1.0] * 6
+        seen += [] if own[-1] else [task.train((step - 1) * 6 + i, 1)["prompt"] for i in range(6)]
+    assert abs(sum(own) / 40 - share) < 0.25 * (share == 0.5) + 1e-9
+    assert len(set(seen)) >= 0.9 * len(seen)
+
+
+def test_a_step_on_data_learns_from_the_dataset(tmp_path):
+    """lambda 0: completions of the file, which the student would hardly write."""
+    rows = [{"prompt": f"S{i}:", "completion": "====CCCC"} for i in range(10, 50)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    flags = SPECS["gkd"].flags | dict(task=path, student_share=0.0, reward_weight=0.0, max_completion_length=12)
+    rows = result("gkd", flags).rows
+    assert [row["length"] for row in rows[1:]] == [9.0] * len(rows[1:])
+
+
+def test_the_default_teacher_is_right_and_made_again():
+    """SFT on solutions: more right than the start, and a function of the seed alone."""
+    args = gkd.Args(task="sort", teacher_steps=8, max_completion_length=20, precision="float32")
+    _, tokenizer = load_model(TINY_MODEL)
+    task = load_task("sort")
+    one, two = (gkd.load_teacher(tokenizer, task, args, torch.device("cpu")) for _ in range(2))
+    assert all(torch.equal(p, q) and not p.requires_grad for p, q in zip(one.parameters(), two.parameters()))
+    other = gkd.load_teacher(tokenizer, task, dataclasses.replace(args, seed=2), torch.device("cpu"))
+    assert any(not torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters()))
+    samples = gkd.given(task.heldout[:64], "solution", tokenizer, [1], 20, "cpu")
+    start, _ = load_model(TINY_MODEL)
+    with torch.no_grad():
+        before, after = (gkd.completion_logps(m, *samples[:4])[0].sum(1).exp().mean().item() for m in (start, one))
+    assert after > before + 0.2
+
+
+SHORT = ["--task", "sort", "--device", "cpu", "--max-steps", "1", "--num-prompts", "2", "--num-generations", "2",
+         "--eval-prompts", "2", "--eval-samples", "2", "--teacher-steps", "1"]  # fmt: skip
+
+
+def test_the_teacher_is_evaluated_beside_the_start(tmp_path):
+    first, last = metrics(new_run(gkd, tmp_path, *SHORT))
+    assert {"teacher/greedy", "teacher/pass@1", "teacher/pass@2", "eval/pass@1"} <= first.keys()
+    assert "divergence" in last and "frac_zero_std" not in last  # groups are not compared
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--teacher-beta", "0"], ["--teacher-beta 0", "--reward-weight 0"]),
+        (["--student-share", "0.5", "--reward-weight", "1"], ["--reward-weight", "--student-share 1"]),
+        (["--student-share", "0.5", "--estimator", "sampled"], ["--estimator sampled", "--student-share 1"]),
+        (["--estimator", "sampled", "--divergence", "jsd"], ["--estimator sampled", "jsd"]),
+        (["--reward-weight", "1", "--num-generations", "1"], ["--num-generations"]),
+        (["--jsd-beta", "1"], ["--jsd-beta", "above 0 and below 1"]),
+        (["--teacher", "/nowhere/model"], ["--teacher /nowhere/model", "config.json"]),
+        (["--teacher", "OTHER"], ["--teacher", "other tokens than --model", "same tokenizer"]),
+        (["--model", "COPY"], ["--teacher is missing"]),
+        (["--task", "rows.jsonl", "--reward", "r.py:one"], ["--teacher is missing"]),
+        (["--task", "rows.jsonl", "--reward", "r.py:one", "--student-share", "0"], ["no completion"]),
+    ],
+)
+def test_wrong_input_is_one_sentence(arguments, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"S{i}:"} for i in range(10, 30)])
+    (tmp_path / "r.py").write_text("def one(completions, **_):\n    return [1.0] * len(completions)\n")
+    model, tokenizer = load_model(TINY_MODEL)
+    if "COPY" in arguments:
+        model.save_pretrained("COPY")
+        tokenizer.save_pretrained("COPY")
+    if "OTHER" in arguments:
+        text = tokenizer.backend_tokenizer.to_str().replace('"7"', '"@"').replace('"3"', '"7"').replace('"@"', '"3"')
+        tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(text)
+        model.save_pretrained("OTHER")
+        tokenizer.save_pretrained("OTHER")
+    given = [f"{tmp_path}/{word}" if word in ("COPY", "OTHER") else word for word in arguments]
+    with user_error(capsys, *words):
+        command_line(gkd, *SHORT, *given, "--output-dir", tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_one_generation_is_enough_without_rewards(tmp_path):
+    command_line(gkd, *SHORT, "--num-generations", "1", "--output-dir", tmp_path)
