@@ -25,10 +25,13 @@ Run
                                                                                     digit by asking higher or lower
     python algos/grpo_multiturn.py --blank-observations                             the control: answers say nothing
     python algos/grpo_multiturn.py --environment calculator --max-turns 2           countdown with a calculator
-    python algos/grpo_multiturn.py --model Qwen/Qwen2.5-0.5B-Instruct --environment search.py:Search \
-        --task prompts.jsonl --stop "</search>" "</answer>" --lora-rank 32
-                                                                                    an environment of your own;
-                                                                                    utils/turns.py has the protocol
+    python algos/grpo_multiturn.py --model Qwen/Qwen2.5-3B-Instruct --environment search:corpus.jsonl \
+        --task questions.jsonl --lora-rank 32                                       a search engine: utils/tools.py
+    python algos/grpo_multiturn.py --model Qwen/Qwen2.5-3B-Instruct --environment python --task questions.jsonl \
+        --lora-rank 32                                                              a Python interpreter
+    python algos/grpo_multiturn.py --model Qwen/Qwen2.5-3B-Instruct --environment game.py:Game --task prompts.jsonl \
+        --lora-rank 32                                                              your own, or one that was written
+                                                                                    for TRL's environment_factory
 
 Expect
     The default run takes about 40 CPU seconds. The policy guesses a hidden digit, 0 to 9, within four turns. Without
@@ -139,7 +142,8 @@ STD_EPSILON = 1e-4  # the paper names none; 1e-4 as in most code
 @dataclass
 class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/cli.py
     environment: str = "guess"
-    """guess, calculator, FILE.py:CLASS or PACKAGE.MODULE:CLASS; utils/turns.py says what a class must have"""
+    """guess, calculator, python, search:CORPUS.jsonl, FILE.py:CLASS or PACKAGE.MODULE:CLASS; utils/turns.py says what a
+    class must have. One for TRL's environment_factory works, too (utils/tools.py)"""
     environment_seconds: PositiveFloat = 10.0
     """an environment that takes longer to answer has failed"""
     max_turns: PositiveInt = 4
@@ -332,7 +336,7 @@ def play(model, tokenizer, make: Any, rows: Sequence[dict], num_samples: int, te
     """`num_samples` episodes of each row's prompt, with environments that `make` makes. key: as in `sample_all`."""
     size = len(rows) * num_samples
     games = Environments(make, rows, num_samples, key, args.environment_seconds, args.max_total_length)
-    rows = [opened(row, text) for row, text in zip(rows, games.openings)]
+    rows = [opened(row, text, getattr(make, "tools", [])) for row, text in zip(rows, games.openings)]
     prompts = [encode_prompt(row, tokenizer) for row in rows]
     frames = [around(row, tokenizer, getattr(make, "role", "user")) for row in rows]
     stop = args.stop or getattr(make, "stop", ())

@@ -39,7 +39,8 @@ def test_ejected_scripts_give_the_same_curves(root, tmp_path, monkeypatch, impor
         if "model" in options(algo):  # the shipped model is a folder, which a copied script lacks
             args += ["--model", TINY_MODEL, "--max-steps", 3, "--eval-every", 3]
             args += ["--teacher", TINY_MODEL] if "teacher" in options(algo) else []
-        needs = "Goal" in SPECS[algo].walk or algo == "ppo_mask"  # goals or masks, which Mine-v0 does not have
+        # goals, masks or data, which Mine-v0 does not have
+        needs = "Goal" in SPECS[algo].walk or algo == "ppo_mask" or "dataset" in options(algo)
         if "num_envs" in options(algo) and not SPECS[algo].needs and not needs:
             args += ["--env-id", "project:Mine-v0", *([] if walk(algo) == WALK else ["--env-kwargs", "choices=3"])]
         (tmp_path / f"theirs/scripts/{algo}.py").write_text(eject(REPO / f"algos/{algo}.py"))

@@ -120,12 +120,16 @@ def test_commands_run(command, tmp_path, monkeypatch):
             reward_model.train(reward_model.Args(**small))
             next((tmp_path / "reward").iterdir()).rename(tmp_path / "RUN")
         args.reward = tuple(f"{tmp_path}/{spec}" for spec in args.reward)
-    if ".py:" in getattr(args, "environment", ""):
-        (tmp_path / "search.py").write_text(
-            "class Search:\n    def reset(self, row, seed):\n        pass\n\n"
+    if getattr(args, "environment", "").startswith(("search:", "python", "game.py")):
+        (tmp_path / "game.py").write_text(
+            "class Game:\n    def reset(self, row, seed):\n        pass\n\n"
             "    def step(self, text):\n        return 'found', float(len(text) > 3), False\n"
         )
-        args.environment = f"{tmp_path}/{args.environment}"
+        (tmp_path / "corpus.jsonl").write_text('{"text": "12"}\n')
+        rows = [f'{{"prompt": "S{i}:", "answer": "{i}"}}\n' for i in range(64)]
+        (tmp_path / "questions.jsonl").write_text("".join(rows))
+        args.task = str(tmp_path / "questions.jsonl")
+        monkeypatch.chdir(tmp_path)
     args.output_dir = str(tmp_path / "runs")
     history = module.train(args)
     assert history[-1]["step"] == args.max_steps

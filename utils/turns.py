@@ -7,10 +7,13 @@ An environment is a class; each episode has an object of its own:
     step(text) -> (str, float, bool)    the observation behind the model's turn, its reward, whether the episode is over
     stop = ("=",)                       optional: a turn ends behind each of these strings, besides at EOS
     role = "tool"                       optional: whose message an observation is, for chat templates; else "user"
+    tools = [schema]                    optional: what the chat template tells the model that it can call
     task()                              optional, static: the Task of a run without --task
 
 A step that raises, takes longer than `seconds`, or answers with more than FLOOD characters for each token of room ends
 its episode; its reward is 0, rewards of earlier turns stay. A call that hangs goes on in its thread until the run ends.
+
+utils/tools.py has examples with tools. A class with get_reward is taken for one of TRL's (`from_trl` there).
 """
 
 import bisect
@@ -28,6 +31,7 @@ from utils.errors import UserError
 from utils.rewards import load_function
 from utils.tasks import Task, countdown_score, load_task
 from utils.text import present, settings_of
+from utils.tools import Python, Search, corpus_index, from_trl
 
 FLOOD = 100  # characters; no tokenizer's tokens hold that many on average
 ASIDE = "7f3aQ", "x91Zk", "W5rt2"  # texts of the dummy conversations, which no template contains
@@ -95,15 +99,20 @@ class Calculator:
         return result, 0.0, False
 
 
-BUILT_IN: dict[str, Any] = {"guess": Guess, "calculator": Calculator}
+BUILT_IN: dict[str, Any] = {"guess": Guess, "calculator": Calculator, "python": Python}
 
 
 def load_environment(spec: str) -> Any:
-    """guess, calculator, FILE.py:CLASS or PACKAGE.MODULE:CLASS. Raises UserError where there is no such class, or it
-    lacks reset or step."""
+    """guess, calculator, python, search:CORPUS.jsonl, FILE.py:CLASS or PACKAGE.MODULE:CLASS. A class with get_reward is
+    adapted by `from_trl`. Raises UserError where there is no such class or file, or the class lacks reset or step."""
+    if spec.startswith("search:"):
+        corpus_index(corpus := spec.partition(":")[2])  # complains, if at all
+        return type("Search", (Search,), {"corpus": corpus})
     if spec not in BUILT_IN and ":" not in spec:
-        raise UserError(f"unknown --environment {spec}: give {', '.join(BUILT_IN)} or FILE.py:CLASS")
+        raise UserError(f"unknown --environment {spec}: give {', '.join(BUILT_IN)}, search:FILE or FILE.py:CLASS")
     found: Any = BUILT_IN.get(spec) or load_function(spec, {}, "--environment")
+    if hasattr(found, "get_reward"):
+        found = from_trl(found)
     if not all(callable(getattr(found, name, None)) for name in ("reset", "step")):
         raise UserError(f"--environment {spec} must have the methods reset(row, seed) and step(text)")
     return found
@@ -181,8 +190,11 @@ def results(calls: list[Callable], seconds: float) -> list[Any]:
     return found
 
 
-def opened(row: dict, text: str) -> dict:
-    """The row with `text` behind its prompt: behind the last message's content, where it has messages."""
+def opened(row: dict, text: str, tools: list) -> dict:
+    """The row with `text` behind its prompt: behind the last message's content, where it has messages. A chat template
+    is told of `tools`."""
+    if tools:
+        row = row | {"chat_template_kwargs": (row.get("chat_template_kwargs") or {}) | {"tools": tools}}
     if isinstance(row["prompt"], str):
         return row | {name: row[name] + text for name in ("prompt", "plain_prompt") if name in row}
     *before, last = row["prompt"]
