@@ -18,7 +18,7 @@ bounds what they say of actions that no data shows. On minibatches minimises
 
 Run
     python algos/rlpd.py                                                         the collection that ships: Hopper-v5
-    python algos/rlpd.py --dataset halfcheetah_medium_replay-v2.hdf5 --total-timesteps 250000 --learning-starts 5000 \
+    python algos/rlpd.py --dataset hopper_medium_replay-v2.hdf5 --total-timesteps 250000 --learning-starts 5000 \
         --num-critics 10 --subset-size 2 --utd-ratio 20                          the authors' settings for locomotion:
                                                                                  never run by us
     python algos/rlpd.py --offline-ratio 0                                       the same without the data

@@ -535,7 +535,7 @@ def small_run(tmp_path_factory):
     make_small().save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(folder)
     reward = folder / "rewards.py"
-    reward.write_text("def tokens(completion_ids, **_):\n    return [sum(ids) / 100 for ids in completion_ids]\n")
+    reward.write_text("def tokens(completion_ids, **_):\n    return [sum(ids) % 97 / 97 for ids in completion_ids]\n")
     sizes = ["--max-steps", "3", "--save-every", "1", "--eval-every", "2", "--eval-prompts", "4", "--eval-samples", "2"]
     more = ["--model", str(folder), "--reward", f"{reward}:tokens", "--learning-rate", "1e-2", *sizes]
     teacher = {"gkd": ["--teacher", str(folder)]}  # only the shipped model brings its own

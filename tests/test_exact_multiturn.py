@@ -580,7 +580,7 @@ def test_calculator():
 
 
 @pytest.mark.parametrize("spec, words", [
-    ("nothing", "unknown --environment nothing: give guess, calculator or FILE.py:CLASS"),
+    ("nothing", "unknown --environment nothing: give guess, calculator, python, search:FILE or"),
     ("none.py:Game", "--environment none.py:Game: there is no file"),
     ("math:sqrt", "must have the methods reset"),
 ])  # fmt: skip

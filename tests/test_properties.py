@@ -51,7 +51,7 @@ MODULES = [importlib.import_module(f"algos.{path.stem}") for path in sorted((REP
 NAN = float("nan")
 
 
-ELSEWHERE = {("advantages", "rloo"), ("advantages", "raft")}  # tested in test_exact_rloo.py and test_exact_raft.py
+ELSEWHERE = {("advantages", algo) for algo in ("rloo", "raft", "reinforce_pp", "vineppo")}  # in test_exact_ALGO.py
 MATCHED = {}  # name of a function -> the parameter lists under which it is tested
 
 

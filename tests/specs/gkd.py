@@ -33,7 +33,7 @@ normalised-before-the-cut: logits of a padded vocabulary are cut after the softm
 - (x[:, :width].to(torch.promote_types(x.dtype, torch.float32)) / args.temperature).log_softmax(-1)
 + (x.to(torch.promote_types(x.dtype, torch.float32)) / args.temperature).log_softmax(-1)[:, :width]
 
-k3-for-k2: the estimator at hand; its gradient is another divergence's
+k3-for-k2-of-the-teacher: the estimator at hand; its gradient is another divergence's
 - loss = loss + batch.beta * (gap if args.estimator == "full" else k2(logps, teacher_logps))
 + loss = loss + batch.beta * (gap if args.estimator == "full" else k3(logps, teacher_logps))
 

@@ -81,7 +81,7 @@ SPEC = Spec(
     },
     recipes=(
         Recipe(
-            "halfcheetah_medium_replay-v2.hdf5",
+            "hopper_medium_replay-v2.hdf5",
             "ikostrikov/rlpd, README.md, configs/ and sac_learner.py (the paper's table was not read)",
             paper=dict(learning_rate=3e-4, gamma=0.99, tau=0.005, batch_size=256, hidden_size=256, num_critics=10,
                        subset_size=2, layer_norm=True, actor_q="mean", utd_ratio=20, policy_frequency=None,

@@ -510,8 +510,8 @@ evaluation-moves-the-training-noise: one generator for everything: how often one
 + pass
 
 evaluation-on-the-global-generator: a generator is an argument that may be left out
-- temperature, stream(model.device, *key, first + i))
-+ temperature, None)
+- stream(model.device, *key, first + i))
++ None)
 
 biased-pass-at-k: the obvious formula is biased (arXiv 2107.03374, section 2.1)
 - return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
@@ -582,8 +582,8 @@ engine-top-k-left-out: a model's generation settings fill it in (Qwen2.5: top_k 
 + min_p=0.0,
 
 engine-one-seed: vLLM seeds each prompt of a request alike, and completion j as seed + j
-- "seed": seed + i * num_samples}
-+ "seed": seed}
+- "seed": seed + i * num_samples,
++ "seed": seed,
 
 engine-order-of-arrival: completions of a prompt come as they end
 - choices = sorted(server.ask("/v1/completions", body)["choices"], key=lambda one: one["index"])
