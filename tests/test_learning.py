@@ -76,6 +76,8 @@ def with_rewards(monkeypatch, change, module=grpo) -> None:
     "ppo_lm-sort",
     "online_dpo-sort",
     "reinforce_pp-sort",
+    "nft-sort",
+    "raft-sort",
     "ttrl-sort",
 )
 def test_shuffled_rewards_teach_nothing(name, monkeypatch):
