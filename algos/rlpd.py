@@ -25,8 +25,8 @@ Run
     python algos/rlpd.py --evaluate RUN --eval-episodes 100 --capture-video      scores a saved agent
 
 Expect
-    The default run, Hopper-v5's collection: from 22 to 339 with the likeliest actions, 271 after 1,500 of its 3,000
-    steps (seed 1); about 75 CPU seconds on one thread, from 6.4 ms per update. sac.py has 264 after 20,000 steps.
+    The default run, Hopper-v5's collection: from 84 to 282 with the likeliest actions (seed 1, two threads), to 339 on
+    one thread; about 75 CPU seconds there, two minutes on two cores. sac.py has 264 after 20,000 steps.
     Pendulum-v1 with what sac.py saw in 4,000 steps, 64 units, mean return after 400 to 700 steps, two seeds: -522 and
     -511; without the data -1,262 and -1,264. Drawn uniformly from one buffer (--offline-ratio None) the data helps as
     much, -498 and -539: this task shows what the data is worth, not what the halves are (benchmarks/effects.py,
