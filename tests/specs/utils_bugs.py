@@ -581,6 +581,30 @@ engine-top-k-left-out: a model's generation settings fill it in (Qwen2.5: top_k 
 - top_k=0, min_p=0.0,
 + min_p=0.0,
 
+passages-without-a-shared-word: a ranking always has as many as were asked for
+- if score > 0]
++ ]
+
+processes-of-processes-live-on: the child itself is dead
+- os.killpg(child.pid, signal.SIGKILL)
++ child.kill()
+
+hidden-methods-are-tools: what a class keeps for itself begins with an underscore
+- if name[0] != "_" and name not in ("reset", "get_reward")}
++ if name not in ("reset", "get_reward")}
+
+rewards-add-up-twice: get_reward says what the whole episode is worth so far
+- reward, self.paid = total - self.paid, total
++ reward, self.paid = total, total
+
+groups-begin-unlike: each episode of a group draws its own start
+- random.seed(seed)
++ random.seed()
+
+reset-moves-the-global-stream: the run's own draws then depend on the environment
+- random.setstate(before)
++ pass
+
 engine-one-seed: vLLM seeds each prompt of a request alike, and completion j as seed + j
 - "seed": seed + i * num_samples,
 + "seed": seed,
