@@ -31,9 +31,9 @@ Run
 
 Expect
     Pendulum-v1: from -1,430 to -167 with the likeliest actions, -169 after 4,000 steps (seed 1), in 88 CPU seconds on
-    one thread. On narrow networks, 64 units, two seeds each: the mean return over 4,000 steps is -544 and -723; by
-    sac.py at equal settings -1,154 and -955; without batch norm -878 and -1,000 (benchmarks/effects.py,
-    crossq-pendulum).
+    one thread. On narrow networks, 64 units, the mean return over 4,000 steps is -638 +- 120; by sac.py at equal
+    settings -969 +- 37; without batch norm -967 +- 150 (10 seeds, 95 % intervals). CrossQ is ahead of both in all ten
+    (benchmarks/effects.py, crossq-pendulum).
 
 Metrics
     return, length      of the training episodes that ended since the row before; absent where none did

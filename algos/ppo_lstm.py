@@ -31,7 +31,8 @@ Expect
     CartPole without velocities: 500, the maximum, from 16,000 to 24,000 steps on. After 24,576 steps with the rate
     annealed to 0: 488 to 500; ppo.py, which sees one moment at a time, 39 to 46; --no-memory 37 to 46 (10 seeds;
     benchmarks/effects.py, ppo_lstm-cartpole).
-    Recall-v0, four cues: all right from 25,000 steps on (2 seeds); ppo.py names a quarter of them, by chance (1 seed).
+    Recall-v0, four cues: all right after 51,200 steps (10 seeds); ppo.py and --no-memory name a quarter of them, by
+    chance (ppo_lstm-recall).
 
 Metrics
     As in ppo.py.

@@ -59,6 +59,8 @@ Expect
     its 50,000 were not run to the end). Its matrices reach the goal by chance in the first 1,000 steps.
     Hopper-v5, 20,000 steps: from about 20 to 264 with the likeliest actions (median of 8
     seeds), in 4 minutes.
+    PointReach-v0 with --her-k 4, 3,000 steps: 0.96 +- 0.02 of the episodes reach their goal; without hindsight 0.04 +-
+    0.02 (10 seeds; benchmarks/effects.py, sac-reach).
 
 Metrics
     return, length      of the training episodes that ended since the row before; absent where none did
