@@ -1,4 +1,4 @@
-"""The tables of README.md, algos/README.md and tests/README.md: what each script is and reaches, and what proves it.
+"""The tables of the READMEs: what each script is and reaches, what proves it, and which effects showed.
 
     python benchmarks/page.py measure grpo sac        default runs on an idle machine -> results/default_runs.json
     python benchmarks/page.py write                   the tables, from the specs, the sources, the curves and results/
@@ -9,6 +9,7 @@ Nothing in the tables is typed: a test fails when a page differs from what `writ
 import importlib
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from benchmarks import effects  # noqa: E402
 from benchmarks.curves import ENOUGH, band, recorded  # noqa: E402
 from tests import family  # noqa: E402
 from tests.specs import FAMILIES, SPECS, line_of, parent_of  # noqa: E402
@@ -139,6 +141,22 @@ def proofs() -> str:
     return "\n".join(rows)
 
 
+def effect_verdicts() -> str:
+    """For benchmarks/README.md: the mean of each run, and in how many seeds each claim held."""
+    rows = ["| effect, statistic | means of the runs | seeds in which it holds |", "|---|---|---|"]
+    for name, effect in effects.EFFECTS.items():
+        values = effects.by_run(name)
+        if min(map(len, values.values())) < effect.seeds:
+            rows.append(f"| {name}, `{effect.statistic}` | not run | |")
+            continue
+        means = [f"{run} {statistics.mean(found.values()):.3g}" for run, found in values.items()]
+        claims = [f"`{claim}`: {yes} of {n}" + ", **does not hold**" * (yes < effect.claims[claim])
+                  for claim, (yes, n) in effects.holds(effect, values).items()]  # fmt: skip
+        first = f"[{name}](effects/{name}.png), `{effect.statistic}`"
+        rows.append(f"| {first} | {', '.join(means)} | {'<br>'.join(claims)} |")
+    return "\n".join(rows)
+
+
 def real_models() -> str:
     """For README.md: whether we have run a command with a real model."""
     run = read("real_model")
@@ -159,7 +177,7 @@ def real_models() -> str:
 
 def page(text: str) -> str:
     """A page's text with its tables renewed."""
-    for table in (algorithms, catalogue, proofs, real_models):
+    for table in (algorithms, catalogue, proofs, effect_verdicts, real_models):
         begin = f"<!-- {table.__name__}: python benchmarks/page.py write -->\n"
         if begin in text:
             head, rest = text.split(begin)
@@ -169,7 +187,7 @@ def page(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    return [path for name in ("", "algos/", "tests/") if (path := ROOT / f"{name}README.md").exists()]
+    return [path for name in ("", "algos/", "tests/", "benchmarks/") if (path := ROOT / f"{name}README.md").exists()]
 
 
 def write() -> None:
