@@ -46,7 +46,8 @@ Expect
     (seed 1), and with 64 completions a step it was ahead: pass@1 0.99 and 0.98 after 30 steps at beta 0, against 0.94
     and 0.88 (seeds 1 and 2; grpo.py with 8 x 8: 0.93 and 0.86). Where most answers are right, dividing by a small
     deviation makes the few wrong ones loud.
-    `python benchmarks/effects.py run reinforce_pp-alone` compares the four; its ten seeds have not been run.
+    Sort, 8 steps, pass@1 over ten seeds: 0.93 with one completion per prompt, grpo.py 0.93, not whitened 0.94. With
+    coins as rewards 0.45; one seed there drifted to 0.64 by chance (benchmarks/effects.py, reinforce_pp-alone).
 
 Metrics
     As in grpo.py, but
