@@ -1,5 +1,6 @@
 """The planted bugs of the specs fit the sources, and a sample of them, drawn by the commit, is caught."""
 
+import ast
 import json
 import random
 import subprocess
@@ -27,8 +28,22 @@ def changed_lines(before: str, after: str) -> int:
 
 
 @cache
+def blocks(text: str) -> list[tuple[int, int]]:
+    """First and last line of each statement at the top of a file."""
+    return [(node.lineno - 1, node.end_lineno) for node in ast.parse(text).body]
+
+
+def around(text: str, edit) -> str:
+    """The top-level statement that an edit lies in, decorators apart; all of the file where it lies in no single one."""
+    start = text.index(edit.old)
+    first, last = text.count("\n", 0, start), text.count("\n", 0, start + len(edit.old))
+    lines = text.splitlines(keepends=True)
+    return next(("".join(lines[a:b]) for a, b in blocks(text) if a <= first and last < b), text)
+
+
+@cache
 def program(text: str) -> list:
-    """What a file does, without comments, docstrings and places of lines. Raises SyntaxError."""
+    """What code does, without comments, docstrings and places of lines. Raises SyntaxError."""
 
     def parts(code: CodeType) -> list:
         inner = [parts(const) if isinstance(const, CodeType) else repr(const) for const in code.co_consts]
@@ -41,7 +56,7 @@ def program(text: str) -> list:
 def test_it_changes_the_program_in_one_line(edit):
     assert edit.files(), "its text stands nowhere once"
     for file in edit.files():
-        before = sources()[file]
+        before = around(sources()[file], edit)
         after = edit.apply(before)
         assert program(after) != program(before), f"{file} stays the same program"
         assert changed_lines(before, after) <= 1 or edit in SAME, "a planted bug is one line"

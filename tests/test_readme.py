@@ -164,6 +164,8 @@ def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
         setattr(args, name, value)
     if getattr(args, "online_steps", 0):
         args.online_steps = 16
+    if getattr(args, "utd_ratio", 1) > 4:
+        args.utd_ratio = 4  # twenty show no more, in five times the time
     if dataset := getattr(args, "dataset", ""):  # what cannot be downloaded here stands in its place, small
         write_dataset(dataset, monkeypatch)
     steps = args.total_timesteps if hasattr(args, "total_timesteps") else args.max_steps
