@@ -118,11 +118,9 @@ PRESETS = {  # defaults that depend on the model, for arguments left at None
     "tiny": dict(learning_rate=1e-4, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=512,
                  micro_batch_size=256, micro_batch_tokens=0, max_completion_length=20, precision="float32"),
     "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=32,
-                 micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512,
-                 precision="bfloat16"),
+                 micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512, precision="bfloat16"),
     "lora": dict(learning_rate=1e-5, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=32,
-                 micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512,
-                 precision="bfloat16"),
+                 micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512, precision="bfloat16"),
 }  # fmt: skip
 STD_EPSILON = 1e-4  # the paper names none; 1e-4 as in most code
 TEACHER_RATE, TEACHER_BATCH = 3e-4, 128  # of the teacher that the default run makes
@@ -471,8 +469,8 @@ def train(args: Args) -> list[dict]:
                          args.max_completion_length, args.temperature, args.seed,
                          rows_at_once=args.sample_batch_size, precision=args.precision)  # fmt: skip
     run = Run(args, NAME, task.name, args.max_steps, ("reward", "eval/greedy", "eval/pass@1", "grad_norm"),
-              schedule_depends_on_budget=args.lr_schedule != "constant" or args.teacher_beta_end is not None,
-              )  # fmt: skip
+              schedule_depends_on_budget=(args.lr_schedule != "constant"
+                                          or args.teacher_beta_end is not None))  # fmt: skip
     run.print(settings)
 
     def state() -> dict:

@@ -336,8 +336,8 @@ def train(args: Args) -> list[dict]:
         environment's draws from global generators are not repeated: copying those at each step would cost time."""
         return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers if o is not None],
                 "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
-                "metrics": metrics, "episodes": episodes, "replay": replay.save(run.dir / "replay", args.keep)
-                }  # fmt: skip
+                "metrics": metrics, "episodes": episodes,
+                "replay": replay.save(run.dir / "replay", args.keep)}  # fmt: skip
 
     step, episodes, metrics = run.step, [], {}
     if run.state is not None:

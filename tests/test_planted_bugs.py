@@ -34,7 +34,7 @@ def blocks(text: str) -> list[tuple[int, int]]:
 
 
 def around(text: str, edit) -> str:
-    """The top-level statement that an edit lies in, decorators apart; all of the file where it lies in no single one."""
+    """The top-level statement that an edit lies in, without decorators; the file where it lies in no single one."""
     start = text.index(edit.old)
     first, last = text.count("\n", 0, start), text.count("\n", 0, start + len(edit.old))
     lines = text.splitlines(keepends=True)

@@ -1,6 +1,6 @@
 """Environments with tools: search, a Python interpreter, and classes that were written for TRL's `environment_factory`.
 
-`--environment search:CORPUS.jsonl` and `--environment python` are examples; copy a class to change it.
+`--environment search:CORPUS.jsonl` and `--environment python` are examples; copy them to change them.
 
 In both a turn ends behind a call or behind an answer: `<search>..</search>`, `<python>..</python>`,
 `<answer>..</answer>`. Rows have a column `answer`, a text or several; the reward is 1 for one of them (`exact_match`).
@@ -46,24 +46,37 @@ def exact_match(row: dict, text: str) -> float:
     return float("</answer>" in text and plain(answer_of(text)) in [plain(str(gold)) for gold in golds])
 
 
-class Search:
-    """A search engine: `<search>words</search>` is answered with the best passages of a corpus (Search-R1, arXiv
-    2503.09516). Passages are ranked by BM25 (library bm25s)."""
+class Tool:
+    """One tool: a turn `<tag>call</tag>` is answered with `<shown>what use(call) returns</shown>`."""
 
-    corpus: str  # a line for each passage: {"text": ...}
-    top = 3  # passages in an answer
-    stop = "</search>", "</answer>"
+    tag: str
+    shown: str
+    stop: tuple[str, ...]
 
     def reset(self, row: dict, seed: int) -> None:
-        check_answer(row)
+        if not isinstance(row.get("answer"), (str, list)):
+            raise UserError("--environment needs rows with a column answer, a text or a list of texts: look at --task")
         self.row = row
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        queries = re.findall(r"<search>(.*?)</search>", text, re.DOTALL)
-        if not queries or "</answer>" in text:
+        calls = re.findall(f"<{self.tag}>(.*?)</{self.tag}>", text, re.DOTALL)
+        if not calls or "</answer>" in text:
             return "", exact_match(self.row, text), True
-        found = "\n".join(search_corpus(self.corpus, queries[-1], self.top))
-        return f"\n<information>{found}</information>\n", 0.0, False
+        return f"\n<{self.shown}>{self.use(calls[-1])}</{self.shown}>\n", 0.0, False
+
+    def use(self, call: str) -> str:
+        raise NotImplementedError
+
+
+class Search(Tool):
+    """A search engine: the best passages of a corpus (Search-R1, arXiv 2503.09516), ranked by BM25 (library bm25s)."""
+
+    tag, shown, stop = "search", "information", ("</search>", "</answer>")
+    corpus: str  # a line for each passage: {"text": ...}
+    top = 3  # passages in an answer
+
+    def use(self, call: str) -> str:
+        return "\n".join(search_corpus(self.corpus, call, self.top))
 
 
 @lru_cache
@@ -94,33 +107,18 @@ def search_corpus(corpus: str, query: str, top: int) -> list[str]:
     return [passages[i] for i, score in zip(numbers[0], scores[0]) if score > 0]
 
 
-class Python:
-    """A Python interpreter: `<python>code</python>` is answered with what the code prints (ReTool, arXiv 2504.11536).
-    Each call is a process of its own, with limits of time, memory and output. This is not a security boundary: code can
-    read and delete your files. Run models that you do not trust in a container."""
+class Python(Tool):
+    """A Python interpreter: what the code prints (ReTool, arXiv 2504.11536). Each call is a process of its own, with
+    limits of time, memory and output. This is not a security boundary: code can read and delete your files. Run models
+    that you do not trust in a container."""
 
+    tag, shown, stop = "python", "output", ("</python>", "</answer>")
     seconds, megabytes = 5, 512
     characters = 2000  # of the output; what is longer loses its middle
-    stop = "</python>", "</answer>"
 
-    def reset(self, row: dict, seed: int) -> None:
-        check_answer(row)
-        self.row = row
-
-    def step(self, text: str) -> tuple[str, float, bool]:
-        codes = re.findall(r"<python>(.*?)</python>", text, re.DOTALL)
-        if not codes or "</answer>" in text:
-            return "", exact_match(self.row, text), True
-        output = run_python(codes[-1], self.seconds, self.megabytes)
-        if len(output) > self.characters:
-            half = self.characters // 2
-            output = f"{output[:half]}\n...\n{output[-half:]}"
-        return f"\n<output>{output}</output>\n", 0.0, False
-
-
-def check_answer(row: dict) -> None:
-    if not isinstance(row.get("answer"), (str, list)):
-        raise UserError("--environment needs rows with a column answer, a text or a list of texts: look at --task")
+    def use(self, call: str) -> str:
+        output, half = run_python(call, self.seconds, self.megabytes), self.characters // 2
+        return output if len(output) <= self.characters else f"{output[:half]}\n...\n{output[-half:]}"
 
 
 def run_python(code: str, seconds: int, megabytes: int) -> str:
