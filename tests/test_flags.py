@@ -1,10 +1,13 @@
 """Every flag of every script matters: changed alone, from settings in which it acts, it changes the metrics or the
 final weights. config.json does not count. Flags of memory leave the results equal, and are seen to act. The settings
-stand in the specs."""
+stand in the specs. A child's flag that only functions of its parent read is tried there, and here by `pytest -m slow`.
+"""
 
+import ast
 import dataclasses
 import importlib
 import typing
+from functools import cache
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from every_script import NAMES
 from tiny_runs import Result, result, same
 
 from tests.flags import EXEMPT, MEMORY, SPECIAL
-from tests.specs import SPECS
+from tests.specs import SPECS, parent_of, sources
 
 ROUNDED = 1e-3, 1e-4  # how far a flag of memory may change results, relative and absolute: sums in another order
 # before the first update policy and reference are equal, and the signs of their margins are those of rounding errors
@@ -56,12 +59,32 @@ def assert_only_rounded(one: Result, other: Result) -> None:
     torch.testing.assert_close(one.weights, other.weights, rtol=ROUNDED[0], atol=ROUNDED[1])
 
 
-CASES = [
-    (algo, field.name)
-    for algo in NAMES
-    for field in dataclasses.fields(importlib.import_module(f"algos.{algo}").Args)
-    if field.name not in EXEMPT and field.name in (SPECS[algo].only or (field.name,))
-]
+@cache
+def functions(algo: str) -> dict[str, ast.FunctionDef]:
+    """Functions and methods, without docstrings, comments and places: what the code itself says -> its tree."""
+    found = {}
+    for node in ast.walk(ast.parse(sources()[f"algos/{algo}.py"])):
+        if isinstance(node, ast.FunctionDef):
+            node.body = node.body[ast.get_docstring(node) is not None :]
+            found[ast.dump(node)] = node
+    return found
+
+
+def cases(algo: str):
+    """(script, flag), slow where every function that reads the flag is as in the parent."""
+    args, parent = importlib.import_module(f"algos.{algo}").Args, parent_of(algo)
+    flags = [f.name for f in dataclasses.fields(args) if f.name not in EXEMPT]
+    flags = [name for name in flags if name in (SPECS[algo].only or (name,))]
+    known = {f.name for f in dataclasses.fields(importlib.import_module(f"algos.{parent}").Args)} if parent else ()
+    ours, theirs = functions(algo), functions(parent) if parent else {}
+    changed = [(ours | theirs)[code] for code in ours.keys() ^ theirs.keys()]
+    read = {node.attr for function in changed for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+    for name in flags:
+        own = not parent or name in read or name not in known
+        yield pytest.param(algo, name, marks=() if own else pytest.mark.slow)
+
+
+CASES = [case for algo in NAMES for case in cases(algo)]
 
 
 @pytest.mark.parametrize("algo, flag", CASES)
