@@ -10,11 +10,11 @@ import torch
 from environments import Probe
 from helpers import command_line
 
-from algos import bc, c51, crossq, ddpg, dqn, dt, her, iql, ppo, rainbow, rlpd, sac, td3
+from algos import bc, c51, crossq, ddpg, dqn, dt, her, iql, ppo, rainbow, reinforce, rlpd, sac, td3
 from tests.specs import SPECS
 
 SCRIPTS = {"ppo": ppo, "sac": sac, "ddpg": ddpg, "td3": td3, "dqn": dqn}
-CHILDREN = {"crossq": crossq, "c51": c51, "her": her, "rainbow": rainbow}
+OTHERS = {"crossq": crossq, "c51": c51, "her": her, "rainbow": rainbow, "reinforce": reinforce}
 OFFLINE = {"bc": bc, "iql": iql, "dt": dt, "rlpd": rlpd}
 scripts = pytest.mark.parametrize("algo", SCRIPTS)
 WALK = ["--env-id", "environments:Walk-v0"]

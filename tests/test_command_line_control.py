@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from control import BANDIT, CHILDREN, OFFLINE, SCRIPTS, WALK, score, walk
+from control import BANDIT, OFFLINE, OTHERS, SCRIPTS, WALK, score, walk
 from every_script import options
 from helpers import SMALL, checkpoints, command_line, metrics, new_run, user_error, weights
 from small_data import pendulum
@@ -14,12 +14,12 @@ from small_data import pendulum
 from algos import bc, dt, ppo
 from utils.checkpoint import load_newest
 
-MODULES = SCRIPTS | CHILDREN | OFFLINE
+MODULES = SCRIPTS | OTHERS | OFFLINE
 NUMBERS = {  # what the sentence says -> wrong numbers, for every script that has the flag
     "at least 1": "total-timesteps 0, num-envs 0, hidden-size 0, eval-episodes 0, save-every 0, keep 0, num-steps 0, "
     "num-minibatches 0, update-epochs 0, batch-size 0, buffer-size 0, utd-ratio 0, log-every 0, max-steps 0, "
     "context-length 0, max-episode-length 0, train-frequency 0, gradient-steps 0, target-network-frequency 0, "
-    "critic-size 0, num-atoms 0, n-step 0, num-critics 0, subset-size 0, policy-frequency 0",
+    "critic-size 0, num-atoms 0, n-step 0, num-episodes 0, num-critics 0, subset-size 0, policy-frequency 0",
     "at least 0": "eval-every -1, threads -1, ent-coef -0.1, vf-coef -1, learning-starts -1, temperature -1, "
     "online-steps -1, weight-decay -1, her-k -1, exploration-noise -0.1, policy-noise -1, noise-clip -1, "
     "renorm-warmup -1",
@@ -95,6 +95,11 @@ OWN = {
         ("--buffer-size 1000000000000000", "--buffer-size 1000000000000000", "44,000,000.0 GB"),
         *CONTROL[:-1],
     ],
+    "reinforce": [
+        ("--env-id Pendulum-v1", "Box", "REINFORCE needs a Discrete one"),
+        ("--num-episodes 1", "--num-episodes", "at least 2"),
+        *CONTROL[:-1],
+    ],
     "c51": [
         ("--v-min 5 --v-max 5", "--v-min 5.0", "below --v-max"),
         ("--num-atoms 1", "--num-atoms 1", "at least 2"),
@@ -141,6 +146,7 @@ TRAINED = {
     "sac-walk": [*WALK, "--env-kwargs", "size=5"],
     "crossq-walk": [*WALK, "--env-kwargs", "size=5"],
     "dqn-hop": [*walk("dqn"), "--env-kwargs", "size=5"],
+    "reinforce-hop": [*walk("reinforce"), "--env-kwargs", "size=5"],
     "c51-hop": walk("c51"),
     "rainbow-hop": walk("rainbow"),
     "her": ["--env-kwargs", "n=5"],
@@ -240,7 +246,7 @@ def test_evaluate_needs_a_run(trained, tmp_path, capsys):
         command_line(ppo, "--evaluate", folder)
 
 
-@pytest.mark.parametrize("algo", [algo for algo in SCRIPTS | CHILDREN if {"buffer_size", "log_every"} <= options(algo)])
+@pytest.mark.parametrize("algo", [algo for algo in SCRIPTS | OTHERS if {"buffer_size", "log_every"} <= options(algo)])
 def test_an_evaluation_between_two_rows_leaves_them_their_episodes(algo, tmp_path):
     """The rows of --log-every count the same episodes whether or not there are evaluations between them."""
     args = [*SMALL[algo], *walk(algo), "--env-kwargs", "max_episode_steps=7", "--log-every", 32, "--eval-every"]
