@@ -87,10 +87,13 @@ def test_weights_by_hand(bounds, advantage, ratio, weight):
     assert held.item() == (abs(weight - ratio) > 1e-6)
 
 
+@pytest.mark.parametrize("given", [{}, {"ratio_low": 0.3}, {"ratio_high": 3.0}], ids=str)
 @pytest.mark.parametrize("bounds, low, high", [("cispo", 0.0, 5.0), ("gppo", 0.8, 1.28)])
-def test_bounds_by_default(bounds, low, high):
+def test_bounds_by_default(bounds, low, high, given):
+    """Each stands where it is not given itself."""
+    low, high = given.get("ratio_low", low), given.get("ratio_high", high)
     logps, sign = torch.tensor([[-9.0], [9.0]], requires_grad=True), torch.tensor([[-1.0], [1.0]])
-    loss, _ = cispo.policy_loss(logps, torch.zeros(2, 1), sign, cispo.Args(bounds=bounds))
+    loss, _ = cispo.policy_loss(logps, torch.zeros(2, 1), sign, cispo.Args(bounds=bounds, **given))
     loss.sum().backward()
     close(logps.grad, [[max(low, math.exp(-9.0))], [-high]])
 
