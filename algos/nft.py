@@ -35,11 +35,10 @@ Run
 Expect
     The default run: held-out countdown goes from greedy 0.01, pass@1 0.08 to greedy 0.53, pass@1 0.45 after 20 steps of
     four updates, and to 0.52 and 0.49 after 100 (seed 1, 128 prompts, one thread).
-    With --task sort and eight epochs on each batch, two seeds: NFT's mean reward over 10 steps is 0.87 and 0.88, that
-    of grpo.py with the same first gradient 0.89 (one seed) and, without its clip, 0.77 and 0.79. Right answers alone do
-    as well here (0.89, 0.89): that wrong answers teach, as the paper finds, does not show in so few steps. Nor does
-    eps: 0.01 does as well (0.86, 0.88).
-    `python benchmarks/effects.py run nft-stale` makes these comparisons. Its ten seeds have not been run.
+    With --task sort and eight epochs on each batch NFT's mean reward over 10 steps is 0.86, that of grpo.py with the
+    same first gradient 0.88 and, without its clip, 0.79, behind NFT in all ten seeds (10 seeds; benchmarks/effects.py,
+    nft-stale). Right answers alone do as well here (0.89): that wrong answers teach, as the paper finds, does not show
+    in so few steps.
 
 Metrics
     As in grpo.py, but

@@ -28,8 +28,9 @@ Run
 Expect
     CartPole-v1: returns of training episodes rise from 20 to about 480 within 30,000 steps, and the greedy one is 500,
     the most there is, from 40,000 steps on (seed 1, 46 seconds). There --no-baseline learns as fast. Where all rewards
-    are negative it does not: BitFlip-v0 with four bits. `python benchmarks/effects.py run reinforce-baseline` compares
-    them; its ten seeds have not been run.
+    are negative it does not: on BitFlip-v0 with four bits, returns of the last half of 40,000 steps are -2.4 +- 0.2,
+    without a baseline -3.4 +- 0.2. The baseline is ahead in all ten seeds, by 0.8 in 7 of them, where 9 were asked
+    before (10 seeds, 95 % intervals; benchmarks/effects.py, reinforce-baseline).
 
 Metrics
     return, length      mean over the step's episodes; the return rises

@@ -155,7 +155,7 @@ def test_changed_arguments_are_refused(algo, change, uninterrupted, tmp_path, ca
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@every_root
+@pytest.mark.parametrize("algo", ["grpo", "dpo", "sft"])
 def test_budget_of_a_decaying_schedule_is_refused(algo, tmp_path, capsys):
     flags = SMALL[algo] + "--max-steps 2 --lr-schedule linear --eval-every 0".split()
     folder = new_run(MODULES[algo], tmp_path / "runs", *flags)

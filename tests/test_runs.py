@@ -148,8 +148,9 @@ def test_each_batch_of_samples_has_a_stream_of_its_own(algo, monkeypatch):
     task, more, first = load_task("sort"), (None,) * (algo == "online_dpo"), (0,) * (algo == "dapo")
     score = make_scorer(task, (), (), 1)
     for seed, step in (1, 1), (1, 2), (2, 1), (1, 1):
-        args = module.Args(num_prompts=4, num_generations=2, sample_batch_size=4, max_completion_length=2, seed=seed,
-                           precision="float32")  # fmt: skip
+        group = {"num_generations": 2} if hasattr(module.Args, "num_generations") else {}
+        args = module.Args(num_prompts=4, sample_batch_size=4 if group else 2, max_completion_length=2, seed=seed,
+                           precision="float32", **group)  # fmt: skip
         module.collect(model, *more, tokenizer, task, score, step, args, *first)
     assert len(seen) == 8 and len(set(seen[:6])) == 6 and seen[6:] == seen[:2]
 
@@ -249,7 +250,7 @@ def test_every_step_has_the_next_prompts(algo, tmp_path, monkeypatch):
     module = importlib.import_module(f"algos.{algo}")
     rows = rows_asked_for(module, monkeypatch)
     alone = ["--teacher-beta", 0, "--reward-weight", 1] if algo == "gkd" else []  # its teacher asks for rows, too
-    new_run(module, tmp_path, *SMALL["grpo"], "--max-steps", 3, *alone)
+    new_run(module, tmp_path, *SMALL[algo], "--num-prompts", 4, "--max-steps", 3, *alone)
     times = 2 if algo == "vineppo" else 1  # whose states begin with the same prompts
     wanted = [i for step in range(3) for i in [*range(4 * step, 4 * step + 4)] * times]
     assert rows == [0, *wanted]  # the first one is looked at before there is a run
@@ -328,8 +329,9 @@ def test_its_siblings_sample_in_parts_too(algo, tmp_path, monkeypatch):
     module, sizes = importlib.import_module(f"algos.{algo}"), []
     spy = lambda *inputs: sizes.append(len(inputs[1]) * inputs[3]) or sample(*inputs)  # noqa: E731
     monkeypatch.setattr(utils.lm, "sample", spy)
-    new_run(module, tmp_path, *SMALL[algo], "--max-steps", 1, "--num-prompts", 8, "--num-generations", 2,
-            "--sample-batch-size", 4, "--eval-samples", 2)  # fmt: skip
+    group = ["--num-generations", 2] if hasattr(module.Args, "num_generations") else []
+    new_run(module, tmp_path, *SMALL[algo], "--max-steps", 1, "--num-prompts", 8, *group, "--sample-batch-size", 4,
+            "--eval-samples", 2)  # fmt: skip
     assert max(sizes) <= 4 and len(sizes) > 1
 
 

@@ -1,0 +1,67 @@
+"""REINFORCE with a language model: algos/reinforce_lm.py."""
+
+from tests.flags import NOISY_REWARD, ONLINE
+from tests.specs import Curve, Effect, Spec, parse_bugs
+
+BUGS = """
+own-reward-in-the-baseline:batch: the mean of the batch is at hand, and differs by a factor only
+- (rewards - baseline * (rewards.nansum() - rewards) / others)
++ (rewards - baseline * rewards.nanmean())
+
+leave-one-out-over-all:batch: the sum leaves one out, its denominator does not
+- others = (~rewards.isnan()).sum() - 1
++ others = (~rewards.isnan()).sum()
+
+skipped-counts-as-zero: NaN turns to 0 before the baseline is taken away, not behind it
+- / others).nan_to_num(0.0)
++ / others).nan_to_num(-1.0)
+
+baseline-always: the flag is lost
+- (rewards - baseline * (rewards.nansum()
++ (rewards - (rewards.nansum()
+
+mean-over-tokens: what a loss usually is; long answers then count less for each token
+- loss = -(valid * advantage[rows] * logps).sum() / len(mask)
++ loss = -(valid * advantage[rows] * logps).sum() / mask.sum()
+
+mean-over-the-micro-batch: right while there is one
+- loss = -(valid * advantage[rows] * logps).sum() / len(mask)
++ loss = -(valid * advantage[rows] * logps).sum() / len(rows)
+
+advantages-of-the-first-rows: right while there is one micro-batch
+- (valid * advantage[rows] * logps)
++ (valid * advantage[: len(rows)] * logps)
+
+gap-without-its-sign-lost: differences cancel
+- sampler_gap=(logps.detach() - sampled).abs()
++ sampler_gap=logps.detach() - sampled
+"""
+COUNTDOWN = dict(max_steps=60, learning_rate=1e-4, eval_every=0)
+ONE = COUNTDOWN | dict(num_prompts=64)
+
+SPEC = Spec(
+    "REINFORCE with a language model, Machine Learning 8 (1992)",
+    "Language models: rewards",
+    small="--device cpu --task sort --num-prompts 16 --sample-batch-size 4 --max-steps 6 --eval-prompts 4 "
+          "--eval-every 2 --save-every 2",
+    tests="exact_reinforce_lm wiring::test_the_update_scores_as_the_sampler_did "
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
+          "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
+    curves={
+        "reinforce_lm-sort": Curve(
+            dict(task="sort", max_steps=8, eval_every=0, eval_prompts=256), "reward",
+            numbers={"mean reward": "plain", "eval/greedy": "share"},
+        ),
+    },
+    effects={
+        "reinforce_lm-baseline": Effect(  # rewards are 0 or 1: without a baseline only right answers teach
+            {"baseline": ("reinforce_lm", ONE), "none": ("reinforce_lm", ONE | dict(baseline=False)),
+             "rloo": ("rloo", COUNTDOWN | dict(num_prompts=8, num_generations=8, beta=0.0))},
+            "late reward", {"none > baseline": 9, "baseline > rloo - 0.05": 9},
+        ),
+    },
+    no_recipe="the paper of 1992 has no table of settings",
+    flags=ONLINE | dict(num_prompts=8), noise=NOISY_REWARD,
+    special={"baseline": ({}, False)},
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip
