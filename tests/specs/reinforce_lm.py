@@ -28,11 +28,11 @@ mean-over-the-micro-batch: right while there is one
 - loss = -(valid * advantage[rows] * logps).sum() / len(mask)
 + loss = -(valid * advantage[rows] * logps).sum() / len(rows)
 
-advantages-of-the-first-rows: right while there is one micro-batch
+advantages-of-the-first-rows:reinforce_lm: right while there is one micro-batch
 - (valid * advantage[rows] * logps)
 + (valid * advantage[: len(rows)] * logps)
 
-gap-without-its-sign-lost: differences cancel
+gap-of-both-signs: differences cancel
 - sampler_gap=(logps.detach() - sampled).abs()
 + sampler_gap=logps.detach() - sampled
 """
