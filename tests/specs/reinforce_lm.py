@@ -12,7 +12,7 @@ leave-one-out-over-all:batch: the sum leaves one out, its denominator does not
 - others = (~rewards.isnan()).sum() - 1
 + others = (~rewards.isnan()).sum()
 
-skipped-counts-as-zero: NaN turns to 0 before the baseline is taken away, not behind it
+skipped-counts-as-wrong: a reward that nobody knows is a bad one
 - / others).nan_to_num(0.0)
 + / others).nan_to_num(-1.0)
 
