@@ -106,6 +106,8 @@ class Spec:
     """why there is none"""
     bugs: tuple[Bug, ...] = ()
     """only in lines that the parent lacks"""
+    aliases: tuple[str, ...] = ()
+    """names that people search for and that neither title nor docstring holds"""
     known: bool = False
     """one of the seven best-known scripts, which learn in every run of the tests"""
     needs: str = ""
