@@ -14,6 +14,7 @@ from html import escape
 from tests import family
 from tests.specs import parent_of, sources
 
+BUILTINS = frozenset(dir(builtins))
 SECTIONS = ("Run", "Expect", "Metrics", "Differences")
 NAME = re.compile(r"\b[A-Za-z][\w]*(?:-[\w]+)*\+*")
 
@@ -126,7 +127,7 @@ def kind_of(token: tokenize.TokenInfo, before: str) -> str:
             return "d"
         if keyword.iskeyword(token.string):
             return "k"
-        return "b" if token.string in dir(builtins) and before != "." else ""
+        return "b" if token.string in BUILTINS and before != "." else ""
     return ""
 
 
@@ -166,18 +167,12 @@ def difference(script: str) -> tuple[set[int], dict[int, list[str]]]:
     return own, gone
 
 
-def body_start(text: str) -> int:
-    """The number of the first line behind the docstring."""
-    return ast.parse(text).body[0].end_lineno + 1
-
-
 def code(text: str, script: str, show_difference: bool = True) -> str:
     """The lines behind the docstring, each with its number as an anchor."""
     own, gone = difference(script) if show_difference else (set(), {})
+    first = ast.parse(text).body[0].end_lineno + 2  # behind the docstring and a blank line
     rows = []
-    for number, line in enumerate(coloured(text), 1):
-        if number < body_start(text) or (number == body_start(text) and not line):
-            continue
+    for number, line in list(enumerate(coloured(text), 1))[first - 1 :]:
         if number in gone:
             lost = "\n".join(escape(line, quote=False) for line in gone[number])
             few = f"{len(gone[number])} line{'s' * (len(gone[number]) > 1)} of {parent_of(script)}.py"

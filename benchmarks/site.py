@@ -10,6 +10,7 @@ Only the lesson path's questions are written here. All else is derived, so a new
 import ast
 import base64
 import csv
+import functools
 import importlib
 import json
 import re
@@ -218,8 +219,11 @@ def citation() -> str:
             '<a href="CITATION.cff">CITATION.cff</a>.</p>')  # fmt: skip
 
 
+own_lines = functools.cache(page.own_lines)
+
+
 def links_to(scripts: list[str]) -> str:
-    return ", ".join(f'<a href="{script}.html">{script}.py</a> ({page.own_lines(script)})' for script in scripts)
+    return ", ".join(f'<a href="{script}.html">{script}.py</a> ({own_lines(script)})' for script in scripts)
 
 
 def algorithm(script: str, output: Path) -> str:
@@ -227,7 +231,7 @@ def algorithm(script: str, output: Path) -> str:
     children = [child for child in SPECS if parent_of(child) == script]
     family = f'<a href="index.html#tree-{line_of(script)[0]}">{escape(spec.family)}</a>.'
     if parent:
-        family += (f' Parent: <a href="{parent}.html">{parent}.py</a>; {page.own_lines(script)} lines of its own. '
+        family += (f' Parent: <a href="{parent}.html">{parent}.py</a>; {own_lines(script)} lines of its own. '
                    f"{escape(text.parent)}")  # fmt: skip
     family += f" Children, and lines of their own: {links_to(children)}." * bool(children)
     figures = "".join(curve_figure(name, output) for name in spec.curves)
@@ -267,7 +271,7 @@ def algorithm(script: str, output: Path) -> str:
 def index() -> str:
     first, second = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)[:2]
     children = {script: [child for child in SPECS if parent_of(child) == script] for script in SPECS}
-    lines = {script: page.own_lines(script) for script in SPECS}
+    lines = {script: own_lines(script) for script in SPECS}
     field = {script: FAMILIES.index(spec.family) for script, spec in SPECS.items()}
     trees = "".join(f'<div id="tree-{root}">{drawings.tree(root, children, lines, field)}</div>'
                     for root in SPECS if not parent_of(root))  # fmt: skip

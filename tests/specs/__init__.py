@@ -147,6 +147,7 @@ def parse_bugs(text: str) -> tuple[Bug, ...]:
     return tuple(bugs)
 
 
+@cache
 def parent_of(script: str) -> str | None:
     match = re.search(r"^Parent: (\w+)\.py", ast.get_docstring(ast.parse(sources()[f"algos/{script}.py"])), re.M)
     return match and match[1]
