@@ -141,10 +141,12 @@ def tree(root: str, children: dict[str, list[str]], lines: dict[str, int], field
     put(root, 0)
     for script, (depth, row) in place.items():
         x, y = depth * STEP + 2, row * ROW + 15
+        trunk = y + 11
         for child in children.get(script, ()):
             _, below = place[child]
             end = below * ROW + 15
-            body.append(f'<path class="edge f{field[child]}" d="M{x + 18} {y + 11}V{end}H{x + STEP}"/>')
+            body.append(f'<path class="edge f{field[child]}" d="M{x + 18} {trunk}V{end}H{x + STEP}"/>')
+            trunk = end
             body.append(f'<text class="own" x="{x + STEP - 8}" y="{end - 4}" text-anchor="end">{lines[child]}</text>')
         body.append(
             f'<a class="f{field[script]}" href="{script}.html"><rect x="{x}" y="{y - 11}" '

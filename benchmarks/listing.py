@@ -52,6 +52,12 @@ def two_sentences(text: str) -> str:
     return " ".join(sentences[:2])
 
 
+def lead(text: str) -> str:
+    """What stands before the formula and ends with it, as in "On minibatches maximises"; as a paragraph."""
+    last = re.split(r"(?<=[.]) ", text)[-1]
+    return "" if last.endswith(".") else f"<p>{escape(last.rstrip(':'))}</p>"
+
+
 def commands(script: str) -> list[tuple[str, str]]:
     """(command on one line, what the docstring says of it), of the section Run."""
     found = []

@@ -101,7 +101,7 @@ def recorded_curves() -> dict[str, list[list[float]]]:
 
 
 def key(labels: list[str]) -> str:
-    return "".join(f'<span class="key g{k}">{escape(label)}</span>' for k, label in enumerate(labels))
+    return " ".join(f'<span class="key g{k}">{escape(label)}</span>' for k, label in enumerate(labels))
 
 
 def curve_figure(name: str, output: Path) -> str:
@@ -245,7 +245,7 @@ def algorithm(script: str, output: Path) -> str:
     places = ", ".join(f'<a href="#L{line}">{name}</a>' for name, line in listing.outline(script))
     colours = (f" Marked lines are those that <a href={parent}.html>{parent}.py</a> does not have; what they replace "
                "opens with a click." if parent else "")  # fmt: skip
-    contents = "".join(f'<a href="#{name}">{label}</a>' for name, label in {
+    contents = " ".join(f'<a href="#{name}">{label}</a>' for name, label in {
         "curves": "Curves", "proofs": "Proofs", "recipes": "Recipes", "others": "Other code", "cite": "Cite",
         "code": "Code"}.items())  # fmt: skip
     return html(
@@ -253,9 +253,8 @@ def algorithm(script: str, output: Path) -> str:
         f"""
 <h1>{escape(text.title.removesuffix("."))}</h1><p class=faint><code>algos/{script}.py</code>. {family}</p>
 <p class=contents>{contents}</p><p>{escape(listing.two_sentences(text.idea))}</p>
-<div class=text>{listing.formulas(text.objective[:formula], script)}</div>{"".join(commands)}
-<h2 id=curves>Curves</h2><div class=figures>{figures or "<p>None is recorded.</p>"}</div>
-<h2 id=effects>What the idea does</h2><div class=figures>{shown or "<p>The spec claims no effect.</p>"}</div>
+<div class=text>{listing.lead(text.idea)}{listing.formulas(text.objective[:formula], script)}{"".join(commands)}</div>
+<h2 id=curves>Curves, and what the idea does</h2><div class=figures>{figures}{shown}</div>
 <h2 id=proofs>What is proven</h2><div class=text>{proofs(script)}</div>
 <h2 id=recipes>Recipes</h2><div class=text>{recipes(script)}</div>
 <h2 id=others>What other code does under the same name</h2>
@@ -275,7 +274,7 @@ def index() -> str:
     field = {script: FAMILIES.index(spec.family) for script, spec in SPECS.items()}
     trees = "".join(f'<div id="tree-{root}">{drawings.tree(root, children, lines, field)}</div>'
                     for root in SPECS if not parent_of(root))  # fmt: skip
-    fields = "".join(f'<span class="f{k}">{escape(name)}</span>' for k, name in enumerate(FAMILIES))
+    fields = " ".join(f'<span class="f{k}">{escape(name)}</span>' for k, name in enumerate(FAMILIES))
     wall = "".join(
         f'<a href="{curves.SCRIPT_OF[name]}.html#curve-{name}">{drawings.small(rows, name)}{name}</a>'
         for name, rows in recorded_curves().items()

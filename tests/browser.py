@@ -24,7 +24,7 @@ class Browser:
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
         shell = f'exec "$@" 3<&{to_read} 4>&{from_write}'
         self.process = subprocess.Popen(
-            ["sh", "-c", shell, "sh", *command], pass_fds=(to_read, from_write), stderr=subprocess.DEVNULL
+            ["bash", "-c", shell, "bash", *command], pass_fds=(to_read, from_write), stderr=subprocess.DEVNULL
         )
         os.close(to_read)
         os.close(from_write)
