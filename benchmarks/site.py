@@ -160,12 +160,11 @@ def proofs(script: str) -> str:
     files = list(dict.fromkeys(name.partition("::")[0] for name in spec.tests.split()))
     peers = [name for name in files if name.startswith("parity")]
     items = [f"<li><code>tests/test_{name}.py</code>: {escape(said(name))}" for name in files]
-    caught = (
-        f"{planted['caught']} of {planted['run']} planted bugs that ran were caught by these tests."
-        if planted else "Planted bugs: not run."
-    )  # fmt: skip
-    independent = [f"Independent implementations: {len(peers)} of these files compares with one."
-                   if peers else "No independent implementation is compared with this script."]  # fmt: skip
+    caught = [f"{planted['caught']} of {planted['run']} planted bugs that ran were caught."] if planted else []
+    names = ", ".join(f"tests/test_{name}.py" for name in peers)
+    independent = f"Compared with independent implementations: {names}."
+    if not peers:
+        independent = "No independent implementation is compared with this script."
     learned = [f"Two fresh seeds must reach {band}." for band in page.bands(script).split("<br>") if band != "none"]
     green = [f"{name}: fresh seeds reached it last at commit {record['commit']}."
              for name in spec.curves if (record := curves.green(name))]  # fmt: skip
@@ -178,7 +177,7 @@ def proofs(script: str) -> str:
     missing += ["No effect of the idea is claimed against a control."] * (not spec.effects)
     missing += ["Planted bugs were not run against these tests."] * (not planted)
     missing += [f"{command.source}: never run by us." for command in spec.recipes if not was_run(script, command)]
-    proven = "".join(f"<li>{escape(line)}" for line in [caught, *independent, *learned, *green])
+    proven = "".join(f"<li>{escape(line)}" for line in [*caught, independent, *learned, *green])
     open_ = "".join(f"<li>{escape(line)}" for line in missing)
     return f"<ul>{''.join(items)}{proven}</ul><h3>Not proven</h3><ul>{open_ or '<li>Nothing that the spec names.'}</ul>"
 
@@ -237,7 +236,7 @@ def algorithm(script: str, output: Path) -> str:
     figures = "".join(curve_figure(name, output) for name in spec.curves)
     shown = "".join(effect_figure(name) for name in spec.effects)
     formula = next((k for k, part in enumerate(text.objective) if not part.startswith("    ")), len(text.objective))
-    commands = [f"<pre>{escape(command)}</pre>" + f"<p class=faint>{escape(note)}</p>" * bool(note)
+    commands = [f"<pre class=command>{escape(command)}</pre>" + f"<p class=faint>{escape(note)}</p>" * bool(note)
                 for command, note in listing.commands(script)[:1]]  # fmt: skip
     raw = "".join(f"<h3 id={name.lower()}>{name}</h3>" + (f"<pre>{listing.with_links(body, script)}</pre>"
                   if name in ("Run", "Metrics") else listing.prose(body, script))
@@ -253,7 +252,8 @@ def algorithm(script: str, output: Path) -> str:
         f"""
 <h1>{escape(text.title.removesuffix("."))}</h1><p class=faint><code>algos/{script}.py</code>. {family}</p>
 <p class=contents>{contents}</p><p>{escape(listing.two_sentences(text.idea))}</p>
-<div class=text>{listing.lead(text.idea)}{listing.formulas(text.objective[:formula], script)}{"".join(commands)}</div>
+<div class=formula>{listing.lead(text.idea)}{listing.formulas(text.objective[:formula], script)}
+{"".join(commands)}</div>
 <h2 id=curves>Curves, and what the idea does</h2><div class=figures>{figures}{shown}</div>
 <h2 id=proofs>What is proven</h2><div class=text>{proofs(script)}</div>
 <h2 id=recipes>Recipes</h2><div class=text>{recipes(script)}</div>
@@ -287,8 +287,8 @@ def index() -> str:
         catalogue += f"<h3>{escape(name)}</h3><dl class=text>{rows}</dl>" * bool(entries)
     seeds = sum(map(len, recorded_curves().values()))
     return html("plainrl", f"""
-<h1>plainrl</h1><p>{escape(PROJECT["description"])}.</p><div class=text><pre>{escape(first)}</pre>
-<pre>{escape(second)}</pre></div>
+<h1>plainrl</h1><p>{escape(PROJECT["description"])}.</p><div class=text><pre class=command>{escape(first)}</pre>
+<pre class=command>{escape(second)}</pre></div>
 <h2 id=tree>Families</h2><p>A child is a copy of its parent with the lines of one idea changed. The number on an edge
 counts the child's own lines.</p><p class="fields faint">{fields}</p><div class=trees>{trees}</div>
 <h2 id=wall>All recorded curves</h2><p>{len(recorded_curves())} curves, {seeds} training runs. Thin lines are seeds,
