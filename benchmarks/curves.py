@@ -117,6 +117,11 @@ def recorded(name: str) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def peers(name: str) -> dict[str, list[dict]]:
+    """The peers' rows for this curve, from the same start; empty where there are none."""
+    return {"TRL 1.16": recorded(f"trl-{name}"), "SB3 2.9": recorded(f"sb3-{name}")}
+
+
 def band(name: str, number: str, alarm: float = ALARMS[0]) -> dict[str, float]:
     """lower: what the mean of two fresh seeds must reach, once in two pairs; power: the drop from the recorded mean
     that is caught with 90 % probability; mean, sd, n of the recorded seeds."""
@@ -254,8 +259,7 @@ def show() -> None:
             about = "  ".join(f"{key} {value:.4g}" for key, value in band(name, number).items())
             print(f"{name:16} {number:20} {about}  false alarm {false_alarm(len(recorded(name))):.3%}")
         figure, axis = plt.subplots(figsize=(6, 4))
-        for label, rows in {"plainrl": recorded(name), "TRL 1.16": recorded(f"trl-{name}"),
-                            "SB3 2.9": recorded(f"sb3-{name}")}.items():  # fmt: skip
+        for label, rows in {"plainrl": recorded(name), **peers(name)}.items():
             if rows:
                 values = torch.tensor([row[column] for row in rows]).double()
                 steps = range(1, values.shape[1] + 1)

@@ -53,8 +53,8 @@ def families(root: Path = ROOT) -> dict[str, str]:
     return {child: parent for child in scripts if (parent := parent_of(child, root))}
 
 
-def code_of(path: Path) -> list[str]:
-    """Lines without docstrings, comments, blank lines, NAME and TITLE, formatted as in the file."""
+def numbered_code_of(path: Path) -> list[tuple[int, str]]:
+    """Lines without docstrings, comments, blank lines, NAME and TITLE, formatted as in the file, with their numbers."""
     text = TITLE.sub("\n", path.read_text())
     lines, docstrings = text.splitlines(), set()
     for node in ast.walk(ast.parse(text, path)):
@@ -64,7 +64,11 @@ def code_of(path: Path) -> list[str]:
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column].rstrip()
-    return [line for number, line in enumerate(lines, 1) if number not in docstrings and line.strip()]
+    return [(number, line) for number, line in enumerate(lines, 1) if number not in docstrings and line.strip()]
+
+
+def code_of(path: Path) -> list[str]:
+    return [line for _, line in numbered_code_of(path)]
 
 
 def without_args(code: list[str]) -> list[int]:

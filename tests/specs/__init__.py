@@ -106,6 +106,8 @@ class Spec:
     """why there is none"""
     bugs: tuple[Bug, ...] = ()
     """only in lines that the parent lacks"""
+    aliases: tuple[str, ...] = ()
+    """names that people search for and that neither title nor docstring holds"""
     known: bool = False
     """one of the seven best-known scripts, which learn in every run of the tests"""
     needs: str = ""
@@ -145,6 +147,7 @@ def parse_bugs(text: str) -> tuple[Bug, ...]:
     return tuple(bugs)
 
 
+@cache
 def parent_of(script: str) -> str | None:
     match = re.search(r"^Parent: (\w+)\.py", ast.get_docstring(ast.parse(sources()[f"algos/{script}.py"])), re.M)
     return match and match[1]

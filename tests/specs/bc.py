@@ -49,6 +49,7 @@ SPEC = Spec(
     "Offline",
     small="--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32 "
           "--hidden-size 16 --batch-size 8",
+    aliases=("imitation learning",),
     tests="exact_iql command_line_control offline_data resume_control",
     curves={
         "bc-hopper": Curve(

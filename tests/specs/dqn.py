@@ -82,6 +82,7 @@ SPEC = Spec(
     "Control",
     small="--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
           "--target-network-frequency 5 --log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32",
+    aliases=("Q-learning",),
     tests="exact_dqn parity_sb3_dqn problems command_line_control resume_control",
     curves={
         "dqn-cartpole": Curve(

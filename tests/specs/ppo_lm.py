@@ -60,6 +60,7 @@ SPEC = Spec(
     "Language models: rewards",
     small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
           "2 --save-every 2",
+    aliases=("RLHF",),
     tests="exact_ppo_lm exact_grpo wiring::test_the_update_scores_as_the_sampler_did "
           "invariance::test_reference_logps_are_the_scorers "
           "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
