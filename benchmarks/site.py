@@ -310,18 +310,17 @@ def search_index() -> list[list]:
         entries += [[RANK_OF_PAGE, name, text.title, f"{script}.html"] for name in own]
     for script in SPECS:
         source = sources()[f"algos/{script}.py"]
+        rank = RANK_OF_MENTION + len(line_of(script)) / 10  # a child repeats what its parent says
         for command, note in listing.commands(script):
             if note:
                 entries.append([RANK_OF_COMMAND, note, command, f"{script}.html#run"])
         for name in listing.names(source.partition("NAME, TITLE")[0]):
             if name not in seen:
-                rank = RANK_OF_MENTION + 1 / source.lower().count(name.lower())  # first who has most to say of it
                 entries.append([rank, name, f"named in {script}.py", f"{script}.html#code"])
         for flag, said_of_it in options(script).items():
             for name in listing.names(said_of_it):
                 if name not in seen:
                     line = listing.flag_lines(script)[flag]
-                    rank = RANK_OF_MENTION + 1 / source.lower().count(name.lower())
                     entries.append([rank, name, f"--{flag.replace('_', '-')} of {script}.py: {said_of_it}",
                                     f"{script}.html#L{line}"])  # fmt: skip
     return entries
