@@ -238,9 +238,7 @@ def algorithm(script: str, output: Path) -> str:
     formula = next((k for k, part in enumerate(text.objective) if not part.startswith("    ")), len(text.objective))
     commands = [f"<pre class=command>{escape(command)}</pre>" + f"<p class=faint>{escape(note)}</p>" * bool(note)
                 for command, note in listing.commands(script)[:1]]  # fmt: skip
-    raw = "".join(f"<h3 id={name.lower()}>{name}</h3>" + (f"<pre>{listing.with_links(body, script)}</pre>"
-                  if name in ("Run", "Metrics") else listing.prose(body, script))
-                  for name, body in text.sections.items())  # fmt: skip
+    raw = "".join(f"<h3 id={name.lower()}>{name}</h3>{listing.section(name, script)}" for name in text.sections)
     places = ", ".join(f'<a href="#L{line}">{name}</a>' for name, line in listing.outline(script))
     colours = (f" Marked lines are those that <a href={parent}.html>{parent}.py</a> does not have; what they replace "
                "opens with a click." if parent else "")  # fmt: skip
@@ -358,7 +356,7 @@ def answer(hunt: bug_hunt.Hunt) -> str:
         "right": bug.old,
         "why": why,
         "public": public,
-        "test": f"{row['test']} ({row['line']})" if row.get("outcome") == "failed" else "not run yet",
+        "test": row["test"] if row.get("outcome") == "failed" else "not run yet",
     }
     return base64.b64encode(json.dumps(told).encode()).decode()
 

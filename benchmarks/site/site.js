@@ -51,7 +51,6 @@ if (hunt) {
     const found = answer.lines.includes(number) ? `Line ${number} it is, with try ${tries}.` : "This is the line.";
     say([["p", found], ["p", "The bug: " + answer.name], ["p", "Right would be:"], ["pre", answer.right], ["p", "Why people make it: " + answer.why],
       ...(answer.public ? [["p", "In public: " + answer.public]] : []), ["p", "The test that catches it: " + answer.test]]);
-    verdict.scrollIntoView({ block: "nearest" });
   };
   hunt.addEventListener("click", (event) => {
     const row = event.target.closest(".l");
