@@ -356,6 +356,7 @@ def answer(hunt: bug_hunt.Hunt) -> str:
         "right": bug.old,
         "why": why,
         "public": public,
+        "curve": "" if hunt.shows else "No curve shows it.",
         "test": row["test"] if row.get("outcome") == "failed" else "not run yet",
     }
     return base64.b64encode(json.dumps(told).encode()).decode()
