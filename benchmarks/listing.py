@@ -120,6 +120,15 @@ def formulas(parts: list[str], script: str) -> str:
     )  # fmt: skip
 
 
+def section(name: str, script: str) -> str:
+    """A section of the docstring. Commands wrap, and what is said of them stands below, not far to the right."""
+    body = docstring(script).sections[name]
+    if name == "Run":
+        return "".join(f"<pre class=command>{with_links(command, script)}</pre><p class=faint>{escape(note)}</p>"
+                       for command, note in commands(script))  # fmt: skip
+    return formulas([body], script) if name == "Metrics" else prose(body, script)
+
+
 def kind_of(token: tokenize.TokenInfo, before: str) -> str:
     """The class of a token's colour; empty for most."""
     if token.type == tokenize.COMMENT:

@@ -238,9 +238,7 @@ def algorithm(script: str, output: Path) -> str:
     formula = next((k for k, part in enumerate(text.objective) if not part.startswith("    ")), len(text.objective))
     commands = [f"<pre class=command>{escape(command)}</pre>" + f"<p class=faint>{escape(note)}</p>" * bool(note)
                 for command, note in listing.commands(script)[:1]]  # fmt: skip
-    raw = "".join(f"<h3 id={name.lower()}>{name}</h3>" + (f"<pre>{listing.with_links(body, script)}</pre>"
-                  if name in ("Run", "Metrics") else listing.prose(body, script))
-                  for name, body in text.sections.items())  # fmt: skip
+    raw = "".join(f"<h3 id={name.lower()}>{name}</h3>{listing.section(name, script)}" for name in text.sections)
     places = ", ".join(f'<a href="#L{line}">{name}</a>' for name, line in listing.outline(script))
     colours = (f" Marked lines are those that <a href={parent}.html>{parent}.py</a> does not have; what they replace "
                "opens with a click." if parent else "")  # fmt: skip
@@ -310,18 +308,17 @@ def search_index() -> list[list]:
         entries += [[RANK_OF_PAGE, name, text.title, f"{script}.html"] for name in own]
     for script in SPECS:
         source = sources()[f"algos/{script}.py"]
+        rank = RANK_OF_MENTION + len(line_of(script)) / 10  # a child repeats what its parent says
         for command, note in listing.commands(script):
             if note:
                 entries.append([RANK_OF_COMMAND, note, command, f"{script}.html#run"])
         for name in listing.names(source.partition("NAME, TITLE")[0]):
             if name not in seen:
-                rank = RANK_OF_MENTION + 1 / source.lower().count(name.lower())  # first who has most to say of it
                 entries.append([rank, name, f"named in {script}.py", f"{script}.html#code"])
         for flag, said_of_it in options(script).items():
             for name in listing.names(said_of_it):
                 if name not in seen:
                     line = listing.flag_lines(script)[flag]
-                    rank = RANK_OF_MENTION + 1 / source.lower().count(name.lower())
                     entries.append([rank, name, f"--{flag.replace('_', '-')} of {script}.py: {said_of_it}",
                                     f"{script}.html#L{line}"])  # fmt: skip
     return entries
@@ -359,7 +356,8 @@ def answer(hunt: bug_hunt.Hunt) -> str:
         "right": bug.old,
         "why": why,
         "public": public,
-        "test": f"{row['test']} ({row['line']})" if row.get("outcome") == "failed" else "not run yet",
+        "curve": "" if hunt.shows else "No curve shows it.",
+        "test": row["test"] if row.get("outcome") == "failed" else "not run yet",
     }
     return base64.b64encode(json.dumps(told).encode()).decode()
 

@@ -50,8 +50,7 @@ if (hunt) {
     for (const line of answer.lines) document.getElementById("L" + line)?.classList.add("found");
     const found = answer.lines.includes(number) ? `Line ${number} it is, with try ${tries}.` : "This is the line.";
     say([["p", found], ["p", "The bug: " + answer.name], ["p", "Right would be:"], ["pre", answer.right], ["p", "Why people make it: " + answer.why],
-      ...(answer.public ? [["p", "In public: " + answer.public]] : []), ["p", "The test that catches it: " + answer.test]]);
-    verdict.scrollIntoView({ block: "nearest" });
+      ...(answer.curve ? [["p", answer.curve]] : []), ...(answer.public ? [["p", "In public: " + answer.public]] : []), ["p", "The test that catches it: " + answer.test]]);
   };
   hunt.addEventListener("click", (event) => {
     const row = event.target.closest(".l");
