@@ -535,11 +535,12 @@ def small_run(tmp_path_factory):
     make_small().save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(folder)
     reward = folder / "rewards.py"
-    reward.write_text("def tokens(completion_ids, **_):\n    return [sum(ids) % 97 / 97 for ids in completion_ids]\n")
+    reward.write_text("def tokens(completion_ids, **_):\n    return [sum(ids) % 97 / 97 for ids in completion_ids]\n"
+                      "def odd(completion_ids, **_):\n    return [sum(i) % 2 for i in completion_ids]\n")  # fmt: skip
     sizes = ["--max-steps", "3", "--save-every", "1", "--eval-every", "2", "--eval-prompts", "4", "--eval-samples", "2"]
     more = ["--model", str(folder), "--reward", f"{reward}:tokens", "--learning-rate", "1e-2", *sizes]
-    teacher = {"gkd": ["--teacher", str(folder)]}  # only the shipped model brings its own
-    return lambda algo, *last: [*RUNS[algo], *more, *teacher.get(algo, ()), *last]
+    own = {"gkd": ["--teacher", str(folder)], "nsr": ["--reward", f"{reward}:odd"]}
+    return lambda algo, *last: [*RUNS[algo], *more, *own.get(algo, ()), *last]
 
 
 @pytest.mark.parametrize("algo", ONLINE)

@@ -96,9 +96,9 @@ ROWS = {  # name: rule, w(p) for groups of G; and which groups are kept, where n
     "REINFORCE++, not whitened": (updated("reinforce_pp", whiten_advantages=False), lambda p, n: 1),
     "REINFORCE++, group": (updated("reinforce_pp", baseline="group", whiten_advantages=False),
                             lambda p, n: (n - 1) / n),
-    "PSR": (weighed(lambda r, p: r), lambda p, n: 1),
-    "NSR": (weighed(lambda r, p: r - 1), lambda p, n: 1),
-    "W-REINFORCE": (weighed(lambda r, p: 0.1 * r - (1 - r)), lambda p, n: 1.1),
+    "PSR": (updated("nsr", positive_weight=1.0, negative_weight=0.0), lambda p, n: 1),
+    "NSR": (updated("nsr", positive_weight=0.0), lambda p, n: 1),
+    "W-REINFORCE": (updated("nsr"), lambda p, n: 1.1),
     "Reinforce-Ada, balanced": (weighed(lambda r, p: r - p), lambda p, n: ((1 - p) ** 2 + p**2) / (2 * p * (1 - p)),
                                 halved),
 }  # fmt: skip

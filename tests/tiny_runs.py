@@ -33,6 +33,8 @@ def graded(completions, **_):
     return [sum(map(ord, str(text))) % 7 / 7 for text in completions]
 def sparse(completions, **_):
     return [float(sum(map(ord, str(text))) % 5 == 0) for text in completions]
+def coins(completions, **_):
+    return [float(random.random() + numpy.random.rand() + torch.rand(()).item() > 1.5) for _ in completions]
 def noisy(completions, **_):
     return [random.random() + numpy.random.rand() + torch.rand(()).item() for _ in completions]
 """

@@ -40,6 +40,8 @@ REWARDS = """
 def graded(completions, log_extra, log_metric, **_):
     log_metric("length", sum(map(len, completions)) / len(completions))
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
+def odd(completions, **_):
+    return [float(sum(map(ord, text)) % 2) for text in completions]
 def unsure(prompts, completions, **_):
     return [None if sum(map(ord, x + y)) % 3 else len(y) / 20 for x, y in zip(prompts, completions)]
 """
@@ -56,6 +58,15 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
     "cispo": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, bounds="gppo"),
     "nft": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2),
     "raft": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, select="best"),
+    "nsr": ONLINE
+    | dict(
+        num_generations=2,
+        micro_batch_size=4,
+        num_minibatches=2,
+        denominator="subset",
+        positive_weight=0.0,
+        reward=(str(FOLDER / "rewards.py") + ":odd",),
+    ),
     "ttrl": ONLINE | dict(num_generations=2, num_votes=4, micro_batch_size=4, num_minibatches=2),
     "reinforce_pp": ONLINE | dict(num_generations=1, sample_batch_size=2, micro_batch_size=2, beta=0.1),
     "vineppo": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, num_continuations=3),
@@ -84,7 +95,7 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
 }
 BOTH = ("replicas", "shards")
 # Of whose own lines none knows of shards.
-LIKE_GRPO = "cispo", "nft", "raft", "ttrl", "reinforce_pp", "vineppo", "reinforce_lm", "grpo_multiturn"
+LIKE_GRPO = "cispo", "nft", "raft", "nsr", "ttrl", "reinforce_pp", "vineppo", "reinforce_lm", "grpo_multiturn"
 CASES = {script: (script, {}, BOTH[: 1 if script in LIKE_GRPO else 2]) for script in SMALL} | {
     "reinforce_pp, groups": (
         "reinforce_pp",

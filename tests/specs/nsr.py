@@ -1,0 +1,78 @@
+"""PSR, NSR and W-REINFORCE: algos/nsr.py."""
+
+from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
+from tests.specs.grpo import SPEC as PARENT
+
+BUGS = """
+wrong-answers-reinforced: the weight of wrong answers is a weight, so its sign looks odd
+- (positive * rewards - negative * (1 - rewards)).nan_to_num(0.0)
++ (positive * rewards + negative * (1 - rewards)).nan_to_num(0.0)
+
+wrong-answers-count-nothing:nsr: rewards of 0 and 1 are taken as they are
+- (positive * rewards - negative * (1 - rewards)).nan_to_num(0.0)
++ (positive * rewards - negative * 0 * (1 - rewards)).nan_to_num(0.0)
+
+skipped-answers-are-wrong: NaN turns to 0 too early
+- (positive * rewards - negative * (1 - rewards)).nan_to_num(0.0)
++ (positive * rewards.nan_to_num(0.0) - negative * (1 - rewards.nan_to_num(0.0)))
+
+weights-exchanged:nsr: two numbers of one kind
+- advantages(groups, args.positive_weight, args.negative_weight)
++ advantages(groups, args.negative_weight, args.positive_weight)
+
+subset-always: the flag is lost
+- (advantage != 0) | (args.denominator == "all")
++ advantage != 0
+
+subset-of-right-answers: PSR's subset
+- (advantage != 0) | (args.denominator == "all")
++ (advantage > 0) | (args.denominator == "all")
+
+rows-of-the-whole-step: right while there is one minibatch
+- counted[here].sum().clamp(min=1)
++ counted.sum().clamp(min=1)
+
+rows-of-the-minibatch: what grpo.py counts
+- return mask / (rows * max_completion_length)
++ return mask / (len(mask) * max_completion_length)
+
+tokens-of-all-rows: the mask is of the completions, not of those that count
+- token_weights((mask & counted)[here]
++ token_weights(mask[here]
+"""
+COUNTDOWN = dict(max_steps=40, num_prompts=16, eval_every=0, eval_samples=32)
+
+SPEC = Spec(
+    "PSR, NSR and W-REINFORCE, arXiv 2506.01347",
+    PARENT.family,
+    small=PARENT.small,
+    tests="exact_nsr expected_gradients wiring::test_the_update_scores_as_the_sampler_did "
+          "invariance::test_reference_logps_are_the_scorers "
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
+          "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
+    curves={
+        "nsr-sort": Curve(
+            dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",
+            numbers={"mean reward": "plain", "eval/greedy": "share"},
+        ),
+    },
+    effects={
+        "nsr-distinct": Effect(  # wrong answers alone leave more right texts, at equal steps
+            {"nsr": ("nsr", COUNTDOWN | dict(positive_weight=0.0)),
+             "psr": ("nsr", COUNTDOWN | dict(positive_weight=1.0, negative_weight=0.0)),
+             "grpo": ("grpo", COUNTDOWN | dict(scale_rewards="none", aggregation="constant"))},
+            "last eval/distinct", {"nsr > psr": 9, "nsr > grpo": 9},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "Qwen/Qwen2.5-Math-7B", "RLVR-Decomposed, of which the card of the paper tells", preset="full",
+            paper=dict(num_prompts=1024, num_generations=8, learning_rate=1e-6, beta=0.0, aggregation="token",
+                       denominator="subset", positive_weight=0.0, epsilon=0.2, temperature=1.0),
+        ),
+    ),
+    flags=PARENT.flags | dict(reward=("@rewards.py:sparse",)),
+    special=PARENT.special | {"denominator": ({"positive_weight": 0.0}, "subset")},
+    noise=PARENT.noise | dict(reward=("@rewards.py:coins",)),
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip
