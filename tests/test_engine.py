@@ -538,8 +538,9 @@ def small_run(tmp_path_factory):
     reward.write_text("def tokens(completion_ids, **_):\n    return [sum(ids) % 97 / 97 for ids in completion_ids]\n")
     sizes = ["--max-steps", "3", "--save-every", "1", "--eval-every", "2", "--eval-prompts", "4", "--eval-samples", "2"]
     more = ["--model", str(folder), "--reward", f"{reward}:tokens", "--learning-rate", "1e-2", *sizes]
-    teacher = {"gkd": ["--teacher", str(folder)]}  # only the shipped model brings its own
-    return lambda algo, *last: [*RUNS[algo], *more, *teacher.get(algo, ()), *last]
+    # only the shipped model brings its own teacher; the tests count one collection a step, of which the step learns
+    own = {"gkd": ["--teacher", str(folder)], "tba": ["--sync-every", "1", "--on-policy-share", "1"]}
+    return lambda algo, *last: [*RUNS[algo], *more, *own.get(algo, ()), *last]
 
 
 @pytest.mark.parametrize("algo", ONLINE)
