@@ -539,7 +539,9 @@ def small_run(tmp_path_factory):
                       "def odd(completion_ids, **_):\n    return [sum(i) % 2 for i in completion_ids]\n")  # fmt: skip
     sizes = ["--max-steps", "3", "--save-every", "1", "--eval-every", "2", "--eval-prompts", "4", "--eval-samples", "2"]
     more = ["--model", str(folder), "--reward", f"{reward}:tokens", "--learning-rate", "1e-2", *sizes]
-    own = {"gkd": ["--teacher", str(folder)], "nsr": ["--reward", f"{reward}:odd"]}
+    # only the shipped model brings its own teacher; the tests count one collection a step, of which the step learns
+    own = {"gkd": ["--teacher", str(folder)], "nsr": ["--reward", f"{reward}:odd"],
+           "tba": ["--sync-every", "1", "--on-policy-share", "1"]}  # fmt: skip
     return lambda algo, *last: [*RUNS[algo], *more, *own.get(algo, ()), *last]
 
 

@@ -79,6 +79,7 @@ def with_rewards(monkeypatch, change, module=grpo) -> None:
     "nft-sort",
     "raft-sort",
     "ttrl-sort",
+    "tba-sort",
 )
 def test_shuffled_rewards_teach_nothing(name, monkeypatch):
     with_rewards(monkeypatch, lambda samples, rewards: rewards[torch.randperm(len(rewards))], module_of(name))

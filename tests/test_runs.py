@@ -147,10 +147,11 @@ def test_each_batch_of_samples_has_a_stream_of_its_own(algo, monkeypatch):
     model, tokenizer = load_model(TINY_MODEL)
     task, more, first = load_task("sort"), (None,) * (algo == "online_dpo"), (0,) * (algo == "dapo")
     score = make_scorer(task, (), (), 1)
+    own = {"tba": dict(sync_every=1)}.get(algo, {})  # else it samples for two steps
     for seed, step in (1, 1), (1, 2), (2, 1), (1, 1):
         group = {"num_generations": 2} if hasattr(module.Args, "num_generations") else {}
         args = module.Args(num_prompts=4, sample_batch_size=4 if group else 2, max_completion_length=2, seed=seed,
-                           precision="float32", **group)  # fmt: skip
+                           precision="float32", **group, **own)  # fmt: skip
         module.collect(model, *more, tokenizer, task, score, step, args, *first)
     assert len(seen) == 8 and len(set(seen[:6])) == 6 and seen[6:] == seen[:2]
 
@@ -249,7 +250,8 @@ def rows_asked_for(module, monkeypatch) -> list[int]:
 def test_every_step_has_the_next_prompts(algo, tmp_path, monkeypatch):
     module = importlib.import_module(f"algos.{algo}")
     rows = rows_asked_for(module, monkeypatch)
-    alone = ["--teacher-beta", 0, "--reward-weight", 1] if algo == "gkd" else []  # its teacher asks for rows, too
+    # gkd's teacher asks for rows, too; tba.py would take those of two steps at once
+    alone = {"gkd": ["--teacher-beta", 0, "--reward-weight", 1], "tba": ["--sync-every", 1]}.get(algo, [])
     new_run(module, tmp_path, *SMALL[algo], "--num-prompts", 4, "--max-steps", 3, *alone)
     times = 2 if algo == "vineppo" else 1  # whose states begin with the same prompts
     wanted = [i for step in range(3) for i in [*range(4 * step, 4 * step + 4)] * times]

@@ -74,6 +74,7 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
     | dict(num_generations=2, micro_batch_size=4, beta=0.1, max_turns=3),
     "rloo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1, num_iterations=2),
     "reinforce_lm": ONLINE | dict(micro_batch_size=2),
+    "tba": ONLINE | dict(num_generations=2, micro_batch_size=4, sync_every=2, on_policy_share=0.5, beta=0.1),
     "ppo_lm": ONLINE | dict(num_generations=2, micro_batch_size=2, num_minibatches=2, sample_batch_size=4),
     "online_dpo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1),
     "sft": dict(
@@ -95,7 +96,7 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
 }
 BOTH = ("replicas", "shards")
 # Of whose own lines none knows of shards.
-LIKE_GRPO = "cispo", "nft", "raft", "nsr", "ttrl", "reinforce_pp", "vineppo", "reinforce_lm", "grpo_multiturn"
+LIKE_GRPO = "cispo", "nft", "raft", "nsr", "ttrl", "reinforce_pp", "vineppo", "reinforce_lm", "tba", "grpo_multiturn"
 CASES = {script: (script, {}, BOTH[: 1 if script in LIKE_GRPO else 2]) for script in SMALL} | {
     "reinforce_pp, groups": (
         "reinforce_pp",

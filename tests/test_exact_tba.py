@@ -1,0 +1,290 @@
+"""tba.py: its gradient and its minimum by enumeration, steps of `update` against numpy, and the buffer by hand."""
+
+import math
+from collections import Counter
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from groups import GROUPS, OTHER, REWARDS, TABLE, P, batches, close, make_batch, rewards_of
+from helpers import SMALL, command_line, metrics, new_run, user_error
+from tabular import (
+    COMPLETIONS,
+    EOS,
+    OUTSIDE,
+    PREFIXES,
+    TabularLM,
+    gradients,
+    log_probs,
+    minimised,
+    probability,
+    random_table,
+    slope,
+)
+
+from algos import rloo, tba
+
+pytestmark = pytest.mark.usefixtures("float64")
+BETA = 0.7
+NAN = math.nan
+UNEQUAL = [((1,), (0, 2), (2, 1), (0, 0)), ((0, 1), (2, 0), (1,), (1,))]
+SOME = [[0.3, NAN, 1.0, -0.5], [0.0, 0.2, 2.0, NAN]]
+
+
+def whole(table: np.ndarray, p: int, c: tuple) -> float:
+    return float(log_probs(table, p, c).sum())
+
+
+def make(groups, rewards, old=TABLE, ref=OTHER, **more) -> tba.Batch:
+    made = make_batch(groups, rewards, old=old, ref=ref, **more)
+    return tba.Batch(made.samples, made.rewards, made.ref_logps.sum(1))
+
+
+def run_update(batch, module=tba, table=TABLE, **settings) -> tuple[np.ndarray, dict]:
+    """The table's change in one call of update by plain gradient descent of rate 1, and its metrics."""
+    model = TabularLM(table)
+    defaults = dict(num_generations=len(batch.rewards) // P, micro_batch_size=len(batch.rewards), beta=BETA,
+                    max_completion_length=5, precision="float32", max_grad_norm=1e9)  # fmt: skip
+    found = module.update(model, torch.optim.SGD(model.parameters(), 1.0), batch, module.Args(**defaults | settings))
+    return model.table.detach().numpy() - table, found
+
+
+def own_step(groups, rewards, table=TABLE, beta=BETA) -> np.ndarray:
+    """-beta / 2 times the gradient of L, mean over all completions, in numpy: log Z is a constant in it."""
+    result = np.zeros_like(table)
+    for p, group in enumerate(groups):
+        ratios = np.array([whole(table, p, c) - whole(OTHER, p, c) for c in group])
+        errors = ratios - np.array(rewards[p]) / beta
+        for c, error in zip(group, errors - np.nanmean(errors)):
+            if not math.isnan(error):
+                result -= beta / 2 * 2 * error * gradients(table, p, c).sum(0) / (P * len(group))
+    return result
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("beta", [0.1, BETA])
+def test_expected_update_on_policy(size, beta):
+    """(K - 1) / K times the gradient of E[R] - beta KL(pi || pi_ref), by central differences of the enumerated
+    objective: L itself has -2 / beta times as much."""
+
+    def objective(table):
+        return sum(probability(table, p, c) * (REWARDS[p][c] - beta * (whole(table, p, c) - whole(OTHER, p, c)))
+                   for p in range(P) for c in COMPLETIONS) / P  # fmt: skip
+
+    total = np.zeros_like(TABLE)
+    for groups, weight in batches(size, joint=False):
+        total += weight * run_update(make(groups, rewards_of(groups, REWARDS)), beta=beta)[0]
+    np.testing.assert_allclose(total, (size - 1) / size * slope(objective, TABLE), rtol=0, atol=1e-8)
+    close(total[:, OUTSIDE], 0.0)
+
+
+@pytest.mark.parametrize("beta", [0.1, BETA])
+def test_on_fresh_samples_it_is_rloo(beta):
+    """On every batch: its baseline has the answer itself, hence (K - 1) / K. On stale samples, whose penalty rloo.py
+    takes from the policy that sampled, it is not."""
+    for old, equal in (TABLE, True), (OTHER, False):
+        batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS), old=old, ref=OTHER)
+        theirs, _ = run_update(batch, rloo, beta=beta)
+        ours, _ = run_update(batch._replace(ref_logps=batch.ref_logps.sum(1)), beta=beta)
+        assert (abs(ours - 2 / 3 * theirs).max() < 1e-10) == equal
+
+
+def distance(table: np.ndarray, beta: float) -> float:
+    """Largest difference of a probability from pi_ref exp(R / beta) / Z."""
+    gaps = []
+    for p in range(P):
+        target = np.array([probability(OTHER, p, c) * math.exp(REWARDS[p][c] / beta) for c in COMPLETIONS])
+        gaps += [*(np.array([probability(table, p, c) for c in COMPLETIONS]) - target / target.sum())]
+    return max(map(abs, gaps))
+
+
+@pytest.mark.parametrize("data", [COMPLETIONS, COMPLETIONS + [(0, 2)] * 2 + [(1,)] * 5], ids=["uniform", "lopsided"])
+def test_the_minimum_from_any_data_is_the_target(data):
+    """All that the data must do is to hold every completion. rloo.py has another minimum on the same data."""
+    groups = [data] * P
+    rewards, size = rewards_of(groups, REWARDS), len(data)
+    common = dict(num_generations=size, micro_batch_size=P * size, beta=BETA, precision="float32", max_grad_norm=1e9)
+    found = minimised(tba.update, TabularLM(TABLE), make(groups, rewards), tba.Args(**common), 300, 0.2)
+    assert distance(found, BETA) < 1e-6 < 0.1 < distance(TABLE, BETA)
+    batch = make_batch(groups, rewards, ref=OTHER)
+    other = minimised(rloo.update, TabularLM(TABLE), batch, rloo.Args(**common), 200, 0.2)
+    assert distance(other, BETA) > 0.1
+
+
+def test_loss_by_hand():
+    """Two groups, one reward unknown: its completion has no loss and no part in the mean of the others."""
+    logps = torch.tensor([[-1.0, -2.0, -4.0], [-3.0, -1.0, -2.0]], requires_grad=True)
+    ref, rewards = torch.tensor([[-1.5, -2.0, -3.0], [-1.0, -1.0, -1.0]]), torch.tensor([[1.0, 0.0, 0.5], [NAN, 1, 0]])
+    loss = tba.balance_loss(logps, ref, rewards, 0.5)
+    # errors before log Z: -1.5, 0, -2 with mean -7/6; -2 and -1 with mean -1.5
+    close(loss.detach(), [[1 / 36, 49 / 144, 25 / 144], [0, 1 / 16, 1 / 16]])
+    loss.sum().backward()
+    close(logps.grad, 0.5 * np.array([[-1 / 3, 7 / 6, -5 / 6], [0, -0.5, 0.5]]))  # no slope through log Z
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_a_step_on_stale_samples(temperature):
+    """Of unequal lengths, without a ratio: what the sampler said is in metrics only."""
+    old = TABLE + 0.3 * random_table(6)
+    batch = make(UNEQUAL, SOME, old=temperature * old)
+    moved, found = run_update(batch, temperature=temperature, table=temperature * TABLE)
+    expected = own_step(UNEQUAL, SOME)
+    close(moved, expected / temperature)
+    close(found["grad_norm"], np.linalg.norm(expected / temperature))
+    rows = [(p, c) for p, group in enumerate(UNEQUAL) for c in group]
+    close(found["kl"], np.mean([whole(temperature * old, *row) - whole(OTHER, *row) for row in rows]))
+    now, then = (np.concatenate([log_probs(t, *row) for row in rows]) for t in (TABLE, temperature * old))
+    close(found["approx_kl"], (np.exp(now - then) - (now - then) - 1).mean())
+    close(found["sampler_gap"], abs(now - then).mean())
+
+
+@pytest.mark.parametrize("settings", [dict(micro_batch_size=4), dict(micro_batch_tokens=8),
+                                      dict(micro_batch_tokens=8, micro_batch_size=5)])  # fmt: skip
+def test_micro_batches_keep_groups_whole(settings):
+    batch = make(UNEQUAL, SOME)
+    moved, found = run_update(batch, **settings)
+    close(moved, own_step(UNEQUAL, SOME))
+    expected = run_update(batch)[1]
+    assert found.keys() == expected.keys()
+    close(list(found.values()), list(expected.values()))
+
+
+@pytest.mark.parametrize("pad", [0, EOS])
+def test_first_eos_is_trained_and_nothing_after_it(pad):
+    groups, rewards = [((1,), (0, 2)), ((2, 1), (1,))], [[5.0, 0.0], [0.0, 5.0]]
+    moved, _ = run_update(make(groups, rewards, pad=pad))
+    close(moved, own_step(groups, rewards))
+    close(moved[:, OUTSIDE], 0.0)
+    assert moved[0, 0, EOS] > 0.01 and moved[1, PREFIXES.index((2,)), EOS] < -0.001
+
+
+def test_groups_without_two_rewards_teach_nothing():
+    moved, found = run_update(make(UNEQUAL, [[NAN] * 4, [NAN, 0.2, NAN, NAN]]))
+    close(moved, 0.0)
+    assert all(map(math.isfinite, found.values()))
+
+
+def numbered(first: int, number: int, size: int = 2) -> tba.Batch:
+    """Groups whose prompt, tokens, rewards and reference say their number; prompts and completions grow with it."""
+    names = range(first, first + number)
+    groups = [make_group(name, size) for name in names]
+    parts = [torch.cat([group.rewards for group in groups]), torch.cat([group.ref_logps for group in groups])]
+    return tba.Batch(tba.join([group.samples for group in groups]), *parts)
+
+
+def make_group(name: int, size: int) -> tba.Batch:
+    prompt, ids = torch.full((1, 1 + name), name), torch.full((size, 2 + name), name)
+    places = torch.arange(size)
+    samples = tba.Samples(prompt, prompt >= 0, ids, ids >= 0, -0.1 * ids, places == 0)
+    return tba.Batch(samples, name + 0.1 * places, -name - 0.1 * places)
+
+
+def names_of(batch: tba.Batch, size: int = 2) -> list[int]:
+    """The numbers of the groups of a batch; all of its columns must agree on them."""
+    samples, names = batch.samples, batch.rewards[::size].long().tolist()
+    for i, name in enumerate(names):
+        rows, own = slice(i * size, (i + 1) * size), make_group(name, size)
+        assert samples.prompt_ids[i][samples.prompt_mask[i]].tolist() == own.samples.prompt_ids[0].tolist()
+        for found, expected in zip((*samples[2:], *batch[1:]), (*own.samples[2:], *own[1:])):
+            values = found[rows] if found.dim() == 1 else found[rows][samples.completion_mask[rows]]
+            close(values, expected.flatten())
+    return names
+
+
+def test_the_buffer_keeps_the_newest_groups_in_their_order():
+    buffer = tba.store(None, numbered(0, 3), 5)
+    assert names_of(buffer) == [0, 1, 2]
+    buffer = tba.store(buffer, numbered(3, 2), 5)
+    assert names_of(buffer) == [0, 1, 2, 3, 4]
+    buffer = tba.store(buffer, numbered(5, 3), 5)
+    assert names_of(buffer) == [3, 4, 5, 6, 7]
+    assert names_of(tba.store(buffer, numbered(8, 6), 5)) == [9, 10, 11, 12, 13]
+    assert names_of(tba.pick(buffer, [4, 0])) == [7, 3]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_what_is_drawn(share):
+    """Of ten groups four are new (two steps of two prompts). No group twice; a new one first with the chance of the
+    share, else any one that is left, all alike."""
+    buffer, drawn, steps = numbered(0, 10), Counter(), 4000
+    args = tba.Args(num_prompts=2, num_generations=2, sync_every=2, on_policy_share=share, seed=5)
+    assert names_of(tba.draw(buffer, 3, args)) == names_of(tba.draw(buffer, 3, args))
+    for step in range(1, steps + 1):
+        names = (tba.draw(buffer, step, args).rewards[::2]).long().tolist()
+        assert len(set(names)) == 2
+        drawn.update(names)
+    # of two draws: both new; one, and one of the other nine; any two of ten
+    old = [0, 2 * share * (1 - share) / 9, (1 - share) ** 2 * 2 / 10]
+    new = [share**2 * 2 / 4, 2 * share * (1 - share) * (1 / 4 + 3 / 4 / 9), (1 - share) ** 2 * 2 / 10]
+    for name in range(10):
+        chance = sum(new if name >= 6 else old)
+        assert abs(drawn[name] / steps - chance) < 4.5 * math.sqrt(chance * (1 - chance) / steps) + 1e-9
+    other = tba.Args(num_prompts=2, num_generations=2, sync_every=2, on_policy_share=share, seed=6)
+    several = range(1, 30)
+    assert any(names_of(tba.draw(buffer, s, args)) != names_of(tba.draw(buffer, s, other)) for s in several)
+    assert len({str(names_of(tba.draw(buffer, s, args))) for s in several}) > 3
+
+
+def tokens_of(samples: tba.Samples, prompt: int, row: int) -> list[int]:
+    ids, mask = samples.completion_ids[row], samples.completion_mask[row]
+    return [*samples.prompt_ids[prompt][samples.prompt_mask[prompt]].tolist(), *ids[mask].tolist()]
+
+
+@pytest.fixture(params=[1.0, 0.0], ids=["newest", "all"])
+def seen(request, tmp_path, monkeypatch):
+    """A run of seven steps, renewed every third: (step, prompts) of each collection, the batches, the rows, share."""
+    torch.set_default_dtype(torch.float32)
+    collected, trained, numbers = [], [], count(1)
+    collect, update = tba.collect, tba.update
+
+    def noting_collect(model, tokenizer, task, score, step, args):
+        samples, scored = collect(model, tokenizer, task, score, step, args)
+        collected.append((step, samples))
+        return samples, scored._replace(rewards=torch.arange(len(scored.rewards)) + 1000.0 * step)
+
+    def noting_update(model, optimizer, batch, args):
+        trained.append((next(numbers), batch))
+        return update(model, optimizer, batch, args)
+
+    monkeypatch.setattr(tba, "collect", noting_collect)
+    monkeypatch.setattr(tba, "update", noting_update)
+    flags = f"--max-steps 7 --sync-every 3 --buffer-size 20 --on-policy-share {request.param} --beta 2 --eval-every 0"
+    folder = new_run(tba, tmp_path, *SMALL["rloo"], *flags.split(), "--learning-rate", 1e-3)
+    return collected, trained, metrics(folder)[1:], request.param
+
+
+def test_when_the_policy_samples_and_what_is_trained(seen):
+    """Every third step for three steps; rewards and reference stay with their completions; the buffer forgets."""
+    collected, trained, rows, share = seen
+    assert [step for step, _ in collected] == [1, 4, 7]
+    assert all(len(samples.prompt_ids) == 12 and len(samples.completion_ids) == 48 for _, samples in collected)
+    samples_of, origins = dict(collected), []
+    for step, batch in trained:
+        sampled_at = (batch.rewards // 1000).long()  # the reward says when and where a completion was sampled
+        origins.append(set(sampled_at.tolist()))
+        for i, (when, place) in enumerate(zip(sampled_at.tolist(), (batch.rewards % 1000).long().tolist())):
+            samples, group = samples_of[when], place // 4
+            assert tokens_of(batch.samples, i // 4, i) == tokens_of(samples, group, place)
+            if when == 1:  # the policy that sampled was the reference
+                assert batch.ref_logps[i].item() == pytest.approx(samples.logps[place].sum().item(), abs=1e-4)
+        assert len(batch.rewards) == 16 and len(set(batch.rewards.tolist())) == 16
+        assert rows[step - 1]["reward"] == pytest.approx(batch.rewards.mean().item())
+    if share:
+        assert origins == [{1}, {1}, {1}, {4}, {4}, {4}, {7}]
+        gaps = [row["sampler_gap"] for row in rows]
+        assert max(gaps[::3]) < 1e-5 < 1e-3 < min(gaps[1], gaps[2], gaps[4], gaps[5])  # fresh in the first step only
+    else:  # 20 of the last 24 groups
+        assert origins[:3] == [{1}, {1}, {1}] and {1, 4} == set.union(*origins[3:6]) and {1} < {1, *origins[6]}
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--num-generations 1", "--num-generations must be at least 2"),
+    ("--micro-batch-size 6", "must be a multiple of --num-generations 4"),
+    ("--micro-batch-size 2 --micro-batch-tokens 90", "must be a multiple of --num-generations 4"),
+    ("--buffer-size 15 --sync-every 4", "give at least 16"),
+    ("--beta 0", "--beta"),
+])  # fmt: skip
+def test_what_is_refused(flags, says, tmp_path, capsys):
+    with user_error(capsys, says):
+        command_line(tba, *SMALL["rloo"], *flags.split(), "--output-dir", tmp_path)
