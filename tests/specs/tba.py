@@ -4,6 +4,10 @@ from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
 from tests.specs.rloo import SPEC as PARENT
 
 BUGS = """
+gradient-through-log-z: it would be 0, but for a group without rewards, where the mean of nothing has the slope NaN
+- log_z = -error.detach().nanmean(1, keepdim=True)
++ log_z = -error.nanmean(1, keepdim=True)
+
 log-z-of-the-batch: one mean for all prompts
 - log_z = -error.detach().nanmean(1, keepdim=True)
 + log_z = -error.detach().nanmean()
