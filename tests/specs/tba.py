@@ -101,7 +101,7 @@ SPEC = Spec(
           "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
     curves={
         "tba-sort": Curve(
-            dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",
+            dict(task="sort", max_steps=10, eval_every=0, eval_prompts=256), "reward",
             numbers={"mean reward": "plain", "eval/greedy": "share"},
         ),
     },
