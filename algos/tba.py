@@ -26,7 +26,7 @@ they hold every answer, the minimum is the policy above.
 Run
     python algos/tba.py                                                             the embedded model learns countdown
     python algos/tba.py --task sort --max-steps 16                                  a smaller task
-    python algos/tba.py --sync-every 10                                             samples are up to nine updates old
+    python algos/tba.py --sync-every 10                                             most samples are 0 to 9 updates old
     python algos/tba.py --task sort --max-steps 20 --sync-every 20 --buffer-size 1280 --beta 0.2
                                                                                     all samples are of the first policy
     python algos/tba.py --model realtreetune/rho-1b-sft-GSM8K --task gsm8k --max-steps 700 --warmup-steps 50
@@ -40,14 +40,14 @@ Expect
     rloo.py, on fresh samples, ends at 0.59, 0.51, 0.71.
     Twenty steps of sort on samples of the first policy alone, pass@1 from 0.40 (one pilot, seed 99): TBA with beta 0.2
     0.91; the same without the divergence (--beta 1e-6: REINFORCE, no ratio) 0.07; grpo.py's clip on this data 0.75;
-    rloo.py, on fresh samples, 0.98. With beta 0.05 TBA fell to 0.05 in ten of forty steps and rose to 0.32: a right
-    answer has to gain R / beta nats on a wrong one, and old samples do not show what takes the place of the wrong ones.
+    rloo.py, on fresh samples, 0.98. With beta 0.05 TBA fell to 0.05 after ten of forty steps, then rose to 0.32. A
+    likely reason: the wrong answers of old have to lose 1 / beta nats, and what takes their place is not in the data.
     `python benchmarks/effects.py run tba-stale` makes the comparison. Its ten seeds have not been run.
 
 Metrics
     As in rloo.py, but
     reward         of the batch, and so of the policies that sampled it: it lags behind eval/*. So do reward_std,
-                   frac_zero_std, length, truncated. Columns of rewards (reward/...) are there when samples are
+                   frac_zero_std, length, truncated. Columns reward/... stand in the rows of steps that sample
     frac_zero_std  such groups still teach: their answers get the proportions that pi_ref gives them
     kl             nats per completion of the policies that sampled the batch, against the reference
     approx_kl, sampler_gap   how far the policy is from those that sampled the batch, nats per token: staleness. With
@@ -62,11 +62,11 @@ Differences
       for each prompt, drop an answer that is there already, sample 24 and draw 20 of them. Dropping would change
       on-policy gradients; the minimum is the same.
     - Here a prompt is new in each step while a task has new ones; one that comes again makes another group.
-    - Older samples are drawn uniformly. The paper also speaks of drawing by reward; the authors' code for GSM8K does
-      not do it (src/tba_trainer_gsm8k.py, inv_temp 0). It draws a coin for each prompt, as here.
-    - beta is constant. The authors lower it from 0.014 to 0.004 over 500 steps.
-    - The authors' learning rate falls in the end; their weights are bfloat16. Here they are float32.
-    - L is multiplied by beta / 2. The authors' code is not.
+    - Older samples are drawn uniformly. The authors' code can draw them by reward, but for GSM8K it does not
+      (src/tba_trainer_gsm8k.py, inv_temp 0). It tosses a coin for each prompt, as here.
+    - beta is constant. The authors lower it from 0.014 to 0.004 over 500 steps. The authors' learning rate falls in the
+      end; here it does with --lr-schedule alone.
+    - The loss is L times beta / 2. The authors' is L.
     - A sample whose reward functions all return None is left out of log Z and of the loss.
 """
 
@@ -194,8 +194,8 @@ def balance_loss(logps: Tensor, ref_logps: Tensor, rewards: Tensor, beta: float)
     whole completions, in nats. Where the reward is NaN: 0, and no part in log Z. (P, K) each -> (P, K)."""
     error = logps - ref_logps - rewards / beta
     log_z = -error.detach().nanmean(1, keepdim=True)
-    # beta / 2 makes the gradient that of rloo.py. Without it, it is 2 / beta times as long, so every beta would need
-    # another --max-grad-norm
+    # beta / 2 makes the gradient as long as rloo.py's. Without it, it would be 2 / beta times as long, and every beta
+    # would need another --max-grad-norm
     return beta / 2 * (log_z + error).masked_fill(rewards.isnan(), 0.0).square()
 
 

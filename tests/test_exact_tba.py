@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -233,13 +234,15 @@ def tokens_of(samples: tba.Samples, prompt: int, row: int) -> list[int]:
 
 @pytest.fixture(params=[1.0, 0.0], ids=["newest", "all"])
 def seen(request, tmp_path, monkeypatch):
-    """A run of seven steps, renewed every third: (step, prompts) of each collection, the batches, the rows, share."""
+    """A run of seven steps, renewed every third: the numbers of the rows that it asked for, (step, samples) of each
+    collection, the batches, the metrics, share."""
     torch.set_default_dtype(torch.float32)
-    collected, trained, numbers = [], [], count(1)
+    asked, collected, trained, numbers = [], [], [], count(1)
     collect, update = tba.collect, tba.update
 
     def noting_collect(model, tokenizer, task, score, step, args):
-        samples, scored = collect(model, tokenizer, task, score, step, args)
+        watched = replace(task, train=lambda index, seed: asked.append(index) or task.train(index, seed))
+        samples, scored = collect(model, tokenizer, watched, score, step, args)
         collected.append((step, samples))
         return samples, scored._replace(rewards=torch.arange(len(scored.rewards)) + 1000.0 * step)
 
@@ -251,13 +254,13 @@ def seen(request, tmp_path, monkeypatch):
     monkeypatch.setattr(tba, "update", noting_update)
     flags = f"--max-steps 7 --sync-every 3 --buffer-size 20 --on-policy-share {request.param} --beta 2 --eval-every 0"
     folder = new_run(tba, tmp_path, *SMALL["rloo"], *flags.split(), "--learning-rate", 1e-3)
-    return collected, trained, metrics(folder)[1:], request.param
+    return asked, collected, trained, metrics(folder)[1:], request.param
 
 
 def test_when_the_policy_samples_and_what_is_trained(seen):
     """Every third step for three steps; rewards and reference stay with their completions; the buffer forgets."""
-    collected, trained, rows, share = seen
-    assert [step for step, _ in collected] == [1, 4, 7]
+    asked, collected, trained, rows, share = seen
+    assert [step for step, _ in collected] == [1, 4, 7] and asked == [*range(3 * 12)]
     assert all(len(samples.prompt_ids) == 12 and len(samples.completion_ids) == 48 for _, samples in collected)
     samples_of, origins = dict(collected), []
     for step, batch in trained:
