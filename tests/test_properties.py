@@ -51,7 +51,8 @@ MODULES = [importlib.import_module(f"algos.{path.stem}") for path in sorted((REP
 NAN = float("nan")
 
 
-ELSEWHERE = {("advantages", algo) for algo in ("rloo", "raft", "reinforce_pp", "vineppo")}  # in test_exact_ALGO.py
+OWN_ADVANTAGES = "rloo", "raft", "nsr", "reinforce_pp", "vineppo", "reinforce", "reinforce_lm"
+ELSEWHERE = {("advantages", algo) for algo in OWN_ADVANTAGES}  # in test_exact_ALGO.py
 MATCHED = {}  # name of a function -> the parameter lists under which it is tested
 
 
