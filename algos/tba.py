@@ -229,7 +229,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     return means.read() | {"grad_norm": grad_norm.item(), "kl": kl.item()}
 
 
-def pick(batch: Batch, groups: list[int]) -> Batch:
+def these_groups(batch: Batch, groups: list[int]) -> Batch:
     """The groups of these numbers, in their order."""
     at = torch.tensor(groups, device=batch.rewards.device)
     samples, size = batch.samples, len(batch.rewards) // len(batch.samples.prompt_ids)
@@ -244,7 +244,7 @@ def store(buffer: Batch | None, new: Batch, most: int) -> Batch:
         rest = (torch.cat(pair) for pair in zip(buffer[1:], new[1:]))
         new = Batch(join([buffer.samples, new.samples]), *rest)
     count = len(new.samples.prompt_ids)
-    return pick(new, list(range(max(0, count - most), count)))
+    return these_groups(new, list(range(max(0, count - most), count)))
 
 
 def draw(buffer: Batch, step: int, args: Args) -> Batch:
@@ -255,7 +255,7 @@ def draw(buffer: Batch, step: int, args: Args) -> Batch:
     number = sum(generator.random() < args.on_policy_share for _ in range(args.num_prompts))
     chosen = generator.sample(newest, number)
     others = [group for group in range(count) if group not in chosen]
-    return pick(buffer, chosen + generator.sample(others, args.num_prompts - number))
+    return these_groups(buffer, chosen + generator.sample(others, args.num_prompts - number))
 
 
 def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args) -> tuple[Samples, Scored]:

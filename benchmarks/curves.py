@@ -261,7 +261,8 @@ def show() -> None:
         figure, axis = plt.subplots(figsize=(6, 4))
         for label, rows in {"plainrl": recorded(name), **peers(name)}.items():
             if rows:
-                values = torch.tensor([row[column] for row in rows]).double()
+                columns = zip(*(row[column] for row in rows), strict=False)  # episodes end: some have more rows
+                values = torch.tensor(list(columns)).T.double()
                 steps = range(1, values.shape[1] + 1)
                 low, middle, high = values.quantile(torch.tensor([0.1, 0.5, 0.9]).double(), 0)
                 axis.plot(steps, middle, label=f"{label}, median of {len(rows)} seeds")

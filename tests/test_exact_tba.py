@@ -201,7 +201,7 @@ def test_the_buffer_keeps_the_newest_groups_in_their_order():
     buffer = tba.store(buffer, numbered(5, 3), 5)
     assert names_of(buffer) == [3, 4, 5, 6, 7]
     assert names_of(tba.store(buffer, numbered(8, 6), 5)) == [9, 10, 11, 12, 13]
-    assert names_of(tba.pick(buffer, [4, 0])) == [7, 3]
+    assert names_of(tba.these_groups(buffer, [4, 0])) == [7, 3]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])

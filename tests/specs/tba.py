@@ -49,8 +49,8 @@ rows-for-groups: an index of prompts is taken for one of completions
 + rows = (at[:, None] + torch.arange(size, device=at.device)).flatten()
 
 oldest-are-kept: a slice from the wrong end
-- return pick(new, list(range(max(0, count - most), count)))
-+ return pick(new, list(range(min(count, most))))
+- return these_groups(new, list(range(max(0, count - most), count)))
++ return these_groups(new, list(range(min(count, most))))
 
 newest-stand-in-front: what draws takes them from the end
 - new = Batch(join([buffer.samples, new.samples]), *rest)
