@@ -1,6 +1,6 @@
 """PSR, NSR and W-REINFORCE: algos/nsr.py."""
 
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
 from tests.specs.grpo import SPEC as PARENT
 
 BUGS = """
