@@ -16,10 +16,10 @@ can be trained alone, or the first with a small weight. Maximises
     L        --max-completion-length, or as --aggregation says
     lambda, w, eps, eps_high   --positive-weight, --negative-weight, --epsilon, --epsilon-high; rho_it as in grpo.py
 
-All of them have the same expected gradient, up to a factor: lambda + w times that of the chance p to be right. For the
-gradient of the chance to be wrong is minus that of the chance to be right. What differs is what a finite sample shows:
-where most answers are wrong, NSR learns from many and PSR from few. So do the clip and the next minibatches, which see
-other rows, and --denominator subset: PSR then has grad log p, NSR -grad log(1 - p).
+In a first update all of them have the same expected gradient, up to a factor: lambda + w times that of the chance p to
+be right. For the chance to be wrong is 1 - p, and its gradient is minus that of p. The runs differ in what their
+samples show: where most answers are wrong, NSR learns from many and PSR from few. The clip cuts other tokens, too. And
+--denominator subset is another objective: large groups of one prompt give PSR grad log p, NSR -grad log(1 - p).
 
 Run
     python algos/nsr.py                                                             W-REINFORCE: countdown
@@ -38,8 +38,7 @@ Expect
 
 Metrics
     As in grpo.py, but
-    reward         the share of right answers
-    frac_zero_std  groups of equal rewards are trained all the same
+    reward         the share of right answers. There is no frac_zero_std: groups of equal rewards teach, too
 
 Differences
     - The authors' code (RLVR-Decomposed, core_algos.py) drops the other rows for PSR and NSR, then takes the mean over
@@ -82,7 +81,7 @@ from utils.models import (
     trained_state,
     without_dropout,
 )
-from utils.rewards import Scored, lowered, make_scorer
+from utils.rewards import Scored, make_scorer
 from utils.run import Run
 from utils.schedule import set_learning_rate
 from utils.tasks import Task, load_task
@@ -112,8 +111,6 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     ensembles: append :mean, :worst-case or :uncertainty=L); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
-    missing_eos_penalty: NonNegativeFloat = 0.0
-    """subtracted from the reward of a completion that was cut off, in training"""
     max_steps: PositiveInt = 100
     """steps: each samples, then updates"""
     num_prompts: PositiveInt | None = None
@@ -275,13 +272,7 @@ def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args
                              (args.seed, "train", step))  # fmt: skip
     texts, token_lists = decode(samples, tokenizer)
     repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
-    return samples, lowered(score(repeated, shown, texts, token_lists, step), samples.ended, args.missing_eos_penalty)
-
-
-def zero_std(groups: Tensor) -> Tensor:
-    """Which groups have equal rewards, or none that is known. NaN is left out. (P, G) -> (P,) bool."""
-    low, high = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
-    return ~(high > low)
+    return samples, score(repeated, shown, texts, token_lists, step)
 
 
 @torch.no_grad()
@@ -297,9 +288,7 @@ def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
 
 
 def check_groups(args: Args) -> None:
-    """Raises UserError for groups that cannot be compared or split, and for a reference that cannot be reset."""
-    if args.num_generations < 2:
-        raise UserError("--num-generations must be at least 2: a group of one has no other reward to compare with")
+    """Raises UserError for groups that cannot be split, and for a reference that cannot be reset."""
     if args.num_prompts % args.num_minibatches:
         raise UserError(f"--num-minibatches {args.num_minibatches} must divide --num-prompts {args.num_prompts}")
     if args.reset_reference_every and (args.lora_rank or args.beta == 0):
@@ -367,7 +356,6 @@ def train(args: Args) -> list[dict]:
         columns |= {
             "reward": batch.rewards.nanmean().item(),
             "reward_std": (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean().item(),
-            "frac_zero_std": zero_std(groups).float().mean().item(),
             "length": lengths.mean().item(),
             "truncated": 1 - samples.ended.float().mean().item(),
             "learning_rate": rate,

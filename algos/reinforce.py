@@ -15,9 +15,10 @@ replay. Maximises
     G_it    sum_k gamma^k r_i,t+k: the return from step t on; gamma: --gamma
     b_it    1/(N - 1) sum_j!=i G_jt, where an episode that is over has G = 0; 0 with --no-baseline
 
-What came before a_it cannot depend on it, so its reward is left out of G_it. b_it does not depend on a_it either: it
-leaves the gradient's mean as it is, and makes it less noisy. Both are exact at gamma = 1. Below 1, later steps count as
-much as early ones, as everywhere in practice, and the gradient is that of no objective.
+Earlier rewards do not depend on a_it, so G_it leaves them out. b_it comes from other episodes, so it does not depend on
+a_it either: the gradient's mean stays as it is. Its noise falls where all episodes have much of their return in common,
+and may rise a little elsewhere. All this is exact at gamma = 1. Below 1, later steps count as much as early ones, as
+everywhere in practice, and the gradient is that of no objective.
 
 Run
     python algos/reinforce.py                                                           CartPole-v1
@@ -27,7 +28,7 @@ Run
 
 Expect
     CartPole-v1: returns of training episodes rise from 20 to about 480 within 30,000 steps, and the greedy one is 500,
-    the most there is, from 40,000 steps on (seed 1, 46 seconds). There --no-baseline learns as fast. Where all rewards
+    the most there is, from 40,000 steps on (seed 1, 15 seconds). There --no-baseline learns as fast. Where all rewards
     are negative it does not: on BitFlip-v0 with four bits, returns of the last half of 40,000 steps are -2.4 +- 0.2,
     without a baseline -3.4 +- 0.2. The baseline is ahead in all ten seeds, by 0.8 in 7 of them, where 9 were asked
     before (10 seeds, 95 % intervals; benchmarks/effects.py, reinforce-baseline).
@@ -36,11 +37,11 @@ Metrics
     return, length      mean over the step's episodes; the return rises
     eval/return         mean over --eval-episodes, the likeliest action; eval/return_stochastic: sampled ones
     entropy             nats per action; falls, should not reach 0
-    advantage_std       standard deviation of G - b: the baseline makes it smaller
+    advantage_std       standard deviation of G - b; at 0 all episodes were alike, and with a baseline nothing is learnt
     grad_norm           of the loss
 
 Differences
-    - Adam for plain gradient ascent. The paper's baseline is a running mean; it holds for other choices, too.
+    - Adam for plain gradient ascent. The paper's example of a baseline is a running mean of rewards.
     - An episode that a limit of time cuts off counts as if it had ended. Without a value network there is nothing to
       go on with: ppo.py has one.
     - Spinning Up's vpg.py learns a value network for the baseline. Many tutorials divide G by its standard deviation

@@ -14,9 +14,9 @@ the end. Maximises
     t       the tokens of y_i up to and including the first EOS
     b_i     mean of the other rewards of the batch; 0 with --no-baseline
 
-b_i does not depend on y_i: it leaves the gradient's mean as it is, and makes it less noisy. There is no other
-prompt-by-prompt comparison: an easy prompt has a good advantage whatever is answered. rloo.py answers each prompt
-several times and compares those; grpo.py divides by their spread, too, and reuses them.
+b_i does not depend on y_i, so the gradient's mean stays as it is. Its noise falls where rewards have much in common. An
+answer is compared with answers to other prompts, so on an easy prompt most answers look good. rloo.py answers each
+prompt several times and compares those. grpo.py also divides by their spread and clips.
 
 Run
     python algos/reinforce_lm.py                                        the embedded model learns countdown
@@ -43,7 +43,7 @@ Metrics
 
 Differences
     - AdamW for plain gradient ascent, and gradients clipped by norm.
-    - The paper of 1992 has a running mean for its baseline. This one needs no state.
+    - The paper's example of a baseline is a running mean of rewards. This one needs no state.
     - No KL penalty. rloo.py has one.
     - A sample whose reward functions all return None has advantage 0, and does not count in the baseline.
 """
@@ -143,9 +143,10 @@ class Batch(NamedTuple):
 
 
 def advantages(rewards: Tensor, baseline: bool) -> Tensor:
-    """Each reward minus the mean of the others. (B,) -> (B,). NaN rewards are left out of the mean and get 0."""
+    """Each reward minus the mean of the others. (B,) -> (B,). NaN rewards are left out of the mean and get 0. So does a
+    reward without others, if there is a baseline."""
     others = (~rewards.isnan()).sum() - 1
-    return (rewards - baseline * (rewards.nansum() - rewards) / others).nan_to_num(0.0)
+    return (rewards - (rewards.nansum() - rewards) / others if baseline else rewards).nan_to_num(0.0)
 
 
 def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """Debian's chromium without a window, spoken to over a pipe in its DevTools protocol. Its own flags would not do: a
 window is at least 500 pixels wide, and one start for each page takes minutes."""
 
-import base64
 import itertools
 import json
 import os
@@ -71,10 +70,6 @@ class Browser:
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
-
-    def picture(self, path: Path, whole: bool = False) -> None:
-        shot = self.send("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def close(self) -> None:
         self.process.kill()

@@ -216,6 +216,16 @@ class Probe(gym.Env):
         return obs, 100.0 + action[0], self.time == self.length, False, {}
 
 
+class Steps(Probe):
+    """Probe with actions -1, 0, 1."""
+
+    action_space = spaces.Discrete(3, start=-1)
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return super().step([action, 0.0])
+
+
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 OBSERVATIONS = {
     "box": BOX,
@@ -253,3 +263,4 @@ gym.register("Bandit-v0", "environments:Bandit")
 gym.register("Toll-v0", "environments:Toll")
 gym.register("Pixels-v0", "environments:Pixels")
 gym.register("Probe-v0", "environments:Probe", max_episode_steps=Probe.LIMIT)
+gym.register("Steps-v0", "environments:Steps", max_episode_steps=Probe.LIMIT)

@@ -9,7 +9,6 @@ autograd's.
 import math
 from types import SimpleNamespace
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -178,19 +177,8 @@ def test_act_is_greedy_but_for_a_share_of_uniform_actions():
 # --- train()
 
 
-class Steps(Probe):
-    """Probe with actions -1, 0, 1."""
-
-    action_space = gym.spaces.Discrete(3, start=-1)
-
-    def step(self, action):
-        assert self.action_space.contains(action)
-        return super().step([action, 0.0])
-
-
-gym.register("Steps-v0", Steps, max_episode_steps=Probe.LIMIT)
-SETTINGS = ("--device cpu --env-id Steps-v0 --total-timesteps 160 --num-envs 2 --learning-starts 41 --hidden-size 8 "
-            "--batch-size 16 --eval-episodes 2 --eval-every 0 --train-frequency 6 --gradient-steps 3"
+SETTINGS = ("--device cpu --env-id environments:Steps-v0 --total-timesteps 160 --num-envs 2 --learning-starts 41 "
+            "--hidden-size 8 --batch-size 16 --eval-episodes 2 --eval-every 0 --train-frequency 6 --gradient-steps 3"
             ).split()  # fmt: skip
 
 

@@ -4,7 +4,6 @@ gradient of `update`; the gradient of the expected return comes from the table o
 import itertools
 import math
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -145,18 +144,8 @@ def test_actions_are_drawn_from_the_softmax():
         assert set(reinforce.act(module, obs, 0.0, generator)) == {LOGITS[state].argmax()}
 
 
-class Stairs(Probe):
-    """Probe with actions -1, 0, 1."""
-
-    action_space = gym.spaces.Discrete(3, start=-1)
-
-    def step(self, action):
-        assert self.action_space.contains(action)
-        return super().step([action, 0.0])
-
-
-gym.register("Stairs-v0", Stairs, max_episode_steps=Probe.LIMIT)
-SETTINGS = "--device cpu --env-id Stairs-v0 --num-episodes 5 --hidden-size 8 --eval-every 0 --eval-episodes 2".split()
+SETTINGS = ("--device cpu --env-id environments:Steps-v0 --num-episodes 5 --hidden-size 8 --eval-every 0 "
+            "--eval-episodes 2").split()  # fmt: skip
 
 
 def test_train_learns_from_whole_episodes(tmp_path, monkeypatch):
@@ -186,4 +175,6 @@ def test_train_learns_from_whole_episodes(tmp_path, monkeypatch):
 def test_an_episode_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(reinforce, "LONGEST", 3)
     with pytest.raises(UserError, match="has not ended after 3 steps: --env-kwargs max_episode_steps"):
-        reinforce.train(reinforce.Args(env_id="Stairs-v0", output_dir=str(tmp_path), device="cpu", num_episodes=9))
+        reinforce.train(
+            reinforce.Args(env_id="environments:Steps-v0", output_dir=str(tmp_path), device="cpu", num_episodes=9)
+        )

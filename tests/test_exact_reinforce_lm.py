@@ -70,6 +70,8 @@ def test_answers_to_one_prompt_are_rloo_s():
     rewards = rewards_of([COMPLETIONS], REWARDS)
     close(reinforce_lm.advantages(torch.tensor(rewards[0]), True), rloo.advantages(torch.tensor(rewards))[0])
     close(reinforce_lm.advantages(torch.tensor([2.0, math.nan, 5.0]), False), [2.0, 0.0, 5.0])
+    close(reinforce_lm.advantages(torch.tensor([2.0, math.nan]), False), [2.0, 0.0])
+    close(reinforce_lm.advantages(torch.tensor([2.0, math.nan]), True), [0.0, 0.0])
 
 
 def test_one_answer_has_no_others(tmp_path):

@@ -19,7 +19,7 @@ BINARY = [{c: float((i + p) % 3 == 0) for i, c in enumerate(COMPLETIONS)} for p 
 CHANCE = [sum(probability(TABLE, p, c) * BINARY[p][c] for c in COMPLETIONS) for p in range(P)]
 
 
-def updated(name: str, tokens: int = L_MAX, **settings):
+def updated(name: str, tokens: float = L_MAX, **settings):
     """A script's update of one group per prompt: P times what a plain step of rate 1 adds to the table."""
     module = importlib.import_module(f"algos.{name}")
     common = dict(max_completion_length=L_MAX, precision="float32", max_grad_norm=1e9, beta=0.0, num_minibatches=1,
@@ -99,6 +99,10 @@ ROWS = {  # name: rule, w(p) for groups of G; and which groups are kept, where n
     "PSR": (updated("nsr", positive_weight=1.0, negative_weight=0.0), lambda p, n: 1),
     "NSR": (updated("nsr", positive_weight=0.0), lambda p, n: 1),
     "W-REINFORCE": (updated("nsr"), lambda p, n: 1.1),
+    "PSR, subset": (updated("nsr", L_MAX / P, num_minibatches=P, denominator="subset", positive_weight=1.0,
+                            negative_weight=0.0), lambda p, n: (1 - (1 - p) ** n) / p),
+    "NSR, subset": (updated("nsr", L_MAX / P, num_minibatches=P, denominator="subset", positive_weight=0.0),
+                    lambda p, n: (1 - p**n) / (1 - p)),
     "Reinforce-Ada, balanced": (weighed(lambda r, p: r - p), lambda p, n: ((1 - p) ** 2 + p**2) / (2 * p * (1 - p)),
                                 halved),
 }  # fmt: skip

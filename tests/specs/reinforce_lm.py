@@ -5,20 +5,20 @@ from tests.specs import Curve, Effect, Spec, parse_bugs
 
 BUGS = """
 own-reward-in-the-baseline:batch: the mean of the batch is at hand, and differs by a factor only
-- (rewards - baseline * (rewards.nansum() - rewards) / others)
-+ (rewards - baseline * rewards.nanmean())
+- (rewards - (rewards.nansum() - rewards) / others if baseline else rewards)
++ (rewards - rewards.nanmean() if baseline else rewards)
 
 leave-one-out-over-all:batch: the sum leaves one out, its denominator does not
 - others = (~rewards.isnan()).sum() - 1
 + others = (~rewards.isnan()).sum()
 
 skipped-counts-as-wrong: a reward that nobody knows is a bad one
-- / others).nan_to_num(0.0)
-+ / others).nan_to_num(-1.0)
+- if baseline else rewards).nan_to_num(0.0)
++ if baseline else rewards).nan_to_num(-1.0)
 
-baseline-always: the flag is lost
-- (rewards - baseline * (rewards.nansum()
-+ (rewards - (rewards.nansum()
+baseline-times-zero: a flag is a number, but 0 times NaN is NaN, and a single answer would teach nothing
+- (rewards - (rewards.nansum() - rewards) / others if baseline else rewards)
++ (rewards - baseline * (rewards.nansum() - rewards) / others)
 
 mean-over-tokens: what a loss usually is; long answers then count less for each token
 - loss = -(valid * advantage[rows] * logps).sum() / len(mask)
