@@ -30,13 +30,13 @@ from pathlib import Path
 
 import torch
 import tyro
-from scipy.stats import t as student
 from torch import Tensor
 from torch.nn.functional import pad
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from algos import grpo, ppo_lm, vineppo  # noqa: E402
+from benchmarks.effects import half_width  # noqa: E402
 from utils.errors import PositiveInt  # noqa: E402
 from utils.evaluation import evaluate  # noqa: E402
 from utils.lm import stream  # noqa: E402
@@ -149,8 +149,7 @@ def correlation(one: Tensor, other: Tensor) -> float:
 
 def interval(values: list[float]) -> str:
     """Mean and half of Student's 95 % interval."""
-    half = student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5 if values[1:] else 0.0
-    return f"{statistics.mean(values):.3f} +- {half:.3f}"
+    return f"{statistics.mean(values):.3f} +- {half_width(values):.3f}"
 
 
 def main(settings: Settings) -> None:

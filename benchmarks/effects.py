@@ -11,6 +11,7 @@ holds in 9 of 10 seeds once in a hundred times. Means come with Student's 95 % i
 import functools
 import importlib
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -85,15 +86,20 @@ def holds(effect: Effect, values: dict[str, dict[int, float]]) -> dict[str, tupl
     return {claim: (sum(bool(eval(claim, {}, row)) for row in rows), len(rows)) for claim in effect.claims}
 
 
+def half_width(values: list[float]) -> float:
+    """Half of Student's 95 % interval of the mean; NaN for one value."""
+    n = len(values)
+    return student.ppf(0.975, n - 1) * statistics.stdev(values) / n**0.5 if n > 1 else math.nan
+
+
 def verdict(name: str) -> str:
     effect, values, lines = EFFECTS[name], by_run(name), [f"{name}: {EFFECTS[name].statistic}"]
     for run, found in values.items():
         n = len(found)
         text = f"{min(found.values()):.3g} (1 seed)" if n else "not run"
         if n > 1:
-            half = student.ppf(0.975, n - 1) * statistics.stdev(found.values()) / n**0.5
-            text = f"{statistics.mean(found.values()):.3g} +- {half:.2g} ({n} seeds, {min(found.values()):.3g} to "
-            text += f"{max(found.values()):.3g})"
+            text = f"{statistics.mean(found.values()):.3g} +- {half_width([*found.values()]):.2g} ({n} seeds, "
+            text += f"{min(found.values()):.3g} to {max(found.values()):.3g})"
         lines.append(f"  {run:20} {text}")
     for claim, (yes, n) in holds(effect, values).items():
         wanted = effect.claims[claim]

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 import tyro
-from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.curves import quiet_folder  # noqa: E402
+from benchmarks.effects import half_width  # noqa: E402
 from utils.errors import PositiveInt  # noqa: E402
 from utils.machine import environment  # noqa: E402
 
@@ -87,13 +87,6 @@ def run(of: PositiveInt = 1, part: int = 0) -> None:
             print(cell, round(row["value"], 3), row["seconds"], flush=True)
 
 
-def mean(values: list[float]) -> tuple[float, float]:
-    """Mean and half of Student's 95 % interval."""
-    if len(values) < 2:
-        return statistics.mean(values), float("nan")
-    return statistics.mean(values), student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-
-
 def table() -> None:
     import matplotlib
 
@@ -112,7 +105,7 @@ def table() -> None:
                 for n in UPDATES:
                     at = {rate: values[kind, rule, n, rate] for rate in rates if (kind, rule, n, rate) in values}
                     rate = max(at, key=lambda rate: statistics.mean(at[rate]))
-                    best.append((*mean(at[rate]), rate, len(at[rate])))
+                    best.append((statistics.mean(at[rate]), half_width(at[rate]), rate, len(at[rate])))
                 axis.errorbar(UPDATES, [b[0] for b in best], [b[1] for b in best], capsize=3, marker="o", label=rule)
                 shown = ", ".join(f"{b[0]:.2f} +- {b[1]:.2f} ({b[2]:g})" for b in best)
                 print(f"{kind:12} {'best' if len(rates) > 1 else 'equal':6} {rule:8} {shown}  {best[0][3]} seeds")
