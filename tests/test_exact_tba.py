@@ -278,7 +278,7 @@ def test_when_the_policy_samples_and_what_is_trained(seen):
         gaps = [row["sampler_gap"] for row in rows]
         assert max(gaps[::3]) < 1e-5 < 1e-3 < min(gaps[1], gaps[2], gaps[4], gaps[5])  # fresh in the first step only
     else:  # 20 of the last 24 groups
-        assert origins[:3] == [{1}, {1}, {1}] and {1, 4} == set.union(*origins[3:6]) and {1} < {1, *origins[6]}
+        assert origins[:3] == [{1}, {1}, {1}] and {1, 4} == set.union(*origins[3:6]) and origins[6] != {1}
 
 
 @pytest.mark.parametrize("flags, says", [
