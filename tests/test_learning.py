@@ -52,9 +52,17 @@ def test_fresh_seeds_of_long_runs_reach_the_band(name, alarm, record_property):
 
 
 def misses_all_bands(name: str) -> None:
-    row = run_once(name, fresh_seeds()[0])
-    for number in CURVES[name].numbers:
-        assert row[number] < band(name, number)["lower"], f"{number} is {row[number]}"
+    """A first seed or, where it gets there by chance, a second one stays below every band.
+
+    False alarm: CartPole has the widest tail. Of 41 seeds without termination or with noise for rewards one reached
+    the band (397, others up to 342; the band starts at 382); both do so in one run of 1,700. Power: runs that learn as
+    recorded fall below that band in 4 % of seeds, so in 7 % with two chances."""
+    rows = []
+    for seed in fresh_seeds()[:2]:
+        rows.append(run_once(name, seed))
+        if all(rows[-1][number] < band(name, number)["lower"] for number in CURVES[name].numbers):
+            return
+    raise AssertionError(f"{name}: both seeds reach it: {[[row[n] for n in CURVES[name].numbers] for row in rows]}")
 
 
 def with_rewards(monkeypatch, change, module=grpo) -> None:
