@@ -61,8 +61,11 @@ def measure(scripts: tyro.conf.Positional[tuple[str, ...]]) -> None:
             seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
             (metrics,) = Path(folder).glob("*/metrics.jsonl")
             rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        training = next((row["return"] for row in rows if "return" in row), None)  # before the first evaluation
         rows = [{k: v for k, v in row.items() if k in SHOWN} for row in rows]
         rows = [row for row in rows if row]
+        if training is not None:
+            rows.insert(0, {"eval/return": training})
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         run = {"first": rows[0] if len(rows) > 1 else {}, "last": rows[-1], "seconds": round(seconds),
                "cpu_seconds": round(cpu), **{key: environment()[key] for key in ("versions", "commit", "machine")}
@@ -109,7 +112,7 @@ def algorithms() -> str:
 
 def catalogue() -> str:
     """For algos/README.md."""
-    rows = ["| script | algorithm | lines | own lines | default run, seed 1: first to last evaluation, seconds |"]
+    rows = ["| script | algorithm | lines | own lines | default run, seed 1: start to last evaluation, seconds |"]
     rows.append("|---|---|---|---|---|")
     for script, spec in SPECS.items():
         cells = [f"[`{script}.py`]({script}.py)", spec.title, lines_of(script), own_lines(script)]
