@@ -226,10 +226,9 @@ def advantages(rewards: Tensor, scale: str) -> Tensor:
 def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) -> Tensor:
     """Weight of each token's loss in the step's loss, over all B rows. mask (B, T) of 0 and 1 -> (B, T).
 
-    sequence: 1 / (B T_i), the paper's. Biased: at rho = 1, beta = 0 and --scale-rewards none its expected gradient is
-    (G-1)/G E[(R - J) / T grad log pi], which is no policy gradient; scaling by the group's deviation adds a bias too.
+    sequence: 1 / (B T_i), the paper's. Not the policy gradient: tokens of long completions count less than others.
     token: 1 / sum of all T_i of the step, as TRL and verl; DAPO's formula takes each group's own sum.
-    constant: 1 / (B L_max), Dr. GRPO. Without scaling it is (G-1) / (G L_max) times the policy gradient.
+    constant: 1 / (B L_max), Dr. GRPO: 1 / L_max times the gradient that the advantages stand for.
     """
     if aggregation == "sequence":
         return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))

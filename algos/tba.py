@@ -35,14 +35,14 @@ Run
     python algos/tba.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
 
 Expect
-    The default run takes 156 CPU seconds on one thread. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8
-    0.43 to greedy 0.49, pass@1 0.38, pass@8 0.77 after 20 steps and 0.52, 0.48, 0.69 after 100 (seed 1, 128 prompts).
-    rloo.py, on fresh samples, ends at 0.59, 0.51, 0.71.
-    Twenty steps of sort on samples of the first policy alone, pass@1 from 0.40 (one pilot, seed 99): TBA with beta 0.2
-    0.91; the same without the divergence (--beta 1e-6: REINFORCE, no ratio) 0.07; grpo.py's clip on this data 0.75;
-    rloo.py, on fresh samples, 0.98. With beta 0.05 TBA fell to 0.05 after ten of forty steps, then rose to 0.32. A
-    likely reason: the wrong answers of old have to lose 1 / beta nats, and what takes their place is not in the data.
-    `python benchmarks/effects.py run tba-stale` makes the comparison. Its ten seeds have not been run.
+    The default run takes a minute and three quarters on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1
+    0.08, pass@8 0.43 to greedy 0.52, pass@1 0.48, pass@8 0.69 (seed 1, 128 prompts). rloo.py, on fresh samples, ends at
+    0.59, 0.51, 0.71.
+    Twenty steps of sort on samples of the first policy alone, pass@1 from 0.40: TBA with beta 0.2 gets to 0.90. The
+    same without the divergence (--beta 1e-6: REINFORCE, no ratio) falls to 0.10. grpo.py's clip on this data gets to
+    0.80, rloo.py on fresh samples to 0.96 (10 seeds; benchmarks/effects.py, tba-stale).
+    With beta 0.05 TBA fell to 0.05 after ten of forty steps, then rose to 0.32 (one seed). A likely reason: the wrong
+    answers of old have to lose 1 / beta nats, and what takes their place is not in the data.
 
 Metrics
     As in rloo.py, but

@@ -91,7 +91,7 @@ def test_it_has_all_that_many_processes_have():
     from utils import distributed, single
 
     assert {name for name in vars(distributed) if not name.startswith("_")} - set(vars(single)) <= {
-        "PATIENCE", "TIMEOUT", "datetime", "dist", "is_shard", "os", "shapes", "sharded_parts", "signal", "time",
+        "PATIENCE", "TIMEOUT", "datetime", "dist", "is_shard", "os", "shapes", "sharded_parts", "signal", "sys", "time",
         "timedelta", "warnings", "whole",
     }  # fmt: skip
 

@@ -99,6 +99,8 @@ ROWS = {  # name: rule, w(p) for groups of G; and which groups are kept, where n
     "PSR": (updated("nsr", positive_weight=1.0, negative_weight=0.0), lambda p, n: 1),
     "NSR": (updated("nsr", positive_weight=0.0), lambda p, n: 1),
     "W-REINFORCE": (updated("nsr"), lambda p, n: 1.1),
+    "TOPR": (updated("topr"), lambda p, n: 2),
+    "TOPR, baseline": (updated("topr", baseline=0.7), lambda p, n: 2),
     "PSR, subset": (updated("nsr", L_MAX / P, num_minibatches=P, denominator="subset", positive_weight=1.0,
                             negative_weight=0.0), lambda p, n: (1 - (1 - p) ** n) / p),
     "NSR, subset": (updated("nsr", L_MAX / P, num_minibatches=P, denominator="subset", positive_weight=0.0),

@@ -86,6 +86,7 @@ def with_rewards(monkeypatch, change, module=grpo) -> None:
     "reinforce_pp-sort",
     "nft-sort",
     "raft-sort",
+    "topr-sort",
     "ttrl-sort",
     "tba-sort",
 )

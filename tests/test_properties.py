@@ -51,7 +51,7 @@ MODULES = [importlib.import_module(f"algos.{path.stem}") for path in sorted((REP
 NAN = float("nan")
 
 
-OWN_ADVANTAGES = "rloo", "raft", "nsr", "reinforce_pp", "vineppo", "reinforce", "reinforce_lm"
+OWN_ADVANTAGES = "rloo", "raft", "nsr", "topr", "reinforce_pp", "vineppo", "reinforce", "reinforce_lm"
 ELSEWHERE = {("advantages", algo) for algo in OWN_ADVANTAGES}  # in test_exact_ALGO.py
 MATCHED = {}  # name of a function -> the parameter lists under which it is tested
 
@@ -515,7 +515,8 @@ def test_any_text_has_a_score(name, text, seed):
 
 INTERVALS = {"": (-math.inf, math.inf, "()"), "at least 0": (0, math.inf, "[)"), "at least 1": (1, math.inf, "[)"),
              "above 0": (0, math.inf, "()"), "from 0 to 1": (0, 1, "[]"), "at least 0 and below 1": (0, 1, "[)"),
-             "above 0 and at most 1": (0, 1, "(]"), "above 0 and below 1": (0, 1, "()")}  # fmt: skip
+             "above 0 and at most 1": (0, 1, "(]"), "above 0 and below 1": (0, 1, "()"),
+             "from -1 to 1": (-1, 1, "[]")}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["one", "or None", "several"])

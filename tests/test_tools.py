@@ -72,6 +72,8 @@ def test_python():
 @pytest.mark.parametrize("code, shown", [
     ("while True: pass", "TimeoutError: longer than 1 seconds"),
     ("import time; time.sleep(60)", "TimeoutError"),
+    ("import resource; print(resource.getrlimit(resource.RLIMIT_CPU))", "(1, 2)"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)", "TimeoutError: longer than 1 seconds"),
     ("x = bytearray(10**9); print('has it')", "MemoryError"),
     ("open('file', 'w').write('x' * 2**21); print('has it')", "OSError"),
     ("import os; print(os.environ.get('HOME'), os.getcwd() != '/')", "None True"),

@@ -29,7 +29,7 @@ import utils.distributed
 import utils.lm
 from tests.engine_server import StandIn
 from utils.cli import saved_args
-from utils.distributed import on_rank_0, share, start, stop, together, whole
+from utils.distributed import on_rank_0, share, start, together, whole
 from utils.models import TINY_MODEL
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else "")
@@ -67,6 +67,7 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
         positive_weight=0.0,
         reward=(str(FOLDER / "rewards.py") + ":odd",),
     ),
+    "topr": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2),
     "ttrl": ONLINE | dict(num_generations=2, num_votes=4, micro_batch_size=4, num_minibatches=2),
     "reinforce_pp": ONLINE | dict(num_generations=1, sample_batch_size=2, micro_batch_size=2, beta=0.1),
     "vineppo": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, num_continuations=3),
@@ -96,7 +97,7 @@ SMALL = {  # batches and micro-batches are three or five: one process has one mo
 }
 BOTH = ("replicas", "shards")
 # Of whose own lines none knows of shards.
-LIKE_GRPO = "cispo", "nft", "raft", "nsr", "ttrl", "reinforce_pp", "vineppo", "reinforce_lm", "tba", "grpo_multiturn"
+LIKE_GRPO = "cispo nft raft nsr topr ttrl reinforce_pp vineppo reinforce_lm tba grpo_multiturn".split()
 CASES = {script: (script, {}, BOTH[: 1 if script in LIKE_GRPO else 2]) for script in SMALL} | {
     "reinforce_pp, groups": (
         "reinforce_pp",
@@ -204,10 +205,12 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def compared(one: dict, two: dict) -> dict:
+def compared(one: dict, two: dict, rloo: bool = False) -> dict:
     """How far two runs are apart. A resumed one has the gradients of the last steps only, and one evaluation more."""
     count = len(two["gradients"])
     rows = [(a, {name: b[name] for name in a}) for a, b in zip(one["rows"], two["rows"], strict=True)]
+    if rloo:  # two equal completions have an advantage of 0 but for rounding, whose sign decides what counts as cut
+        rows = [({name: a[name] for name in a if name != "clip_fraction"}, b) for a, b in rows]
     return {
         "steps": count,
         "gradients": [apart(b, a) for a, b in zip(one["gradients"][-count:], two["gradients"])],
@@ -250,7 +253,7 @@ def main(chosen: list[str]) -> None:
         wholes = wholes or found | {"alone": alone[name]}  # of grpo, the first
         if RANK == "0":
             for way in found:
-                note(f"{name}, {way}", compared(alone[name], found[way]))
+                note(f"{name}, {way}", compared(alone[name], found[way], CASES[name][0] == "rloo"))
     with in_float64():
         began = {}
         for way in {way for name, (way, _) in RESUMED.items() if name in chosen}:
@@ -283,5 +286,5 @@ if __name__ == "__main__":
     os.environ["RANK"] = RANK = "0" if child else "1"
     main(sys.argv[2:] or [*CASES, *RESUMED])
     torch.distributed.barrier()
-    stop()
+    torch.distributed.destroy_process_group()
     sys.exit(os.waitpid(child, 0)[1] if child else 0)

@@ -10,6 +10,7 @@ Weights are whole on every rank (replicas), or, with --fsdp, shards of PyTorch's
 import contextlib
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -56,9 +57,14 @@ def start(device: str) -> torch.device:
     return torch.device(device, local) if device == "cuda" else torch.device(device)
 
 
-def stop() -> None:
+def stop(code: int = 0) -> None:
+    """One rank of many leaves the others, and ends here: gloo's threads may abort a process that takes Python's way out
+    (https://github.com/pytorch/pytorch/issues/190489)."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def let_rank_0_speak() -> None:

@@ -16,6 +16,7 @@ BOUNDS = {
     "at least 0 and below 1": lambda x: 0 <= x < 1,
     "above 0 and at most 1": lambda x: 0 < x <= 1,
     "above 0 and below 1": lambda x: 0 < x < 1,
+    "from -1 to 1": lambda x: -1 <= x <= 1,
 }
 PositiveInt = Annotated[int, "at least 1"]
 NonNegativeInt = Annotated[int, "at least 0"]

@@ -199,7 +199,9 @@ class Run:
     def leave(self, number: int, when: str) -> NoReturn:
         self.bar.close()
         print(f"stopped {when}; continue with --resume {self.dir}", flush=True)
-        stop()
+        if self.wandb is not None:
+            self.wandb.finish(exit_code=128 + number)
+        stop(128 + number)
         sys.exit(128 + number)
 
     def save_early(self, state: dict) -> None:

@@ -28,8 +28,8 @@ from utils.tasks import Task, answer_of
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 LIMITED = """import resource, sys
 cpu, memory, size = map(int, sys.argv[1:])
-for name, most in (("CPU", cpu), ("AS", memory), ("FSIZE", size), ("CORE", 0)):
-    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
+for name, soft, hard in (("CPU", cpu, cpu + 1), ("AS", memory, memory), ("FSIZE", size, size), ("CORE", 0, 0)):
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (soft, hard))  # at its hard limit it would die of SIGKILL
 exec(compile(sys.stdin.read(), "<python>", "exec"), {"__name__": "__main__"})
 """
 

@@ -1,0 +1,92 @@
+"""TOPR: algos/topr.py."""
+
+from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
+from tests.specs.grpo import SPEC as PARENT
+
+BUGS = """
+gradient-through-the-weight:topr: rho is made from log pi
+- log_ratio = ((logps.detach() - old_logps) * mask).sum(1, keepdim=True)
++ log_ratio = ((logps - old_logps) * mask).sum(1, keepdim=True)
+
+ratio-turned-round:topr: old over new
+- log_ratio = ((logps.detach() - old_logps) * mask).sum(1, keepdim=True)
++ log_ratio = ((old_logps - logps.detach()) * mask).sum(1, keepdim=True)
+
+ratio-of-tokens: what ROLL and Trinity do
+- log_ratio = ((logps.detach() - old_logps) * mask).sum(1, keepdim=True)
++ log_ratio = (logps.detach() - old_logps) * mask
+
+ratio-by-length: what verl does
+- log_ratio = ((logps.detach() - old_logps) * mask).sum(1, keepdim=True)
++ log_ratio = ((logps.detach() - old_logps) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+ratio-of-padding: logps of padding are numbers, too
+- log_ratio = ((logps.detach() - old_logps) * mask).sum(1, keepdim=True)
++ log_ratio = (logps.detach() - old_logps).sum(1, keepdim=True)
+
+weights-above-one: importance sampling as it is in books
+- torch.where(advantages < 0, log_ratio.clamp(max=0).exp(), 1.0)
++ torch.where(advantages < 0, log_ratio.exp(), 1.0)
+
+all-answers-are-tapered: truncated importance sampling
+- torch.where(advantages < 0, log_ratio.clamp(max=0).exp(), 1.0)
++ log_ratio.clamp(max=0).exp()
+
+right-answers-are-tapered: which sign it is for
+- torch.where(advantages < 0, log_ratio.clamp(max=0).exp(), 1.0)
++ torch.where(advantages > 0, log_ratio.clamp(max=0).exp(), 1.0)
+
+wrong-answers-are-nothing: rewards of 0 and 1 are taken as they are
+- return (2 * rewards - 1 - baseline).nan_to_num(0.0)
++ return (rewards - baseline).nan_to_num(0.0)
+
+baseline-added: a sign
+- return (2 * rewards - 1 - baseline).nan_to_num(0.0)
++ return (2 * rewards - 1 + baseline).nan_to_num(0.0)
+
+skipped-answers-are-wrong:topr: NaN turns to 0 too early
+- return (2 * rewards - 1 - baseline).nan_to_num(0.0)
++ return 2 * rewards.nan_to_num(0.0) - 1 - baseline
+
+right-answers-in-the-metric: the mean of all weights hides those that matter
+- wrongs.add(counts * wrong[rows], wrong_weight=weight)
++ wrongs.add(counts, wrong_weight=weight)
+"""
+# one collection of 2,048 answers of the first policy, 64 updates
+ONCE = dict(task="sort", max_steps=1, num_prompts=256, num_minibatches=64, aggregation="constant", eval_every=0,
+            eval_prompts=128)  # fmt: skip
+
+SPEC = Spec(
+    "TOPR, arXiv 2503.14286",
+    PARENT.family,
+    small=PARENT.small,
+    tests="exact_topr expected_gradients wiring::test_the_update_scores_as_the_sampler_did "
+          "invariance::test_reference_logps_are_the_scorers "
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
+          "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
+    curves={
+        "topr-sort": Curve(
+            dict(task="sort", max_steps=6, learning_rate=1e-4, eval_every=0, eval_prompts=256), "reward",
+            numbers={"mean reward": "plain", "eval/greedy": "share"},
+        ),
+    },
+    effects={
+        "topr-stale": Effect(
+            {"topr": ("topr", ONCE), "reinforce": ("raft", ONCE | dict(select="all")),
+             "clipped": ("raft", ONCE | dict(select="all", plusplus=True)), "positives": ("raft", ONCE)},
+            "last eval/pass@1",
+            {"topr > reinforce + 0.5": 10, "topr > clipped + 0.2": 9, "topr > positives - 0.05": 9},
+        ),
+    },
+    recipes=(
+        Recipe(
+            "meta-llama/Meta-Llama-3-8B-Instruct", "arXiv 2503.14286", preset="full",
+            paper=dict(num_generations=16, learning_rate=5e-7, aggregation="sequence", beta=0.0, num_iterations=1,
+                       max_grad_norm=1.0, temperature=1.0, baseline=0.0),
+        ),
+    ),
+    flags=PARENT.flags | dict(num_minibatches=2),
+    special=PARENT.special | {"num_minibatches": ({}, 1)},
+    noise=PARENT.noise,
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip
