@@ -200,6 +200,12 @@ def green(name: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def learns_always(name: str) -> bool:
+    """Whether it is the first short curve of one of the best-known scripts."""
+    spec = SPECS[SCRIPT_OF[name]]
+    return spec.known and name == next(key for key, curve in spec.curves.items() if not curve.slow)
+
+
 def unchanged_since(name: str) -> str:
     """The commit of the last green run, where nothing has changed that the curve depends on; else empty."""
     record = green(name)

@@ -1,7 +1,7 @@
 """What all tests share: one thread per worker and subprocess, no network, which tests run, and the ledger of times.
 
     pytest --script X           the tests of one script: those of its spec, and all that are parametrised with its name
-    pytest --learning all       every default curve learns; known: those of the seven best-known scripts; none
+    pytest --learning all       every default curve learns; known: one of each of the seven best-known scripts; none
 
 Tests run on all cores, one thread each.
 """
@@ -25,8 +25,8 @@ LONG = ("test_learning.py", "test_the_chain_runs", "test_a_sample_is_caught")
 def pytest_addoption(parser):
     parser.addoption("--script", action="append", default=[], metavar="X", help="only the tests of algos/X.py")
     parser.addoption("--learning", choices=("changed", "all", "known", "none"), default="changed",
-                     help="which curves learn on fresh seeds: of the seven best-known scripts and of what has changed "
-                     "since its last green run (default), all, of the seven only, none")  # fmt: skip
+                     help="which curves learn on fresh seeds: one of each of the seven best-known scripts and what has "
+                     "changed since its last green run (default), all, the seven only, none")  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)  # xdist may be off
@@ -72,11 +72,10 @@ def skip_learning(config, items) -> None:
     """Marks the curves that need not learn, and sets the level at which those that do stay within the budget."""
     mode, seeds = config.getoption("--learning"), []
     for item in [item for item in items if item.get_closest_marker("learns")]:
-        from benchmarks.curves import CURVES, ENOUGH, SCRIPT_OF, recorded, unchanged_since
-        from tests.specs import SPECS
+        from benchmarks.curves import CURVES, ENOUGH, learns_always, recorded, unchanged_since
 
         (curve,) = item.get_closest_marker("learns").args
-        known, reason = SPECS[SCRIPT_OF[curve]].known, ""
+        known, reason = learns_always(curve), ""
         if len(recorded(curve)) < ENOUGH:
             reason = f"not run: {len(recorded(curve))} seeds of {curve} are recorded; of so few a band says nothing"
         elif mode == "none" or (mode == "known" and not known):

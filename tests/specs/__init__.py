@@ -109,7 +109,7 @@ class Spec:
     aliases: tuple[str, ...] = ()
     """names that people search for and that neither title nor docstring holds"""
     known: bool = False
-    """one of the seven best-known scripts, which learn in every run of the tests"""
+    """one of the seven best-known scripts, whose first curve learns in every run of the tests"""
     needs: str = ""
     """a package that only this script needs"""
     flags: dict = field(default_factory=dict)
