@@ -160,6 +160,41 @@ def effect_verdicts() -> str:
     return "\n".join(rows)
 
 
+def speeds() -> str:
+    """For benchmarks/README.md: the recorded comparisons of speed, ours first; a ratio above 1: ours is faster."""
+
+    def ratio(row: dict[str, float]) -> str:
+        return "**{median:.2f}** ({min:.2f} to {max:.2f})".format(**row)
+
+    rows = ["| | threads | plainrl | peers: rate, our speed over theirs (range) | what takes our time | measured |",
+            "|---|---|---|---|---|---|"]  # fmt: skip
+    for path in sorted(RESULTS.glob("speed_*.json")):
+        found, lines = read(path.stem), []
+        for case in found.get("results", ()):  # control_speed.py
+            rates, over = case["steps_per_second"], case["ours_over"]
+            peers = [f"{side} {rates[side]:,.0f}: {ratio(over[side])}" for side in over]
+            lines.append((f"{found['case']}, steps/s", case["threads"], f"{rates['ours']:,.0f}", peers,
+                          case["shares_of_ours"]))  # fmt: skip
+        if seconds := found.get("seconds_per_step"):  # trl_grpo.py, trl_family.py
+            pairs = found["trl_over_ours"]["pairs"]
+            over = {"median": found["trl_over_ours"]["median"], "min": min(pairs), "max": max(pairs)}
+            peers = [f"TRL {seconds['trl']:.3f}: {ratio(over)}"]
+            name = f"{path.stem.removeprefix('speed_')}, seconds per step: {found['work']}"
+            lines.append((name, found["threads"], f"{seconds['ours']:.3f}", peers, found["share_in_ours"]))
+        for algo in ("iql", "dt"):  # offline_corl.py
+            if algo in found:
+                rates, over = found[algo]["updates_per_second"], found[algo]["over_corl"]
+                texts = [ratio(row) + ("" if side == "ours" else f" in {side}") for side, row in over.items()]
+                peers = [f"CORL {rates['corl']:.1f}: {', '.join(texts)}"]
+                lines.append((f"{algo}, updates/s", found["threads"], f"{rates['ours']:.1f}", peers, {}))
+        machine = found["machine"]
+        when = f"{machine.get('date', 'before 23 November 2026')}, {machine['processor']}"
+        for name, threads, ours, peers, shares in lines:
+            parts = ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share < 1)
+            rows.append(f"| {name} | {threads} | {ours} | {'<br>'.join(peers)} | {parts} | {when} |")
+    return "\n".join(rows)
+
+
 def real_models() -> str:
     """For README.md: whether we have run a command with a real model."""
     run = read("real_model")
@@ -180,7 +215,7 @@ def real_models() -> str:
 
 def page(text: str) -> str:
     """A page's text with its tables renewed."""
-    for table in (algorithms, catalogue, proofs, effect_verdicts, real_models):
+    for table in (algorithms, catalogue, proofs, effect_verdicts, speeds, real_models):
         begin = f"<!-- {table.__name__}: python benchmarks/page.py write -->\n"
         if begin in text:
             head, rest = text.split(begin)

@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Literal
 
@@ -57,11 +58,12 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, str | int | float]:
-    """Processor, cores and load average at this moment."""
+    """Processor, cores, load average and date at this moment."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {"processor": names[0] if names else platform.processor(), "cores": os.cpu_count() or 0,
-            "load": round(os.getloadavg()[0], 2), "system": platform.system()}  # fmt: skip
+            "load": round(os.getloadavg()[0], 2), "system": platform.system(),
+            "date": date.today().isoformat()}  # fmt: skip
 
 
 def trl_trainer(rows: list[dict], reward, prompts: int, group: int, directory: str, **settings):
