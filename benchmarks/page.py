@@ -20,7 +20,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks import effects  # noqa: E402
+from benchmarks import effects, published  # noqa: E402
 from benchmarks.curves import ENOUGH, band, recorded  # noqa: E402
 from tests import family  # noqa: E402
 from tests.specs import FAMILIES, SPECS, line_of, parent_of  # noqa: E402
@@ -195,6 +195,11 @@ def speeds() -> str:
     return "\n".join(rows)
 
 
+def published_budget() -> str:
+    """For benchmarks/README.md."""
+    return published.table()
+
+
 def real_models() -> str:
     """For README.md: whether we have run a command with a real model."""
     run = read("real_model")
@@ -215,7 +220,7 @@ def real_models() -> str:
 
 def page(text: str) -> str:
     """A page's text with its tables renewed."""
-    for table in (algorithms, catalogue, proofs, effect_verdicts, speeds, real_models):
+    for table in (algorithms, catalogue, proofs, effect_verdicts, speeds, published_budget, real_models):
         begin = f"<!-- {table.__name__}: python benchmarks/page.py write -->\n"
         if begin in text:
             head, rest = text.split(begin)

@@ -1,0 +1,17 @@
+"""The interquartile mean and its interval, by hand."""
+
+import numpy as np
+import pytest
+
+from benchmarks.published import iqm
+
+
+def test_the_middle_half_of_all_scores():
+    """Of eight scores the four in the middle, wherever they come from."""
+    middle, low, high = iqm([np.array([0.0, 1.0, 2.0, 9.0]), np.array([3.0, 4.0, 5.0, -9.0])], draws=200)
+    assert middle == pytest.approx((1 + 2 + 3 + 4) / 4) and low < middle < high
+
+
+def test_seeds_are_drawn_within_tasks():
+    """Two tasks whose seeds agree: nothing is uncertain, though the tasks differ."""
+    assert iqm([np.zeros(4), np.ones(4)], draws=50) == pytest.approx((0.5, 0.5, 0.5))
