@@ -24,7 +24,8 @@ Run
     python algos/grpo_multiturn.py                                                  the embedded model learns to guess a
                                                                                     digit by asking higher or lower
     python algos/grpo_multiturn.py --blank-observations                             the control: answers say nothing
-    python algos/grpo_multiturn.py --environment calculator --max-turns 2           countdown with a calculator
+    python algos/grpo_multiturn.py --environment calculator --max-turns 2 --num-prompts 64 --num-generations 8 \
+        --learning-rate 1e-4                                                        countdown with a calculator
     python algos/grpo_multiturn.py --model Qwen/Qwen2.5-3B-Instruct --environment search:corpus.jsonl \
         --task questions.jsonl --lora-rank 32                                       a search engine: utils/tools.py
     python algos/grpo_multiturn.py --model Qwen/Qwen2.5-3B-Instruct --environment python --task questions.jsonl \
@@ -40,6 +41,8 @@ Expect
     ends at 0.40 +- 0.02, at most 0.43 (benchmarks/effects.py, grpo_multiturn-observations). In the first ten steps the
     policy mostly ends at once, and learns that a digit pays. Groups become deterministic on a tree of guesses that
     misses some digits, so runs stop at different levels below 1.
+    Countdown with the calculator goes from greedy 0.47, pass@1 0.35, pass@8 0.83 to 0.55, 0.50, 0.69 in 60 steps (seed
+    1, one thread). It starts ahead of grpo.py's 0.01, because it does the sums that the embedded model gets wrong.
 
 Metrics
     reward         mean over the batch; rises. reward_std: mean within groups
