@@ -5,18 +5,21 @@
 
 import importlib.util
 import json
+import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from benchmarks.curves import CURVES, ROOT, SCRIPT_OF, run_once
+from benchmarks.curves import CURVES, ROOT, SCRIPT_OF, band, run_once
+from benchmarks.curves import recorded as right_rows
 from tests.specs import SPECS, Bug, sources
 from utils.machine import environment
 
 RESULTS = ROOT / "benchmarks/results/bug_hunt.jsonl"
 SEEDS = (1, 2, 3)
+UNSEEN = "No curve shows it."
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,6 @@ class Hunt:
     """its name in the specs"""
     curve: str
     """the recorded curve whose settings it is trained with"""
-    shows: bool = True
-    """whether the curve is expected to show it"""
 
 
 HUNTS = (  # from the plain to the hard
@@ -41,7 +42,7 @@ HUNTS = (  # from the plain to the hard
     Hunt("groups-interleaved", "grpo-sort"),
     Hunt("divergence-rewarded:rloo", "rloo-sort"),
     Hunt("reward-on-padding", "ppo_lm-sort"),
-    Hunt("observations-are-trained", "grpo_multiturn-guess", shows=False),
+    Hunt("observations-are-trained", "grpo_multiturn-guess"),
 )
 
 
@@ -66,6 +67,19 @@ def rows_of(hunt: Hunt) -> list[dict]:
     """Those that were recorded with the settings and the edit of today."""
     now = [hunt.bug, hunt.curve, bug_of(hunt).new, json.loads(json.dumps(CURVES[hunt.curve].settings))]
     return [row for row in recorded() if [row["bug"], row["curve"], row["new"], row["settings"]] == now]
+
+
+def verdict(hunt: Hunt) -> str:
+    """What the curve says beside the right one: below the band of fresh seeds in some number, above all right seeds, or
+    nothing. Empty where it is not recorded."""
+    if not (rows := rows_of(hunt)):
+        return ""
+    means = {number: statistics.mean(row[number] for row in rows) for number in CURVES[hunt.curve].numbers}
+    if any(mean < band(hunt.curve, number)["lower"] for number, mean in means.items()):
+        return "The curve shows it."
+    if any(mean > max(row[number] for row in right_rows(hunt.curve)) for number, mean in means.items()):
+        return "The curve is better than the right one."
+    return UNSEEN
 
 
 def train(hunt: Hunt, seed: int) -> dict:

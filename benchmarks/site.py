@@ -356,7 +356,7 @@ def answer(hunt: bug_hunt.Hunt) -> str:
         "right": bug.old,
         "why": why,
         "public": public,
-        "curve": "" if hunt.shows else "No curve shows it.",
+        "curve": bug_hunt.verdict(hunt),
         "test": row["test"] if row.get("outcome") == "failed" else "not run yet",
     }
     return base64.b64encode(json.dumps(told).encode()).decode()
@@ -387,10 +387,11 @@ def hunt_list() -> str:
         + (f", {len(found)} seeds" if (found := bug_hunt.rows_of(hunt)) else ": its curve is not recorded yet")
         for number, hunt in enumerate(bug_hunt.HUNTS, 1)
     )
+    unseen = sum(bug_hunt.verdict(hunt) == bug_hunt.UNSEEN for hunt in bug_hunt.HUNTS)
     return html("Bug hunt", f"""
 <h1>Bug hunt</h1><p>Each page shows a script with one planted bug, its curve, and the curve of the right script. Click
 the line. You are told which test catches the bug, and why people make it.</p><p>In reinforcement learning a wrong
-program often still learns. One of these bugs shows in no curve at all.</p><ol>{rows}</ol>
+program often still learns: of these {len(bug_hunt.HUNTS)} bugs no curve shows {unseen}.</p><ol>{rows}</ol>
 """, "hunt.html")  # fmt: skip
 
 

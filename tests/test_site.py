@@ -97,7 +97,7 @@ def test_the_search_knows_other_names(built, name, script):
 
 
 def test_the_answer_of_the_hunt_is_hidden_and_right(built):
-    assert len(bug_hunt.HUNTS) == 12 and sum(not hunt.shows for hunt in bug_hunt.HUNTS) == 1
+    assert len(bug_hunt.HUNTS) == 12 and all(len(bug_hunt.rows_of(hunt)) == 3 for hunt in bug_hunt.HUNTS)
     for number, hunt in enumerate(bug_hunt.HUNTS, 1):
         text, bug = (built / f"hunt-{number}.html").read_text(), bug_hunt.bug_of(hunt)
         script = site.curves.SCRIPT_OF[hunt.curve]
@@ -109,6 +109,15 @@ def test_the_answer_of_the_hunt_is_hidden_and_right(built):
         assert set(changed) <= set(answer["lines"]) and 1 <= len(answer["lines"]) <= 4
         assert all(f"id=L{line}>" in text for line in answer["lines"])
         assert bug.why.startswith(answer["why"]) and answer["test"]
+
+
+def test_what_a_curve_says_of_a_bug(monkeypatch):
+    hunt = bug_hunt.HUNTS[0]
+    right = bug_hunt.right_rows(hunt.curve)
+    for change, said in ((-0.5, "The curve shows it."), (0.0, bug_hunt.UNSEEN), (0.5, "The curve is better")):
+        rows = [{name: row[name] + change for name in site.curves.CURVES[hunt.curve].numbers} for row in right]
+        monkeypatch.setattr(bug_hunt, "rows_of", lambda _, rows=rows: rows)
+        assert bug_hunt.verdict(hunt).startswith(said)
 
 
 def test_the_hunt_trains_the_script_with_the_bug(monkeypatch, tmp_path):
