@@ -57,7 +57,8 @@ Metrics
     kl             mean k3 (beta > 0 only); grows slowly
     approx_kl      mean of rho - 1 - log rho in the last update epoch; near 0 with one epoch
     clip_fraction  share of tokens whose gradient is cut; below 0.3. In the first epoch 0 in float32; in bfloat16 the
-                   sampler's rounding alone can take a few tokens beyond the clip
+                   sampler's rounding alone can take a few tokens beyond the clip. What the clip does to stale data:
+                   benchmarks/README.md
     sampler_gap    mean |log pi_theta - log pi_old| before the first update; 1e-6 in float32, more means a bug
     engine/weight, engine/above_2, engine/ess   with --sampler, over tokens: mean of pi_theta / pi_engine, its share
                    above 2, effective sample size over the number of tokens; about 1, 0 and 1
