@@ -21,7 +21,7 @@ from scipy.stats import trim_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.curves import recorded  # noqa: E402
+from benchmarks.curves import ENOUGH, recorded  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/random.json"
 # 1M steps on older versions of the tasks, most read off a plot by Tianshou's examples/mujoco/README.md
@@ -64,22 +64,21 @@ def iqm(scores: list[np.ndarray], draws: int = 10_000) -> tuple[float, float, fl
 
 
 def table() -> str:
-    """Markdown: a row for each task, and the IQM over those that have two seeds."""
+    """Markdown: a row for each task, and the IQM where all have enough seeds."""
     base = json.loads(RESULT.read_text())["return"]
     rows = ["| task, v5 | plainrl, seeds | random actions | PPO paper | OpenAI Baselines | Tianshou, tuned |",
             "|---|---|---|---|---|---|"]  # fmt: skip
     scores = []
     for task, others in OTHERS.items():
-        values, ours = returns_of(task), "not run"
-        if len(values) > 1:
-            ours = f"{statistics.mean(values):,.0f} +- {statistics.stdev(values):,.0f}, {len(values)}"
-            scores.append((np.array(values) - base[task]) / (others[0] - base[task]))
+        values = returns_of(task)
+        spread = f" +- {statistics.stdev(values):,.0f}" if len(values) > 1 else ""
+        ours = f"{statistics.mean(values):,.0f}{spread}, {len(values)}" if values else "not run"
+        scores.append((np.array(values) - base[task]) / (others[0] - base[task]))
         rows.append(f"| {task} | {ours} | {base[task]:,.0f} | " + " | ".join(f"{x:,}" for x in others) + " |")
-    middle, low, high = iqm(scores)
-    rows += [
-        "",
-        f"Interquartile mean of the scores over {len(scores)} tasks: {middle:.2f} (95 %: {low:.2f} to {high:.2f}).",
-    ]
+    if min(map(len, scores)) >= ENOUGH:
+        middle, low, high = iqm(scores)
+        interval = f"{middle:.2f} (95 %: {low:.2f} to {high:.2f})"
+        rows += ["", f"Interquartile mean of the scores of all seeds, 1 being the PPO paper's: {interval}."]
     return "\n".join(rows)
 
 
