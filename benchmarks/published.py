@@ -5,8 +5,8 @@
     python benchmarks/published.py show                              the table of benchmarks/README.md
 
 Ours is the mean return of sampled actions in the last tenth of training. A score is 0 for random actions and 1 for the
-PPO paper. IQM: the mean of the middle half of all seeds' scores over all tasks, with a
-bootstrap interval that draws seeds within tasks (Agarwal et al. 2021, arXiv 2108.13264, section 4).
+PPO paper. IQM: the mean of the middle half of all seeds' scores over all tasks, with a bootstrap interval that draws
+seeds within tasks (Agarwal et al. 2021, arXiv 2108.13264, section 4).
 """
 
 import json

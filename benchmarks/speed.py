@@ -23,10 +23,12 @@ BUSY = 0.5  # processes that want to run, mean of the last minute
 
 
 def main(cleanrl: Path, corl: Path, rounds: int = 3) -> None:
-    """Args:
-    cleanrl: folder of a clone of CleanRL
-    corl: folder of a clone of CORL
-    rounds: runs of each side; of fewer than 3 nothing is written for control and offline
+    """Times all sides in turn.
+
+    Args:
+        cleanrl: folder of a clone of CleanRL
+        corl: folder of a clone of CORL
+        rounds: runs of each side; of fewer than 3 nothing is written for control and offline
     """
     if (load := os.getloadavg()[0]) > BUSY:
         sys.exit(f"the machine does other work (load {load:.1f}): end it, and wait a minute")
