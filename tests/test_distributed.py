@@ -65,6 +65,17 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(found, case):
         assert result["equal rows"] and result["equal weights"] and max(result["gradients"]) == 0
 
 
+def test_a_rank_ends_where_it_stops():
+    """Nothing that Python does on its way out is done, not even by threads of gloo; output is not lost."""
+    code = """import atexit, torch.distributed as dist, utils.distributed
+atexit.register(print, "late")
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+print("done")
+utils.distributed.stop(7)"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
+    assert (ended.returncode, ended.stdout) == (7, "done\n")
+
+
 def ranks(monkeypatch, count: int):
     """Yields in turn as each rank of `count`."""
     for rank in range(count):

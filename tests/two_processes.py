@@ -124,6 +124,9 @@ CASES = {script: (script, {}, BOTH[: 1 if script in LIKE_GRPO else 2]) for scrip
     "float32 engine": ("grpo", dict(sampler=True), BOTH),
     "float32 dpo": ("dpo", {}, BOTH),
 }
+# FSDP adds in another order. Equal completions then have an advantage of 0 but for rounding, whose sign decides what
+# counts as cut.
+NOISY = {"rloo, shards": "clip_fraction"}
 RESUMED = {  # name -> how it began, how it went on
     "two to two": ("replicas", "replicas"),
     "two to one": ("replicas", "alone"),
@@ -205,12 +208,13 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def compared(one: dict, two: dict, rloo: bool = False) -> dict:
-    """How far two runs are apart. A resumed one has the gradients of the last steps only, and one evaluation more."""
+def compared(one: dict, two: dict, noisy: str = "") -> dict:
+    """How far two runs are apart, but for the metric `noisy`. A resumed one has the gradients of the last steps only,
+    and one evaluation more."""
     count = len(two["gradients"])
     rows = [(a, {name: b[name] for name in a}) for a, b in zip(one["rows"], two["rows"], strict=True)]
-    if rloo:  # two equal completions have an advantage of 0 but for rounding, whose sign decides what counts as cut
-        rows = [({name: a[name] for name in a if name != "clip_fraction"}, b) for a, b in rows]
+    if noisy:
+        rows = [({name: a[name] for name in a if name != noisy}, b) for a, b in rows]
     return {
         "steps": count,
         "gradients": [apart(b, a) for a, b in zip(one["gradients"][-count:], two["gradients"])],
@@ -253,7 +257,7 @@ def main(chosen: list[str]) -> None:
         wholes = wholes or found | {"alone": alone[name]}  # of grpo, the first
         if RANK == "0":
             for way in found:
-                note(f"{name}, {way}", compared(alone[name], found[way], CASES[name][0] == "rloo"))
+                note(f"{name}, {way}", compared(alone[name], found[way], NOISY.get(f"{name}, {way}", "")))
     with in_float64():
         began = {}
         for way in {way for name, (way, _) in RESUMED.items() if name in chosen}:
