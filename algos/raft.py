@@ -208,7 +208,7 @@ def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) ->
 
     sequence: 1 / (B T_i), the paper's. Not the policy gradient: tokens of long completions count less than others.
     token: 1 / sum of all T_i of the step, as TRL and verl; DAPO's formula takes each group's own sum.
-    constant: 1 / (B L_max), Dr. GRPO: 1 / L_max times the gradient that the advantages stand for.
+    constant: 1 / (B L_max), Dr. GRPO: all tokens count alike, so lengths bias nothing.
     """
     if aggregation == "sequence":
         return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))

@@ -11,8 +11,8 @@ lower bound, and the model breaks. So a wrong answer's weight falls with its pro
 
     g = 1/B sum_i w_i R_i 1/L sum_t grad log pi_theta(y_it | x, y_i,<t)
 
-    R_i      2 r_i - 1 - c, with the task's reward r_i: 1 for a right answer and -1 for a wrong one, less a baseline
-    w_i      1 where R_i >= 0, else min(rho_i, 1); it has no gradient
+    R_i      = 2 r_i - 1 - c     the task's reward r_i, 0 or 1, as -1 or 1, less a baseline
+    w_i      = 1 where R_i >= 0, else min(rho_i, 1)     a number: it has no gradient
     rho_i    = pi_theta(y_i | x) / pi_old(y_i | x)   ratio of whole completions; pi_old sampled them
     B, L     completions of the optimizer step; --max-completion-length, or as --aggregation says
     c        --baseline
@@ -187,7 +187,7 @@ def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) ->
 
     sequence: 1 / (B T_i), as the authors. Not the policy gradient: tokens of long completions count less than others.
     token: 1 / sum of all T_i of the step, as TRL and verl; DAPO's formula takes each group's own sum.
-    constant: 1 / (B L_max), Dr. GRPO: 1 / L_max times the gradient that the advantages stand for.
+    constant: 1 / (B L_max), Dr. GRPO: all tokens count alike, so lengths bias nothing.
     """
     if aggregation == "sequence":
         return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))
