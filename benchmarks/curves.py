@@ -2,6 +2,7 @@
 
     python benchmarks/curves.py record grpo-sort --seeds 30       appends one row per seed to curves/grpo-sort.jsonl;
                                                                   --jobs 2: two seeds at a time
+    python benchmarks/curves.py add sac-hopper-1m RUN             appends the row of a run that its script has finished
     python benchmarks/curves.py show                              bands, false-alarm rates, power; curves/*.png
 
 A curve stands in its script's spec (tests/specs). A band is one-sided: with n recorded seeds of mean m and standard
@@ -101,6 +102,11 @@ def run_once(name: str, seed: int, **changes) -> dict:
             reward_model.train(reward_model.Args(**REWARD_MODEL | common, label_noise=curve.label_noise))
             changes = {"reward": tuple(map(str, Path(folder).glob("*/model")))} | changes
         history = module.train(module.Args(**begun(curve.settings, common | changes) | common | changes))
+    return row_of(column, seed, history) | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def row_of(column: str, seed: int, history: list[dict]) -> dict:
+    """What a curve's file keeps of a run, from the rows of its metrics."""
     steps = [row[column] for row in history if column in row]
     row = {"seed": seed, column: [round(x, 5) for x in steps]}
     row |= {key: value for key, value in history[-1].items() if key.startswith("eval/") and key != column}
@@ -109,7 +115,7 @@ def run_once(name: str, seed: int, **changes) -> dict:
     row |= {"negative final loss": -statistics.mean(tenth)} if column == "loss" else {}
     row |= {"late return": statistics.mean(tenth)} if column == "return" else {}
     row |= {"negative mean reward/task": -statistics.mean(steps)} if column == "reward/task" else {}
-    return row | {"seconds": round(time.perf_counter() - start, 1)}
+    return row
 
 
 def recorded(name: str) -> list[dict]:
@@ -250,6 +256,25 @@ def record(name: tyro.conf.Positional[str], seeds: int = 30, jobs: int = 1) -> N
             print(name, {"seed": seed} | numbers, flush=True)
 
 
+def add(name: tyro.conf.Positional[str], run: tyro.conf.Positional[Path]) -> None:
+    """Appends the row of a finished run: hours of training are a command of its script, which can be resumed. The
+    seconds are its steps at the median of its speeds: breaks, evaluations and saves are left out."""
+    config, settings = json.loads((run / "config.json").read_text()), json.loads(json.dumps(CURVES[name].settings))
+    history = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    args, last = config["args"], history[-1]["step"]
+    if config["algo"] != SCRIPT_OF[name] or args | settings != args:
+        sys.exit(f"{run} has other settings than the curve {name}: {settings}")
+    if last != args["total_timesteps"]:
+        sys.exit(f"{run} is not finished: --resume {run}")
+    if args["seed"] in {row["seed"] for row in recorded(name)}:
+        sys.exit(f"{name} has seed {args['seed']} already")
+    speeds = [row["time/steps_per_second"] for row in history if "time/steps_per_second" in row]
+    row = row_of(CURVES[name].column, args["seed"], history) | {"seconds": round(last / statistics.median(speeds), 1)}
+    with open(FOLDER / f"{name}.jsonl", "a") as file:
+        file.write(json.dumps(row | {"settings": settings} | {k: config[k] for k in ("versions", "commit", "machine")}))
+        file.write("\n")
+
+
 def show() -> None:
     """Prints every band and draws each curve with the peers' beside it."""
     import matplotlib
@@ -281,4 +306,4 @@ def show() -> None:
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"record": record, "one": one, "show": show})
+    tyro.extras.subcommand_cli_from_dict({"record": record, "one": one, "add": add, "show": show})

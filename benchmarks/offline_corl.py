@@ -3,6 +3,8 @@
     git clone https://github.com/corl-team/CORL /tmp/corl
     python benchmarks/offline_corl.py speed --corl /tmp/corl --rounds 5         -> results/speed_offline.json
     python benchmarks/offline_corl.py score --corl /tmp/corl --seeds 3          -> results/score_offline.json
+    python benchmarks/offline_corl.py score --corl /tmp/corl --seeds 5 --algos iql --iql-steps 100000 --cloning \
+        --datasets data/Hopper-v5/medium-replay.hdf5 data/Hopper-v5/medium-expert.hdf5
 
 CORL's files algorithms/offline/iql.py and dt.py are imported as they are, with empty modules in place of d4rl, gym,
 pyrallis and wandb, of which only what is not used here is needed. Its networks, data handling and updates
@@ -12,8 +14,9 @@ speed: batch 256, two hidden layers of 256 for IQL; batch 64, K = 20, three laye
 reads DT's windows in the four processes of its data loader. Each run is a fresh process; sides take turns.
 score: the same file, number of updates, batch and network sizes, learning rate and reward treatment; everything else is
 as each code has it (CORL normalises observations for IQL). Evaluation is ours for both: the same environments, start
-states and episodes. The interval is Student's for the mean of the seeds' differences, which are taken as normal: a
-bootstrap of three seeds cannot leave the range from their smallest difference to their largest.
+states and episodes. --cloning adds 10 %-BC (bc.py) with as many updates. The interval is Student's for the mean of the
+seeds' differences, which are taken as normal: a bootstrap of three seeds cannot leave the range from their smallest
+difference to their largest.
 """
 
 import importlib.util
@@ -169,11 +172,11 @@ def corl_dt(folder: Path, dataset: str, seed: int, settings: dict):
     return update, score
 
 
-def ours(algo: Algo, dataset: str, seed: int, steps: int, settings: dict) -> list[dict]:
+def ours(algo: str, dataset: str, seed: int, steps: int, settings: dict) -> list[dict]:
     """The history of our script, started as a user would."""
-    from algos import dt, iql
+    from algos import bc, dt, iql
 
-    script = {"iql": iql, "dt": dt}[algo]
+    script = {"iql": iql, "dt": dt, "bc": bc}[algo]
     return script.train(script.Args(dataset=dataset, seed=seed, max_steps=steps, save_every=10**9, eval_every=0,
                                     threads=torch.get_num_threads(), **settings))  # fmt: skip
 
@@ -234,7 +237,7 @@ def speed(corl: Path, dataset: str = "", rounds: int = 5, threads: int = 2) -> N
         (RESULTS / "speed_offline.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
-def score_worker(algo: Algo, side: str, corl: Path, dataset: str, seed: int, steps: int, episodes: int) -> None:
+def score_worker(algo: str, side: str, corl: Path, dataset: str, seed: int, steps: int, episodes: int) -> None:
     """The return of one run of one side at its end, as a line of JSON."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     if side == "corl":
@@ -245,8 +248,10 @@ def score_worker(algo: Algo, side: str, corl: Path, dataset: str, seed: int, ste
             update()
         result = score(episodes)
     else:
-        settings = {"eval_episodes": episodes}
-        if algo == "dt":
+        settings: dict = {"eval_episodes": episodes}
+        if side == "cloning":
+            algo, settings = "bc", settings | {"top_fraction": 0.1}
+        elif algo == "dt":
             settings |= SMALL_DT | {"target_returns": (float(read(dataset)[0].trajectory_returns().max()),)}
         result = ours(algo, dataset, seed, steps, settings)[-1]["eval/return"]
     print()
@@ -261,31 +266,30 @@ def difference(ours, corl) -> dict:
 
 
 def score(corl: Path, datasets: tuple[str, ...] = ("",), algos: tuple[Algo, ...] = ("iql", "dt"), seeds: int = 3,
-          iql_steps: int = 10_000, dt_steps: int = 1_200, episodes: int = 20, threads: int = 1) -> None:  # fmt: skip
-    """Trains both sides on each dataset ("": the one that ships) and puts the results into results/score_offline.json,
-    in place of older ones of the same script and dataset."""
-    path = RESULTS / "score_offline.json"
-    names = [(algo, Path(dataset).name or "shipped") for algo in algos for dataset in datasets]
-    old = json.loads(path.read_text())["results"] if path.exists() else []
-    results = [row for row in old if (row["algo"], row["dataset"]) not in names]
+          iql_steps: int = 10_000, dt_steps: int = 1_200, episodes: int = 20, threads: int = 1,
+          cloning: bool = False) -> None:  # fmt: skip
+    """Trains all sides on each dataset ("": the one that ships) and adds to results/score_offline.json the seeds that
+    it lacks, one after the other."""
+    path, sides = RESULTS / "score_offline.json", ("ours", "corl", *(("cloning",) if cloning else ()))
+    results = json.loads(path.read_text())["results"] if path.exists() else []
     for dataset in datasets:
         where = dataset and str(Path(dataset).resolve())
         for algo in algos:
-            rows, steps = [], {"iql": iql_steps, "dt": dt_steps}[algo]
-            for seed in range(1, seeds + 1):
-                words = ("--corl", corl.resolve(), "--dataset", where, "--seed", seed, "--steps", steps, "--episodes",
-                         episodes)  # fmt: skip
-                rows.append([measure(threads, "score-worker", "--algo", algo, "--side", side, *words)
-                             for side in ("ours", "corl")])  # fmt: skip
-                print(
-                    algo, Path(dataset).name, f"seed {seed}: ours {rows[-1][0]:.0f}, corl {rows[-1][1]:.0f}", flush=True
-                )
-            results.append({
-                "algo": algo, "dataset": Path(dataset).name or "shipped", "updates": steps, "episodes": episodes,
-                "ours": [row[0] for row in rows], "corl": [row[1] for row in rows],
-                **difference(*np.transpose(rows)),
-            })  # fmt: skip
-            path.write_text(json.dumps({"results": results, "machine": machine()}, indent=1) + "\n")
+            about = {"algo": algo, "dataset": "/".join(Path(dataset).parts[-2:]) or "shipped",
+                     "updates": {"iql": iql_steps, "dt": dt_steps}[algo], "episodes": episodes}  # fmt: skip
+            row = next((r for r in results if r | about == r and r.keys() >= set(sides)), None)
+            if row is None:
+                results.append(row := about | {side: [] for side in sides})
+            for seed in range(len(row["ours"]) + 1, seeds + 1):
+                words = ("--corl", corl.resolve(), "--dataset", where, "--seed", seed, "--steps", about["updates"],
+                         "--episodes", episodes)  # fmt: skip
+                found = {side: measure(threads, "score-worker", "--algo", algo, "--side", side, *words)
+                         for side in sides}  # fmt: skip
+                for side, value in found.items():
+                    row[side].append(value)
+                row |= difference(row["ours"], row["corl"]) if seed > 1 else {}
+                path.write_text(json.dumps({"results": results, "machine": machine()}, indent=1) + "\n")
+                print(algo, about["dataset"], f"seed {seed}:", {k: round(v) for k, v in found.items()}, flush=True)
     print(json.dumps(results, indent=1))
 
 

@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.curves import ENOUGH, recorded  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/random.json"
-# 1M steps on older versions of the tasks, most read off a plot by Tianshou's examples/mujoco/README.md
-OTHERS = {  # task: PPO paper (arXiv 1707.06347, v1), OpenAI Baselines, Tianshou (v3 and v2; tuned, a run's best)
+# 1M steps, most read off a plot by Tianshou's examples/mujoco/README.md, which names no version for Baselines
+OTHERS = {  # task: PPO paper (arXiv 1707.06347), OpenAI Baselines, Tianshou (a run's best)
     "HalfCheetah": (1800, 1700, 5784),
     "Hopper": (2330, 2400, 2609),
     "InvertedDoublePendulum": (8000, 7350, 9231),
@@ -66,7 +66,7 @@ def iqm(scores: list[np.ndarray], draws: int = 10_000) -> tuple[float, float, fl
 def table() -> str:
     """Markdown: a row for each task, and the IQM where all have enough seeds."""
     base = json.loads(RESULT.read_text())["return"]
-    rows = ["| task, v5 | plainrl, seeds | random actions | PPO paper | OpenAI Baselines | Tianshou, tuned |",
+    rows = ["| task, v5 | plainrl, seeds | random | PPO paper, v1 | OpenAI Baselines | Tianshou, tuned, v3, v2 |",
             "|---|---|---|---|---|---|"]  # fmt: skip
     scores = []
     for task, others in OTHERS.items():

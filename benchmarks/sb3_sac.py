@@ -1,6 +1,7 @@
 """Stable-Baselines3's SAC with the settings of the curve sac-halfcheetah, evaluated as ours is, seed by seed beside it.
 
 python benchmarks/sb3_sac.py curve --seeds 8       appends one row per seed to curves/sb3-sac-halfcheetah.jsonl
+python benchmarks/sb3_sac.py curve sac-hopper-1m --seeds 1 --steps 300000    the first 300,000 steps of another curve
 python benchmarks/sb3_sac.py log-alpha --seeds 8   ours with SB3's loss of the temperature, -log(alpha) (log pi + H)
 python benchmarks/sb3_sac.py compare               differences of the means, with one-sided 95 % bounds, paired by seed
 
@@ -30,15 +31,15 @@ from utils.envs import make_env  # noqa: E402
 from utils.rollouts import evaluate  # noqa: E402
 
 NAME = "sac-halfcheetah"
-SETTINGS = CURVES[NAME].settings
 
 
-def train(seed: int) -> dict:
+def train(name: str, steps: int, seed: int) -> dict:
     """One run; evaluation in the environments, start states and numbers of episodes that our script uses."""
     from stable_baselines3 import SAC
     from stable_baselines3.common.callbacks import BaseCallback
 
-    env_id, every, episodes = SETTINGS["env_id"], SETTINGS["eval_every"], SETTINGS["eval_episodes"]
+    args = sac.Args(**CURVES[name].settings)
+    env_id, every, episodes = args.env_id, args.eval_every, args.eval_episodes
     start, returns = time.perf_counter(), []
 
     class Evaluation(BaseCallback):
@@ -55,8 +56,8 @@ def train(seed: int) -> dict:
                 returns.append(scores["eval/return"])
             return True
 
-    model = SAC("MlpPolicy", make_env(env_id), learning_starts=SETTINGS["learning_starts"], seed=seed, device="cpu")
-    model.learn(SETTINGS["total_timesteps"], callback=Evaluation())
+    model = SAC("MlpPolicy", make_env(env_id), learning_starts=args.learning_starts, seed=seed, device="cpu")
+    model.learn(steps or args.total_timesteps, callback=Evaluation())
     return {"seed": seed, "eval/return": returns, "mean eval/return": float(np.mean(returns)),
             "last eval/return": returns[-1], "seconds": round(time.perf_counter() - start, 1),
             "versions": {name: importlib.metadata.version(name) for name in ("stable_baselines3", "torch")},
@@ -73,9 +74,10 @@ def append_seeds(name: str, seeds: int, run: Callable[[int], dict]) -> None:
         print(row, flush=True)
 
 
-def curve(seeds: int = 8) -> None:
+def curve(name: tyro.conf.Positional[str] = NAME, seeds: int = 8, steps: int = 0) -> None:
+    """steps: where it ends; 0: where our curve does."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    append_seeds(f"sb3-{NAME}", seeds, train)
+    append_seeds(f"sb3-{name}", seeds, partial(train, name, steps))
 
 
 def log_alpha(seeds: int = 8) -> None:

@@ -124,8 +124,8 @@ def curve_figure(name: str, output: Path) -> str:
     settings = ", ".join(f"{option} {value}" for option, value in curve.settings.items())
     return (
         f'<figure id="curve-{name}">{drawing}<figcaption><b>{name}</b> {key(labels)}<br>Thin: every seed. Thick: the '
-        f'median. About {seconds:.0f} s a seed. <a href="{name}.csv" download>CSV</a><details><summary>settings'
-        f"</summary>{escape(settings)}</details></figcaption></figure>"
+        f'median. {cut_short(name)}About {seconds:.0f} s a seed. <a href="{name}.csv" download>CSV</a><details>'
+        f"<summary>settings</summary>{escape(settings)}</details></figcaption></figure>"
     )
 
 
@@ -187,12 +187,31 @@ def command_of(script: str, recipe) -> tuple[str, str]:
     return next((c, note) for c, note in listing.commands(script) if recipe.command.strip() in c)
 
 
+def arguments(script: str, recipe):
+    """The recipe's command as the script reads it."""
+    words = command_of(script, recipe)[0].partition(".py")[2]
+    return tyro.cli(importlib.import_module(f"algos.{script}").Args, args=shlex.split(words))
+
+
+def cut_short(name: str) -> str:
+    """What is said of a curve on MuJoCo or Atari that ends before the longest published recipe of its script."""
+    script, curve = curves.SCRIPT_OF[name], curves.CURVES[name]
+    module = importlib.import_module(f"algos.{script}")
+    run, presets = module.Args(**curve.settings), getattr(module, "PRESETS", {})
+    if not str(getattr(run, "env_id", "")).endswith(("-v5", "None")):  # None: that of the dataset, Hopper-v5
+        return ""
+    unit, column = ("steps", "total_timesteps") if hasattr(run, "total_timesteps") else ("updates", "max_steps")
+    longest = max((getattr(arguments(script, recipe), column) or presets[recipe.preset][column]
+                   for recipe in SPECS[script].recipes), default=0)  # fmt: skip
+    steps = getattr(run, column) or longest  # None: a preset's, which are the paper's
+    return f"Cut short: {steps:,} of the {longest:,} {unit} that are published. " if steps < longest else ""
+
+
 def was_run(script: str, recipe) -> bool:
     """Whether a recorded curve has every argument that the recipe takes from the paper, and the environment."""
-    arguments = importlib.import_module(f"algos.{script}").Args
-    given = tyro.cli(arguments, args=shlex.split(command_of(script, recipe)[0].partition(".py")[2]))
+    given = arguments(script, recipe)
     names = [n for n in (*recipe.paper, "env_id", "task", "model", "dataset", "max_steps") if hasattr(given, n)]
-    ran = [arguments(**curve.settings) for name, curve in SPECS[script].curves.items() if curves.recorded(name)]
+    ran = [type(given)(**curve.settings) for name, curve in SPECS[script].curves.items() if curves.recorded(name)]
     return any(all(getattr(run, name) == getattr(given, name) for name in names) for run in ran)
 
 

@@ -88,6 +88,14 @@ def test_a_csv_has_every_seed(built):
     assert rows[1] == f"plainrl,1,1,{recorded[0]['eval/return'][0]}"
 
 
+def test_a_curve_below_the_published_budget_says_so(built):
+    """PPO's 1M steps come from its preset, SAC's from its recipe's command; Pendulum has no published budget."""
+    ppo, sac = (re.split("<figure", (built / f"{script}.html").read_text()) for script in ("ppo", "sac"))
+    said = {part.split('"')[1]: "Cut short: " in part for part in ppo + sac if part.startswith(' id="curve-')}
+    assert said["curve-ppo-hopper"] and said["curve-sac-hopper"]
+    assert not (said["curve-ppo-hopper-1m"] or said["curve-ppo-halfcheetah-tuned"] or said["curve-sac-pendulum"])
+
+
 @pytest.mark.parametrize("name, script", HERE)
 def test_the_search_knows_other_names(built, name, script):
     """As site.js does: the first entry whose name begins with the words, or one that holds them."""

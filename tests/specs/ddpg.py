@@ -69,6 +69,8 @@ AUTHORS = dict(learning_rate=3e-4, gamma=0.99, tau=0.005, batch_size=256, buffer
                utd_ratio=1, learning_starts=25_000, total_timesteps=1_000_000, exploration_noise=0.1)  # fmt: skip
 PENDULUM = dict(total_timesteps=6000, learning_starts=500, learning_rate=0.002, tau=0.01, batch_size=64,
                 hidden_size=64, eval_every=1000)  # fmt: skip
+HOPPER = dict(env_id="Hopper-v5", total_timesteps=300_000, learning_starts=25_000, learning_rate=3e-4,
+              eval_every=10_000)  # fmt: skip
 
 SPEC = Spec(
     "DDPG, arXiv 1509.02971",
@@ -78,6 +80,7 @@ SPEC = Spec(
     curves={
         "ddpg-pendulum": Curve(PENDULUM, "eval/return",
                                numbers={"mean eval/return": "plain", "last eval/return": "plain"}),
+        "ddpg-hopper-300k": Curve(HOPPER, "eval/return", numbers={}, slow=True),
     },
     recipes=(
         Recipe(

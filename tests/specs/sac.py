@@ -191,6 +191,10 @@ SPEC = Spec(
             eval_episodes=5), "eval/return",
             numbers={}, slow=True,
         ),
+        "sac-hopper-1m": Curve(  # benchmarks/record_suite.py collects its data in these runs
+            dict(env_id="Hopper-v5", total_timesteps=1_000_000, learning_starts=10_000, eval_every=20_000),
+            "eval/return", numbers={}, slow=True,
+        ),
     },
     effects={
         "sac-reach": Effect({"hindsight": ("sac", REACH | dict(her_k=4)), "sac": ("sac", REACH)}, "last eval/success",

@@ -1,7 +1,7 @@
 """TD3: algos/td3.py."""
 
 from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.ddpg import AUTHORS, PENDULUM
+from tests.specs.ddpg import AUTHORS, HOPPER, PENDULUM
 from tests.specs.ddpg import SPEC as PARENT
 
 BUGS = """
@@ -79,6 +79,7 @@ SPEC = Spec(
     curves={
         "td3-pendulum": Curve(PENDULUM, "eval/return",
                               numbers={"mean eval/return": "plain", "last eval/return": "plain"}),
+        "td3-hopper-300k": Curve(HOPPER, "eval/return", numbers={}, slow=True),
     },
     effects={
         "td3-bias": Effect(
