@@ -23,6 +23,7 @@ from html import escape
 from pathlib import Path
 
 import tyro
+from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -77,7 +78,7 @@ STOPS = (  # script, "code" or "diff", what to read, question, answer
 
 def html(title: str, body: str, here: str = "", css: str = "") -> str:
     links = {"index.html": "plainrl", "index.html#algorithms": "Algorithms", "hunt.html": "Bug hunt",
-             "path.html": "Lesson path"}  # fmt: skip
+             "path.html": "Lesson path", "measured.html": "Measured"}  # fmt: skip
     bar = "".join(
         f'<a href="{link}"{" class=home" * (name == "plainrl")}{" aria-current=page" * (link == here)}>{name}</a>'
         for link, name in links.items()
@@ -135,8 +136,8 @@ def effect_figure(name: str) -> str:
     scripts = ", ".join(f"{run}: {script}.py" for run, (script, _) in effect.runs.items())
     if min(map(len, values.values())) < effect.seeds:
         claims = " and ".join(f"<code>{escape(claim)}</code>" for claim in effect.claims)
-        return (f"<figure><figcaption><b>{name}</b>, {escape(effect.statistic)} ({escape(scripts)}): not run. Claimed "
-                f"before: {claims}.</figcaption></figure>")  # fmt: skip
+        return (f'<figure id="effect-{name}"><figcaption><b>{name}</b>, {escape(effect.statistic)} ({escape(scripts)}):'
+                f" not run. Claimed before: {claims}.</figcaption></figure>")  # fmt: skip
     drawing = drawings.dots({run: list(found.values()) for run, found in values.items()}, name, effect.statistic)
     rows = "".join(
         f"<tr><td><code>{escape(claim)}</code><td>{yes} of {n} seeds, {effect.claims[claim]} asked<td>"
@@ -144,7 +145,8 @@ def effect_figure(name: str) -> str:
         for claim, (yes, n) in effects.holds(effect, values).items()
     )
     return (
-        f"<figure>{drawing}<figcaption><b>{name}</b>: {escape(effect.statistic)} of each seed, and the mean. "
+        f'<figure id="effect-{name}">{drawing}<figcaption><b>{name}</b>: {escape(effect.statistic)} of each seed, and '
+        "the mean. "
         f"{escape(scripts)}.</figcaption><div class=scroll><table>{rows}</table></div></figure>"
     )
 
@@ -431,6 +433,19 @@ answer the question, then open the answer.</p><ol>{stops}</ol>""",
     )
 
 
+def measured(output: Path) -> str:
+    """benchmarks/README.md as a page: effects lead to their scripts' pages, and other files have no links."""
+    script_of = {effect: script for script, spec in SPECS.items() for effect in spec.effects}
+    body = MarkdownIt().enable("table").render((ROOT / "benchmarks/README.md").read_text())
+    body = re.sub(r'"effects/([\w-]+)\.png"', lambda m: f'"{script_of[m[1]]}.html#effect-{m[1]}"', body)
+    for path in re.findall(r'src="(curves/[^"]+)"', body):
+        shutil.copy(ROOT / "benchmarks" / path, output)
+    body = re.sub(r'<img src="curves/', '<img src="', body)
+    body = re.sub(r'<a href="(?!\w+\.html)[^"]*">(.*?)</a>', r"\1", body)
+    return html("Measured", re.sub(r"<table>(.*?)</table>", r"<div class=scroll><table>\1</table></div>", body,
+                                   flags=re.DOTALL), "measured.html")  # fmt: skip
+
+
 def build(output: Path = FOLDER / "build", wall: bool = False) -> None:
     """Writes the site. Files of an earlier build that are no longer made are removed.
 
@@ -445,6 +460,7 @@ def build(output: Path = FOLDER / "build", wall: bool = False) -> None:
     for path in (FOLDER / "style.css", FOLDER / "site.js", ROOT / "CITATION.cff"):
         shutil.copy(path, output)
     files = {"index.html": index(), "hunt.html": hunt_list(), "path.html": path_page()}
+    files["measured.html"] = measured(output)
     files |= {f"{script}.html": algorithm(script, output) for script in SPECS}
     files |= {f"hunt-{number}.html": hunt_page(number, hunt) for number, hunt in enumerate(bug_hunt.HUNTS, 1)}
     files["search.js"] = f"const INDEX = {json.dumps(search_index())};\n"

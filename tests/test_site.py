@@ -96,6 +96,16 @@ def test_a_curve_below_the_published_budget_says_so(built):
     assert not (said["curve-ppo-hopper-1m"] or said["curve-ppo-halfcheetah-tuned"] or said["curve-sac-pendulum"])
 
 
+def test_what_was_measured_is_a_page(built):
+    """Its tables, its pictures, and links from effects to their figures."""
+    text = (built / "measured.html").read_text()
+    assert all(name in text for name in re.findall("^## (.*)$", (ROOT / "benchmarks/README.md").read_text(), re.M))
+    assert text.count("<table>") >= 8 and "https://" not in text
+    pictures = re.findall(r'<img [^>]*src="([^"]+)"', text)
+    assert pictures and all((built / picture).exists() for picture in pictures)
+    assert 'href="sac.html#effect-sac-reach"' in text
+
+
 @pytest.mark.parametrize("name, script", HERE)
 def test_the_search_knows_other_names(built, name, script):
     """As site.js does: the first entry whose name begins with the words, or one that holds them."""
