@@ -145,13 +145,13 @@ def run(of: PositiveInt = 1, part: int = 0) -> None:
 
 
 def table() -> str:
-    """Markdown: each rule's last evaluation, and its mean reward over all steps; Student's 95 % intervals."""
+    """Markdown: each rule's mean reward over all steps and its last evaluation, with Student's 95 % intervals."""
     known = recorded()
     lines = ["| | seeds | mean " + " | ".join(PANELS.values()) + " |", "|---|---" + "|---" * len(PANELS) + "|"]
     for rule in RULES:
         runs = [columns for (name, _), columns in known.items() if name == rule]
         ends = {name: [statistics.mean(r[name]) if name == "reward" else r[name][-1] for r in runs] for name in PANELS}
-        cells = [f"{statistics.mean(x):.2f} +- {half_width(x):.2f}" if x else "not run" for x in ends.values()]
+        cells = [f"{statistics.mean(x):.2f} +- {half_width(x):.2f}" if len(x) > 1 else "-" for x in ends.values()]
         lines.append(f"| {rule} | {len(runs)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -176,8 +176,8 @@ def show() -> None:
             if name == "reward":
                 middle = middle.reshape(-1, BLOCK).mean(1)
                 x = BLOCK * (np.arange(len(middle)) + 0.5)
-            axis.plot(x, middle, "--" if rule == "TRL's GRPO" else "-", color="black" if "GRPO" == rule[-4:] and
-                      rule != "Dr. GRPO" else None, label=rule)  # fmt: skip
+            black = rule in ("GRPO", "TRL's GRPO")
+            axis.plot(x, middle, "-" if RULES[rule] else "--", color="black" if black else None, label=rule)
         axis.set_title(title)
         axis.set_xlabel("steps")
         axis.grid(alpha=0.3)

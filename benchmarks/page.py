@@ -20,7 +20,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks import effects, published  # noqa: E402
+from benchmarks import effects, grpo_family, published  # noqa: E402
 from benchmarks.curves import ENOUGH, band, recorded  # noqa: E402
 from tests import family  # noqa: E402
 from tests.specs import FAMILIES, SPECS, line_of, parent_of  # noqa: E402
@@ -197,7 +197,12 @@ def speeds() -> str:
 
 def published_budget() -> str:
     """For benchmarks/README.md."""
-    return published.table()
+    return f"{published.table()}\n\n{published.off_policy()}"
+
+
+def family_on_countdown() -> str:
+    """For benchmarks/README.md."""
+    return grpo_family.table()
 
 
 def real_models() -> str:
@@ -220,7 +225,8 @@ def real_models() -> str:
 
 def page(text: str) -> str:
     """A page's text with its tables renewed."""
-    for table in (algorithms, catalogue, proofs, effect_verdicts, speeds, published_budget, real_models):
+    for table in (algorithms, catalogue, proofs, effect_verdicts, family_on_countdown, speeds, published_budget,
+                  real_models):  # fmt: skip
         begin = f"<!-- {table.__name__}: python benchmarks/page.py write -->\n"
         if begin in text:
             head, rest = text.split(begin)

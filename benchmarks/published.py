@@ -1,12 +1,17 @@
-"""PPO at the budget that the field publishes: five MuJoCo tasks, 1M steps, beside the numbers of others.
+"""At the budgets that the field publishes, beside the numbers of others: PPO on five MuJoCo tasks, SAC, TD3 and DDPG on
+Hopper.
 
     python benchmarks/curves.py record ppo-hopper-1m --seeds 10      ppo-walker2d-1m, ...; 4 to 6 minutes for each seed
+    python benchmarks/record_suite.py --folder data --envs Hopper-v5 --seed 1        SAC, two hours and a quarter; then
+    python benchmarks/curves.py add sac-hopper-1m data/Hopper-v5/runs/RUN
     python benchmarks/published.py random                            returns of random actions -> results/random.json
-    python benchmarks/published.py show                              the table of benchmarks/README.md
+    python benchmarks/published.py show                              the tables of benchmarks/README.md
 
-Ours is the mean return of sampled actions in the last tenth of training. A score is 0 for random actions and 1 for the
-PPO paper. IQM: the mean of the middle half of all seeds' scores over all tasks, with a bootstrap interval that draws
-seeds within tasks (Agarwal et al. 2021, arXiv 2108.13264, section 4).
+PPO: ours is the mean return of sampled actions in the last tenth of training. A score is 0 for random actions and 1
+for the PPO paper. IQM: the mean of the middle half of all seeds' scores over all tasks, with a bootstrap interval that
+draws seeds within tasks (Agarwal et al. 2021, arXiv 2108.13264, section 4).
+
+SAC, TD3, DDPG: the mean return of the evaluations in the last tenth of the steps, without noise.
 """
 
 import json
@@ -21,7 +26,7 @@ from scipy.stats import trim_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.curves import ENOUGH, recorded  # noqa: E402
+from benchmarks.curves import CURVES, ENOUGH, recorded  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/random.json"
 # 1M steps, most read off a plot by Tianshou's examples/mujoco/README.md, which names no version for Baselines
@@ -32,6 +37,13 @@ OTHERS = {  # task: PPO paper (arXiv 1707.06347), OpenAI Baselines, Tianshou (a 
     "Swimmer": (108, 111, 67),
     "Walker2d": (3460, 3510, 3589),
 }
+
+HOPPER = (  # curve, steps, the paper's and Tianshou's (v3) at 1M steps, as Tianshou's README has them
+    ("sac-hopper-1m", 300_000, None, None),
+    ("sac-hopper-1m", 1_000_000, 3370, 3542),  # arXiv 1801.01290, read off its figure
+    ("td3-hopper-300k", 300_000, 3564, 3472),  # arXiv 1802.09477
+    ("ddpg-hopper-300k", 300_000, 2021, 2197),  # DDPG in arXiv 1802.09477
+)
 
 
 def random(episodes: int = 100) -> None:
@@ -63,6 +75,12 @@ def iqm(scores: list[np.ndarray], draws: int = 10_000) -> tuple[float, float, fl
     return float(trim_mean(np.concatenate(scores), 0.25)), float(low), float(high)
 
 
+def cell(values: list[float]) -> str:
+    """Mean, standard deviation and number of seeds."""
+    spread = f" +- {statistics.stdev(values):,.0f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):,.0f}{spread}, {len(values)}" if values else "not run"
+
+
 def table() -> str:
     """Markdown: a row for each task, and the IQM where all have enough seeds."""
     base = json.loads(RESULT.read_text())["return"]
@@ -71,10 +89,8 @@ def table() -> str:
     scores = []
     for task, others in OTHERS.items():
         values = returns_of(task)
-        spread = f" +- {statistics.stdev(values):,.0f}" if len(values) > 1 else ""
-        ours = f"{statistics.mean(values):,.0f}{spread}, {len(values)}" if values else "not run"
         scores.append((np.array(values) - base[task]) / (others[0] - base[task]))
-        rows.append(f"| {task} | {ours} | {base[task]:,.0f} | " + " | ".join(f"{x:,}" for x in others) + " |")
+        rows.append(f"| {task} | {cell(values)} | {base[task]:,.0f} | " + " | ".join(f"{x:,}" for x in others) + " |")
     if min(map(len, scores)) >= ENOUGH:
         middle, low, high = iqm(scores)
         interval = f"{middle:.2f} (95 %: {low:.2f} to {high:.2f})"
@@ -82,8 +98,27 @@ def table() -> str:
     return "\n".join(rows)
 
 
+def late_returns(rows: list[dict], steps: int, every: int) -> list[float]:
+    """Of each run: the mean of the evaluations in the last tenth of the first `steps`."""
+    count = steps // every
+    return [statistics.mean(row["eval/return"][count - max(1, count // 10) : count]) for row in rows]
+
+
+def off_policy() -> str:
+    """Markdown: what SAC, TD3 and DDPG reach on Hopper."""
+    lines = ["| Hopper-v5 | steps | plainrl, seeds | SB3, seeds | paper, 1M, v1 | Tianshou, 1M, v3 |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for name, steps, paper, tianshou in HOPPER:
+        every = CURVES[name].settings["eval_every"]
+        ours, sb3 = (late_returns(rows, steps, every) for rows in (recorded(name), recorded(f"sb3-{name}")))
+        peer = cell(sb3) if (name, steps) == HOPPER[0][:2] else ""
+        others = " | ".join(f"{x:,}" if x else "" for x in (paper, tianshou))
+        lines.append(f"| {name.partition('-')[0].upper()} | {steps:,} | {cell(ours)} | {peer} | {others} |")
+    return "\n".join(lines)
+
+
 def show() -> None:
-    print(table())
+    print(table(), off_policy(), sep="\n\n")
 
 
 if __name__ == "__main__":

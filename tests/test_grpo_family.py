@@ -57,4 +57,14 @@ def test_the_table(monkeypatch):
     line = next(line for line in grpo_family.table().splitlines() if line.startswith("| GRPO |"))
     cells = [cell.strip() for cell in line.split("|")[2:-1]]
     assert cells[:3] == ["2", "0.25 +- 0.00", "0.50 +- 0.00"]
+    assert [cell.strip() for cell in grpo_family.table().splitlines()[-1].split("|")[2:4]] == ["0", "-"]
     assert cells[6] == "0.60 +- 1.27"  # 0.1 x sqrt(2) / sqrt(2) x t of one degree of freedom, 12.7
+
+
+def test_the_picture(monkeypatch, tmp_path):
+    run = {name: [0.0, 0.5] for name in grpo_family.PANELS} | {"reward": [0.1] * 20}
+    monkeypatch.setattr(grpo_family, "recorded", lambda: {("GRPO", 1): run, ("TRL's GRPO", 1): run})
+    monkeypatch.setattr(grpo_family, "PICTURE", tmp_path / "family.png")
+    monkeypatch.setattr(grpo_family, "ROOT", tmp_path)
+    grpo_family.show()
+    assert grpo_family.PICTURE.stat().st_size > 10_000

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.published import iqm
+from benchmarks.published import iqm, late_returns
 
 
 def test_the_middle_half_of_all_scores():
@@ -15,3 +15,10 @@ def test_the_middle_half_of_all_scores():
 def test_seeds_are_drawn_within_tasks():
     """Two tasks whose seeds agree: nothing is uncertain, though the tasks differ."""
     assert iqm([np.zeros(4), np.ones(4)], draws=50) == pytest.approx((0.5, 0.5, 0.5))
+
+
+def test_the_last_tenth_of_the_steps():
+    """30 evaluations in 300,000 steps: the last three; of the first 100,000 the tenth."""
+    rows = [{"eval/return": [float(k) for k in range(1, 31)]}, {"eval/return": [1.0] * 30}]
+    assert late_returns(rows, 300_000, 10_000) == [29.0, 1.0]
+    assert late_returns(rows, 100_000, 10_000) == [10.0, 1.0]
