@@ -189,32 +189,38 @@ def command_of(script: str, recipe) -> tuple[str, str]:
     return next((c, note) for c, note in listing.commands(script) if recipe.command.strip() in c)
 
 
-def arguments(script: str, recipe):
-    """The recipe's command as the script reads it."""
-    words = command_of(script, recipe)[0].partition(".py")[2]
-    return tyro.cli(importlib.import_module(f"algos.{script}").Args, args=shlex.split(words))
+def filled(script: str, preset: str, args) -> dict:
+    """Arguments as a run has them: what is None comes from the preset."""
+    table = getattr(importlib.import_module(f"algos.{script}"), "PRESETS", {}).get(preset, {})
+    return {name: table.get(name) if value is None else value for name, value in vars(args).items()}
+
+
+def arguments(script: str, recipe) -> dict:
+    """Those of the recipe's command."""
+    words = shlex.split(command_of(script, recipe)[0].partition(".py")[2])
+    return filled(script, recipe.preset, tyro.cli(importlib.import_module(f"algos.{script}").Args, args=words))
 
 
 def cut_short(name: str) -> str:
     """What is said of a curve on MuJoCo or Atari that ends before the longest published recipe of its script."""
     script, curve = curves.SCRIPT_OF[name], curves.CURVES[name]
-    module = importlib.import_module(f"algos.{script}")
-    run, presets = module.Args(**curve.settings), getattr(module, "PRESETS", {})
+    run = importlib.import_module(f"algos.{script}").Args(**curve.settings)
     if not str(getattr(run, "env_id", "")).endswith(("-v5", "None")):  # None: that of the dataset, Hopper-v5
         return ""
     unit, column = ("steps", "total_timesteps") if hasattr(run, "total_timesteps") else ("updates", "max_steps")
-    longest = max((getattr(arguments(script, recipe), column) or presets[recipe.preset][column]
-                   for recipe in SPECS[script].recipes), default=0)  # fmt: skip
+    longest = max((arguments(script, recipe)[column] for recipe in SPECS[script].recipes), default=0)
     steps = getattr(run, column) or longest  # None: a preset's, which are the paper's
     return f"Cut short: {steps:,} of the {longest:,} {unit} that are published. " if steps < longest else ""
 
 
 def was_run(script: str, recipe) -> bool:
-    """Whether a recorded curve has every argument that the recipe takes from the paper, and the environment."""
-    given = arguments(script, recipe)
-    names = [n for n in (*recipe.paper, "env_id", "task", "model", "dataset", "max_steps") if hasattr(given, n)]
-    ran = [type(given)(**curve.settings) for name, curve in SPECS[script].curves.items() if curves.recorded(name)]
-    return any(all(getattr(run, name) == getattr(given, name) for name in names) for run in ran)
+    """Whether a recorded curve has every argument that the recipe takes from the paper, the task and the steps."""
+    given, new = arguments(script, recipe), importlib.import_module(f"algos.{script}").Args
+    what = "env_id", "task", "model", "dataset", "max_steps", "total_timesteps"
+    names = [name for name in (*recipe.paper, *what) if name in given]
+    ran = [curve.settings for name, curve in SPECS[script].curves.items() if curves.recorded(name)]
+    ran = [filled(script, recipe.preset, new(**settings)) for settings in ran]
+    return any(all(run[name] == given[name] for name in names) for run in ran)
 
 
 def recipes(script: str) -> str:
@@ -442,7 +448,7 @@ def measured(output: Path) -> str:
         shutil.copy(ROOT / "benchmarks" / path, output)
     body = re.sub(r'<img src="curves/', '<img src="', body)
     body = re.sub(r'<a href="(?!\w+\.html)[^"]*">(.*?)</a>', r"\1", body)
-    return html("Measured", re.sub(r"<table>(.*?)</table>", r"<div class=scroll><table>\1</table></div>", body,
+    return html("Measured", re.sub(r"<table>(.*?)</table>", r"<div class='scroll wide'><table>\1</table></div>", body,
                                    flags=re.DOTALL), "measured.html")  # fmt: skip
 
 

@@ -96,6 +96,12 @@ def test_a_curve_below_the_published_budget_says_so(built):
     assert not (said["curve-ppo-hopper-1m"] or said["curve-ppo-halfcheetah-tuned"] or said["curve-sac-pendulum"])
 
 
+def test_a_recipe_was_run_where_a_curve_has_its_steps_too():
+    """The tuned PPO is recorded; of the paper's SAC on HalfCheetah only 30,000 of 1M steps."""
+    ran = {recipe.command: site.was_run(s, recipe) for s in ("ppo", "sac") for recipe in SPECS[s].recipes}
+    assert ran["--num-steps 512"] and not ran["HalfCheetah-v5 --total-timesteps 1000000"]
+
+
 def test_what_was_measured_is_a_page(built):
     """Its tables, its pictures, and links from effects to their figures."""
     text = (built / "measured.html").read_text()
