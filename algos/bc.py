@@ -21,9 +21,9 @@ Run
     python algos/bc.py --evaluate RUN --eval-episodes 100 --capture-video        scores a saved agent
 
 Expect
-    The default run, Hopper-v5's collection: a return of 210, in less than a minute on a CPU. With --top-fraction 0.1 it
-    is 937, and 1,147 in the best of ten evaluations (each: seed 1, mean actions, 10 episodes). The collection's best
-    trajectory has 2,485.
+    The default run, Hopper-v5's collection: a return of 197, in half a minute on 2 CPU cores. With --top-fraction 0.1
+    it is 937 (each: seed 1, mean actions, 10 episodes). The collection's best trajectory
+    has 2,485.
 
 Metrics
     nll                 mean of -log pi over the batch, nats of the [-1, 1] box; falls

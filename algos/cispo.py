@@ -31,12 +31,12 @@ Run
 Expect
     The default run: held-out countdown goes from greedy 0.01, pass@1 0.08 to greedy 0.55, pass@1 0.53 (seed 1, 128
     prompts; 100 steps of four updates), in 1.6 minutes on two CPU cores.
-    --task sort --max-steps 6 --learning-rate 1e-4: greedy 0.96 (30 seeds).
+    --task sort --max-steps 6 --learning-rate 1e-4: greedy 0.95 (30 seeds).
     Eight epochs on each batch of sort, pass@1 after ten steps: CISPO 0.86 +- 0.05, GRPO's clip 0.94 +- 0.02, no bounds
-    0.81 +- 0.05, GPPO 0.00 (10 seeds; benchmarks/effects.py, cispo-stale). So on very stale data the clip that drops
-    tokens is the safer one here. A likely reason for GPPO: the weight of a wrong answer never falls below 0.8, so it is
-    pushed down without end. CISPO's weight falls with the ratio. benchmarks/README.md, "Stale data", compares five
-    rules at 1 to 16 updates: at its best learning rate CISPO is as good as the clip.
+    0.81 +- 0.05, GPPO 0.00 (10 seeds, standard deviations; benchmarks/effects.py, cispo-stale). So on very stale data
+    the clip that drops tokens is the safer one here. A likely reason for GPPO: the weight of a wrong answer never falls
+    below 0.8, so it is pushed down without end. CISPO's weight falls with the ratio. benchmarks/README.md, "Stale
+    data", compares five rules at 1 to 16 updates: at its best learning rate CISPO is at most 0.03 below the clip.
 
 Metrics
     As in grpo.py, but

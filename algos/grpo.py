@@ -37,11 +37,11 @@ Run
 
 Expect
     The default run takes 1 to 3 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8
-    0.43 to greedy 0.58, pass@1 0.53, pass@8 0.69 (seed 1, 128 prompts; greedy 0.50 to 0.58 over 8 seeds). Most of it
-    comes in the first 20 steps: the embedded model has mostly seen answers that are one too high,
+    0.43 to greedy 0.58, pass@1 0.53, pass@8 0.69 (seed 1, 128 prompts; greedy 0.50 to 0.58 over 8 seeds, 256 prompts).
+    Most of it comes in the first 20 steps: the embedded model has mostly seen answers that are one too high,
     and unlearns that. Then pass@1 approaches greedy and pass@8 falls: the policy sharpens. Sharpening alone (minimising
     entropy) ends at greedy 0.00.
-    --task sort --max-steps 16: greedy 0.23 to 1.00, pass@1 0.41 to 0.97, pass@8 0.91 to 1.00, in about 10 seconds.
+    --task sort --max-steps 16: greedy 0.23 to 1.00, pass@1 0.40 to 0.97, pass@8 0.88 to 1.00, in about 10 seconds.
     A strong penalty holds learning back, and ProRL's resets let it go on: 40 steps of sort with 32 prompts and --beta 1
     end at pass@1 0.69, with --reset-reference-every 10 at 0.92, with --beta 0 at 0.97. The resets gain more than 0.1 in
     all of 10 seeds; they come within 0.1 of no penalty in 8, where 9 were asked (benchmarks/effects.py, grpo-reset).

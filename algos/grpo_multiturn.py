@@ -35,12 +35,12 @@ Run
                                                                                     for TRL's environment_factory
 
 Expect
-    The default run takes about 40 CPU seconds. The policy guesses a hidden digit, 0 to 9, within four turns. Without
+    The default run takes about 50 CPU seconds. The policy guesses a hidden digit, 0 to 9, within four turns. Without
     the answers nobody finds more than four digits of ten, 0.40. So success above that shows that the loop works.
-    Success of samples goes from 0.04 to 0.70 +- 0.11 (30 seeds, 28 of them above 0.55). With --blank-observations it
-    ends at 0.40 +- 0.02, at most 0.43 (benchmarks/effects.py, grpo_multiturn-observations). In the first ten steps the
-    policy mostly ends at once, and learns that a digit pays. Groups become deterministic on a tree of guesses that
-    misses some digits, so runs stop at different levels below 1.
+    Success of samples goes from 0.04 to 0.70 +- 0.11 (30 seeds, standard deviation; 28 of them above 0.55). With
+    --blank-observations it ends at 0.40 +- 0.02, at most 0.43 (benchmarks/effects.py, grpo_multiturn-observations). In
+    the first ten steps the policy mostly ends at once, and learns that a digit pays. Groups become deterministic on a
+    tree of guesses that misses some digits, so runs stop at different levels below 1.
     Countdown with the calculator goes from greedy 0.47, pass@1 0.35, pass@8 0.83 to 0.55, 0.50, 0.69 in 60 steps (seed
     1, one thread). It starts ahead of grpo.py's 0.01, because it does the sums that the embedded model gets wrong.
 

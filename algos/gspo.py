@@ -29,10 +29,11 @@ Expect
     four updates, and to 0.51 to 0.54 and 0.50 to 0.52 after 100 (seed 1, 128 prompts, two threads and one), in 2.5
     minutes on two CPU cores. pi_old costs one more forward pass a step.
     --task sort --max-steps 6 --learning-rate 1e-4: greedy 0.98 (30 seeds, four updates a step).
-    Eight epochs on each batch of sort, pass@1 after ten steps: GSPO 0.94 +- 0.03, GRPO 0.93 +- 0.02, GSPO without clip
-    0.63 +- 0.11, GSPO with one epoch 0.93 +- 0.02 (10 seeds; benchmarks/effects.py, gspo-stale). At that learning rate
-    the clip makes stale data usable. That GSPO beats GRPO does not show: it does so in 8 of 10 seeds, where 9 were
-    asked before. It keeps within 0.03 of one epoch in 8. benchmarks/README.md, "Stale data", compares five rules.
+    Eight epochs on each batch of sort, pass@1 after ten steps: GSPO 0.94 +- 0.02, GRPO 0.93 +- 0.02, GSPO without clip
+    0.63 +- 0.11, GSPO with one epoch 0.93 +- 0.02 (10 seeds, standard deviations; benchmarks/effects.py, gspo-stale).
+    At that learning rate the clip makes stale data usable. That GSPO beats GRPO does not show: it does so in 8 of 10
+    seeds, where 9 were asked before. It keeps within 0.03 of one epoch in 8. benchmarks/README.md, "Stale data",
+    compares five rules.
 
 Metrics
     As in grpo.py, but

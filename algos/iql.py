@@ -30,9 +30,9 @@ Run
     python algos/iql.py --evaluate RUN --eval-episodes 100 --capture-video       scores a saved agent
 
 Expect
-    The default run, Hopper-v5's collection: a return of 936 (seed 1, one thread, mean actions, 10 episodes), from 352
-    after 1,000 updates. It takes about a minute on 2 CPU cores. Over 20 episodes, seeds 1 to 3 end at 937, 970 and
-    1,150. bc.py gets 210 there, and 937 with --top-fraction 0.1.
+    The default run, Hopper-v5's collection: a return of 939 (seed 1, mean actions, 10 episodes), from 343 after 2,000
+    updates. It takes a minute and a half on 2 CPU cores. Over 20 episodes, seeds 1 to 3 end at 937, 970 and 1,150.
+    bc.py gets 197 there, and 937 with --top-fraction 0.1.
 
 Metrics
     Of the newest update:

@@ -38,7 +38,7 @@ Expect
     The default run takes a minute and three quarters on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1
     0.08, pass@8 0.43 to greedy 0.52, pass@1 0.48, pass@8 0.69 (seed 1, 128 prompts). rloo.py, on fresh samples, ends at
     0.59, 0.51, 0.71.
-    Twenty steps of sort on samples of the first policy alone, pass@1 from 0.40: TBA with beta 0.2 gets to 0.90. The
+    Twenty steps of sort on samples of the first policy alone, pass@1 from 0.40: TBA with beta 0.2 gets to 0.89. The
     same without the divergence (--beta 1e-6: REINFORCE, no ratio) falls to 0.10. grpo.py's clip on this data gets to
     0.80, rloo.py on fresh samples to 0.96 (10 seeds; benchmarks/effects.py, tba-stale).
     With beta 0.05 TBA fell to 0.05 after ten of forty steps, then rose to 0.32 (one seed). A likely reason: the wrong

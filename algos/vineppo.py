@@ -35,7 +35,7 @@ Run
 
 Expect
     The default run: held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8 0.43 to greedy 0.43, pass@1 0.33,
-    pass@8 0.75 after 20 steps and 0.47, 0.41, 0.69 after 60 (seed 1, 128 prompts), in 90 CPU seconds. A step trains on
+    pass@8 0.75 after 20 steps and 0.47, 0.41, 0.69 after 60 (seed 1, 128 prompts), in 130 CPU seconds. A step trains on
     128 completions and samples 2,300 at first, 1,500 at the end, as states repeat: 108,000 in all. grpo.py reaches
     0.58, 0.53, 0.69 with half as many, in 100 steps that train on four times the completions: where sampling is all
     that costs, step values do not pay here.
@@ -44,9 +44,9 @@ Expect
     advantage 0.45 +- 0.06, the critic of ppo_lm.py after 20 batches 0.21 +- 0.21 (GAE: 0.38 +- 0.10). Continuations of
     other states: 0.02 +- 0.08.
     Better credit is no faster learning here. With K = 3, 25 steps: mean reward of the last half 0.34 +- 0.02, grpo.py
-    0.35 +- 0.01, with the whole completion as one step 0.33 +- 0.01, grpo.py with as many samples 0.44 +- 0.01. VinePPO
-    is ahead of grpo.py in 6 of 10 seeds and of one step in 8, where 9 were asked before (10 seeds, 95 % intervals;
-    benchmarks/effects.py, vineppo-credit).
+    0.35 +- 0.01, with the whole completion as one step 0.33 +- 0.01, grpo.py with as many samples 0.44 +- 0.005.
+    VinePPO is ahead of grpo.py in 6 of 10 seeds and of one step in 8, where 9 were asked before (10 seeds, 95 %
+    intervals; benchmarks/effects.py, vineppo-credit).
 
 Metrics
     As in grpo.py, without frac_zero_std, and

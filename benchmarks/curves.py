@@ -262,9 +262,10 @@ def add(name: tyro.conf.Positional[str], run: tyro.conf.Positional[Path]) -> Non
     config, settings = json.loads((run / "config.json").read_text()), json.loads(json.dumps(CURVES[name].settings))
     history = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     args, last = config["args"], history[-1]["step"]
+    total = args.get("total_timesteps") or args["max_steps"]
     if config["algo"] != SCRIPT_OF[name] or args | settings != args:
         sys.exit(f"{run} has other settings than the curve {name}: {settings}")
-    if last != args["total_timesteps"]:
+    if last != total:
         sys.exit(f"{run} is not finished: --resume {run}")
     if args["seed"] in {row["seed"] for row in recorded(name)}:
         sys.exit(f"{name} has seed {args['seed']} already")

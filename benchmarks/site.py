@@ -146,8 +146,7 @@ def effect_figure(name: str) -> str:
     )
     return (
         f'<figure id="effect-{name}">{drawing}<figcaption><b>{name}</b>: {escape(effect.statistic)} of each seed, and '
-        "the mean. "
-        f"{escape(scripts)}.</figcaption><div class=scroll><table>{rows}</table></div></figure>"
+        f"the mean. {escape(scripts)}.</figcaption><div class=scroll><table>{rows}</table></div></figure>"
     )
 
 
