@@ -53,7 +53,7 @@ Run
     python algos/sac.py --evaluate RUN --eval-episodes 100 --capture-video              scores a saved agent
 
 Expect
-    Pendulum-v1: from -1,608 in training to -172 with the likeliest actions (seed 1), in a minute and a half on 2 CPU cores.
+    Pendulum-v1: from -1,608 in training to -172 with the likeliest actions (seed 1), in 1.5 minutes on 2 CPU cores.
     MountainCarContinuous-v0 with gSDE, the command above: 93 to 94 with the likeliest actions after 10,000 steps, 95 to
     96 after 50,000 (seeds 1 to 3). Its matrices reach the goal by chance in the first 1,000 steps.
     Hopper-v5, 20,000 steps: from about 20 to 264 with the likeliest actions (median of 8

@@ -16,6 +16,7 @@ import json
 import re
 import shlex
 import shutil
+import statistics
 import sys
 import tomllib
 from difflib import SequenceMatcher
@@ -105,6 +106,11 @@ def key(labels: list[str]) -> str:
     return " ".join(f'<span class="key g{k}">{escape(label)}</span>' for k, label in enumerate(labels))
 
 
+def unit_of(column: str) -> str:
+    """What a curve of this column counts: control trains on many environment steps between two returns."""
+    return "evaluation" if column.startswith("eval/") else "iteration" if column == "return" else "step"
+
+
 def curve_figure(name: str, output: Path) -> str:
     """Every seed, the peer's where it is recorded, and the same as a table to load."""
     curve, rows = curves.CURVES[name], curves.recorded(name)
@@ -113,19 +119,19 @@ def curve_figure(name: str, output: Path) -> str:
     groups = {"plainrl": rows} | {peer: found for peer, found in curves.peers(name).items() if found}
     with open(output / f"{name}.csv", "w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["source", "seed", "step", curve.column])
+        table.writerow(["source", "seed", unit_of(curve.column), curve.column])
         for label, found in groups.items():
             for row in found:
                 table.writerows([label, row["seed"], k, value] for k, value in enumerate(row[curve.column], 1))
     labels = [f"{label}, {len(found)} seed{'s' * (len(found) > 1)}" for label, found in groups.items()]
-    unit = "evaluation" if curve.column.startswith("eval/") else "step"
-    drawing = drawings.curve([columns(found, name) for found in groups.values()], f"{name}: {curve.column}", unit,
-                             curve.column)  # fmt: skip
-    seconds = sum(row["seconds"] for row in rows) / len(rows)
+    drawing = drawings.curve([columns(found, name) for found in groups.values()], f"{name}: {curve.column}",
+                             unit_of(curve.column), curve.column)  # fmt: skip
+    seconds = statistics.median(row["seconds"] for row in rows)
+    lines = "Thin: every seed. Thick: the median." if len(rows[0][curve.column]) > 1 else "Each dot is a seed."
     settings = ", ".join(f"{option} {value}" for option, value in curve.settings.items())
     return (
-        f'<figure id="curve-{name}">{drawing}<figcaption><b>{name}</b> {key(labels)}<br>Thin: every seed. Thick: the '
-        f'median. {cut_short(name)}About {seconds:.0f} s a seed. <a href="{name}.csv" download>CSV</a><details>'
+        f'<figure id="curve-{name}">{drawing}<figcaption><b>{name}</b> {key(labels)}<br>{lines} {cut_short(name)}'
+        f'About {seconds:.0f} s a seed. <a href="{name}.csv" download>CSV</a><details>'
         f"<summary>settings</summary>{escape(settings)}</details></figcaption></figure>"
     )
 
@@ -177,7 +183,7 @@ def proofs(script: str) -> str:
                 if min(map(len, effects.by_run(name).values())) < effect.seeds]  # fmt: skip
     missing += ["No effect of the idea is claimed against a control."] * (not spec.effects)
     missing += ["Planted bugs were not run against these tests."] * (not planted)
-    missing += [f"{command.source}: never run by us." for command in spec.recipes if not was_run(script, command)]
+    missing += [f"{recipe.source}: no recorded curve." for recipe in spec.recipes if not was_run(script, recipe)]
     proven = "".join(f"<li>{escape(line)}" for line in [*caught, independent, *learned, *green])
     open_ = "".join(f"<li>{escape(line)}" for line in missing)
     return f"<ul>{''.join(items)}{proven}</ul><h3>Not proven</h3><ul>{open_ or '<li>Nothing that the spec names.'}</ul>"
@@ -230,9 +236,11 @@ def recipes(script: str) -> str:
     for recipe in spec.recipes:
         command, note = command_of(script, recipe)
         numbers = ", ".join(f"{name} {value}" for name, value in recipe.paper.items())
-        status = "run by us: see the curves" if was_run(script, recipe) else "never run by us"
+        status = "run: see the curves" if was_run(script, recipe) else "no recorded curve"
+        differs = ", ".join(f"{name} {value}" for name, (value, _) in recipe.differs.items())
+        differs = f" The command differs on purpose: {escape(differs)}." * bool(differs)
         parts.append(f"<p><b>{escape(recipe.source)}</b>, {status}. {escape(note[:1].upper() + note[1:])}</p>"
-                     f"<pre>{escape(command)}</pre><p class=faint>The paper's numbers: {escape(numbers)}. "
+                     f"<pre>{escape(command)}</pre><p class=faint>The source's numbers: {escape(numbers)}.{differs} "
                      "A test compares the command with them.</p>")  # fmt: skip
     return "".join(parts)
 
@@ -394,8 +402,8 @@ def hunt_page(number: int, hunt: bug_hunt.Hunt) -> str:
     groups = {"right": curves.recorded(hunt.curve), "with the bug": rows}
     groups = {label: found for label, found in groups.items() if found}
     labels = [f"{label}, {len(found)} seeds" for label, found in groups.items()]
-    unit = "evaluation" if column.startswith("eval/") else "step"
-    drawing = drawings.curve([columns(found, hunt.curve) for found in groups.values()], hunt.curve, unit, column)
+    shown = [columns(found, hunt.curve) for found in groups.values()]
+    drawing = drawings.curve(shown, hunt.curve, unit_of(column), column)
     missing = "" if rows else " The curve with the bug is not recorded yet."
     following = number % len(bug_hunt.HUNTS) + 1
     return html(f"Bug {number} in {script}.py", f"""
