@@ -26,6 +26,7 @@ Run
     python algos/iql.py --dataset D4RL/antmaze/umaze-v1 --domain antmaze --max-steps 1000000 --eval-every 100000 \
         --eval-episodes 100                                                      the paper's settings for AntMaze on
                                                                                  Minari's data: never run by us
+    python algos/iql.py --dataset FILE --max-steps 100000 --normalize            scales observations, as CORL does
     python algos/iql.py --online-steps 10000 --no-anneal-actor                   offline, then online
     python algos/iql.py --evaluate RUN --eval-episodes 100 --capture-video       scores a saved agent
 
@@ -54,6 +55,8 @@ Metrics
 Differences
     - None in the update: the authors' code (JAX) is the source of every constant. CORL's defaults depart from it
       (states normalised, rewards not, other tau and a deterministic policy on Hopper); its advantages use the old V.
+    - --normalize is CORL's, not the authors'. On the first 180,000 steps of a SAC run it decides: Offline in
+      benchmarks/README.md.
     - The authors draw minibatches on the CPU; ours are drawn on the device.
 """
 
@@ -115,6 +118,8 @@ class Args(OfflineArgs):
     """inverse temperature of the policy's weights: beta"""
     rewards: Literal["raw", "return-range", "minus-one"] | None = None
     """treatment of rewards: none, times 1,000 / (highest - lowest return of the dataset), or minus 1"""
+    normalize: bool = False
+    """subtract the dataset's mean from observations and divide them by its standard deviation"""
     batch_size: PositiveInt = 256
     """transitions per update"""
     hidden_size: PositiveInt = 256
@@ -175,7 +180,7 @@ class Critics(nn.Module):
 
 
 class Agent(nn.Module):
-    """What is saved: actor, critics, target critics and value."""
+    """What is saved: actor, critics, target critics and value, and the statistics of --normalize."""
 
     def __init__(self, obs_size: int, action_size: int, args: Args):
         super().__init__()
@@ -183,6 +188,11 @@ class Agent(nn.Module):
         self.critics = Critics(obs_size, action_size, args.hidden_size)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.value = network(obs_size, args.hidden_size, 1)
+        self.obs_mean, self.obs_std = nn.Buffer(torch.zeros(obs_size)), nn.Buffer(torch.ones(obs_size))
+
+    def normalized(self, obs: np.ndarray) -> np.ndarray:
+        """Observations (N, D) as the networks see them: the same ones without --normalize."""
+        return (obs - self.obs_mean.cpu().numpy()) / self.obs_std.cpu().numpy()
 
 
 def expectile_loss(errors: Tensor, expectile: float) -> Tensor:
@@ -266,15 +276,22 @@ def train(args: Args) -> list[dict]:
     make, obs_size, space = open_env(args)
     action_size = math.prod(space.shape or ())
     agent = Agent(obs_size, action_size, args).to(device)
-    score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),
-                          args.eval_episodes, args.seed, device)  # fmt: skip
+
+    def policy(obs: np.ndarray, *noise) -> np.ndarray:
+        return to_env(act(agent.actor, space, agent.normalized(obs), *noise), space)
+
+    score_agent = partial(evaluate, make, policy, args.eval_episodes, args.seed, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     check_spaces(data, obs_size, space)
     rows, (factor, summand) = data.known, reward_map(data, args.rewards)
+    if args.normalize:
+        agent.obs_mean.copy_(torch.from_numpy(data.obs.mean(0, np.float64)))
+        agent.obs_std.copy_(torch.from_numpy(data.obs.std(0, np.float64) + 1e-3))  # as TD3+BC and CORL
     replay = ReplayBuffer(rows.sum() + args.online_steps, (obs_size, action_size, 1, 1, obs_size), device)
-    replay.add(data.obs[rows], to_unit(data.actions[rows], space), factor * data.rewards[rows, None] + summand,
-               data.terminated[rows, None], data.next_obs[rows])  # fmt: skip
+    replay.add(agent.normalized(data.obs[rows]), to_unit(data.actions[rows], space),
+               factor * data.rewards[rows, None] + summand, data.terminated[rows, None],
+               agent.normalized(data.next_obs[rows]))  # fmt: skip
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
     optimizers = Optimizers(*(adam(part.parameters()) for part in (agent.actor, agent.critics, agent.value)))
     generator = torch.Generator(device).manual_seed(args.seed)
@@ -302,9 +319,10 @@ def train(args: Args) -> list[dict]:
         if step >= args.max_steps:
             obs = reset_vector(envs) if obs is None else obs
             with run.saving(step, partial(state, generator.get_state())):
-                actions = act(agent.actor, space, obs, 1.0, generator)
+                actions = act(agent.actor, space, agent.normalized(obs), 1.0, generator)
                 next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space), step + 1)
-            replay.add(obs, actions, factor * rewards[:, None] + summand, terminated[:, None], true_obs)
+            replay.add(agent.normalized(obs), actions, factor * rewards[:, None] + summand, terminated[:, None],
+                       agent.normalized(true_obs))  # fmt: skip
             obs, episodes = next_obs.copy(), episodes + ended
 
         # update

@@ -13,13 +13,14 @@ are its own; the loops around them are those of its `train`, without what they l
 speed: batch 256, two hidden layers of 256 for IQL; batch 64, K = 20, three layers of 128, dropout 0.1 for DT. CORL
 reads DT's windows in the four processes of its data loader. Each run is a fresh process; sides take turns.
 score: the same file, number of updates, batch and network sizes, learning rate and reward treatment; everything else is
-as each code has it (CORL normalises observations for IQL). Evaluation is ours for both: the same environments, start
-states and episodes. --cloning adds 10 %-BC (bc.py) with as many updates. The interval is Student's for the mean of the
-seeds' differences, which are taken as normal: a bootstrap of three seeds cannot leave the range from their smallest
-difference to their largest.
+as each code has it. CORL normalises observations for IQL; the side "normalized" is ours with --normalize. Evaluation is
+ours for all: the same environments, start states and episodes. --cloning adds 10 %-BC (bc.py) with as many updates. The
+intervals are Student's for the mean of the seeds' differences, which are taken as normal: a bootstrap of three seeds
+cannot leave the range from their smallest difference to their largest.
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -251,6 +252,8 @@ def score_worker(algo: str, side: str, corl: Path, dataset: str, seed: int, step
         settings: dict = {"eval_episodes": episodes}
         if side == "cloning":
             algo, settings = "bc", settings | {"top_fraction": 0.1}
+        elif side == "normalized":
+            settings["normalize"] = True
         elif algo == "dt":
             settings |= SMALL_DT | {"target_returns": (float(read(dataset)[0].trajectory_returns().max()),)}
         result = ours(algo, dataset, seed, steps, settings)[-1]["eval/return"]
@@ -258,38 +261,42 @@ def score_worker(algo: str, side: str, corl: Path, dataset: str, seed: int, step
     print(json.dumps(result))
 
 
-def difference(ours, corl) -> dict:
-    """Of returns (seeds,) each: the mean difference and Student's 95 % interval for it, paired by seed."""
-    pairs = np.subtract(ours, corl)
-    half = stats.t.ppf(0.975, len(pairs) - 1) * stats.sem(pairs)
-    return {"mean_difference": pairs.mean().item(), "t_95_percent": [pairs.mean() - half, pairs.mean() + half]}
+def differences(row: dict) -> dict:
+    """Per side of ours with two seeds or more: the mean difference from CORL and Student's 95 % interval for it, paired
+    by seed."""
+    found = {}
+    for side in ("ours", "normalized"):
+        if len(row.get(side, ())) == len(row.get("corl", ())) > 1:
+            pairs = np.subtract(row[side], row["corl"])
+            half = stats.t.ppf(0.975, len(pairs) - 1) * stats.sem(pairs)
+            found[side] = {"mean": pairs.mean().item(), "t_95_percent": [pairs.mean() - half, pairs.mean() + half]}
+    return found
 
 
 def score(corl: Path, datasets: tuple[str, ...] = ("",), algos: tuple[Algo, ...] = ("iql", "dt"), seeds: int = 3,
           iql_steps: int = 10_000, dt_steps: int = 1_200, episodes: int = 20, threads: int = 1,
           cloning: bool = False) -> None:  # fmt: skip
     """Trains all sides on each dataset ("": the one that ships) and adds to results/score_offline.json the seeds that
-    it lacks, one after the other."""
-    path, sides = RESULTS / "score_offline.json", ("ours", "corl", *(("cloning",) if cloning else ()))
+    each lacks, one after the other."""
+    path = RESULTS / "score_offline.json"
     results = json.loads(path.read_text())["results"] if path.exists() else []
-    for dataset in datasets:
-        where = dataset and str(Path(dataset).resolve())
-        for algo in algos:
-            about = {"algo": algo, "dataset": "/".join(Path(dataset).parts[-2:]) or "shipped",
-                     "updates": {"iql": iql_steps, "dt": dt_steps}[algo], "episodes": episodes}  # fmt: skip
-            row = next((r for r in results if r | about == r and r.keys() >= set(sides)), None)
-            if row is None:
-                results.append(row := about | {side: [] for side in sides})
-            for seed in range(len(row["ours"]) + 1, seeds + 1):
-                words = ("--corl", corl.resolve(), "--dataset", where, "--seed", seed, "--steps", about["updates"],
-                         "--episodes", episodes)  # fmt: skip
-                found = {side: measure(threads, "score-worker", "--algo", algo, "--side", side, *words)
-                         for side in sides}  # fmt: skip
-                for side, value in found.items():
-                    row[side].append(value)
-                row |= difference(row["ours"], row["corl"]) if seed > 1 else {}
-                path.write_text(json.dumps({"results": results, "machine": machine()}, indent=1) + "\n")
-                print(algo, about["dataset"], f"seed {seed}:", {k: round(v) for k, v in found.items()}, flush=True)
+    for dataset, algo in itertools.product(datasets, algos):
+        sides = ("ours", *(("normalized",) if algo == "iql" else ()), "corl", *(("cloning",) if cloning else ()))
+        about: dict = {"algo": algo, "dataset": "/".join(Path(dataset).parts[-2:]) or "shipped",
+                       "updates": {"iql": iql_steps, "dt": dt_steps}[algo], "episodes": episodes}  # fmt: skip
+        row = next((row for row in results if row | about == row), None)
+        if row is None:
+            results.append(row := about)
+        for seed, side in itertools.product(range(1, seeds + 1), sides):
+            if seed <= len(row.setdefault(side, [])):
+                continue
+            where = dataset and Path(dataset).resolve()
+            row[side].append(measure(threads, "score-worker", "--algo", algo, "--side", side, "--corl", corl.resolve(),
+                                     "--dataset", where, "--seed", seed, "--steps", about["updates"], "--episodes",
+                                     episodes))  # fmt: skip
+            row["over_corl"] = differences(row)
+            path.write_text(json.dumps({"results": results, "machine": machine()}, indent=1) + "\n")
+            print(algo, about["dataset"], f"seed {seed}:", side, round(row[side][-1]), flush=True)
     print(json.dumps(results, indent=1))
 
 

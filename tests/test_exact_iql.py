@@ -455,6 +455,24 @@ def test_train_treats_all_rewards_alike(recorded, tmp_path, treatment):
     assert max(seen[: 8 * 16]) < len(columns[0]) <= max(seen) and min(seen[-10 * 16 :]) < 20  # the oldest stay
 
 
+def test_normalize_reaches_all_observations(recorded, tmp_path, monkeypatch):
+    """What is trained on, offline and online, and what acts: less the dataset's mean, over its deviation."""
+    path, columns = recorded
+    acted, act = [], iql.act
+    monkeypatch.setattr(iql, "act", lambda actor, space, *rest: acted.append(rest) or act(actor, space, *rest))
+    run = trained(iql, tmp_path, path, "--online-steps", ONLINE, "--normalize")
+    mean, std = columns[0].mean(0), columns[0].std(0) + 1e-3
+    close(run.added[0][0], (columns[0] - mean) / std, 1e-5)
+    close(run.added[0][4], (columns[4] - mean) / std, 1e-5)
+    online = [np.concatenate(column) for column in zip(*run.added[1:])]
+    close(np.concatenate([obs for obs, scale, _ in acted if isinstance(scale, float)]), online[0], 1e-6)
+    steps = np.concatenate([obs for obs, scale, _ in acted if not isinstance(scale, float)])[:, 0] * std[0] + mean[0]
+    close(steps, steps.round(), 1e-5)  # of the evaluations' episodes
+    online[0], online[4] = ((part * std + mean).round(5) for part in (online[0], online[4]))
+    assert_probed(*online, *own_treatment(columns, "return-range"))
+    assert_in_order(*online)
+
+
 @pytest.mark.parametrize("anneal", [True, False])
 def test_policy_alone_is_annealed(recorded, tmp_path, anneal):
     """By a cosine from the learning rate at the first update to almost 0 at the last offline one; online it is the

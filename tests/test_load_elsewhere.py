@@ -47,6 +47,7 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "rainbow": (RAINBOW, rainbow, ["--learning-rate", "0.04"]),
     "bc": (OFFLINE, bc, ["--dataset", "DATA"]),
     "iql": (OFFLINE, iql, ["--dataset", "DATA"]),
+    "iql normalized": (OFFLINE, iql, ["--dataset", "DATA", "--normalize"]),
     "ppo_mask": (MASK, ppo_mask, ["--env-id", "Taxi-v4", "--env-kwargs", SHORT, "--learning-rate", "0.04"]),
     "ppo_lstm discrete": (LSTM, ppo_lstm, ["--env-id", "CartPole-v1", "--learning-rate", "0.04"]),
     "ppo_lstm continuous": (LSTM, ppo_lstm, WIDE),

@@ -70,7 +70,7 @@ CASES = {  # name: SCRIPT-... -> arguments. Every run has 160 steps; episodes ar
     "bc-dropout": "--dropout 0.2",
     "iql": "",
     "iql-online": "--max-steps 80 --online-steps 80",
-    "iql-online-constant": "--max-steps 64 --online-steps 96 --no-anneal-actor --dropout 0.1",
+    "iql-online-constant": "--max-steps 64 --online-steps 96 --no-anneal-actor --dropout 0.1 --normalize",
     "dt": "",
     "rlpd": "--num-critics 3 --subset-size 2 --policy-frequency 240 --log-every 112 --eval-every 0",
 }

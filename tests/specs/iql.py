@@ -46,8 +46,16 @@ advantage-of-the-old-value: losses first, steps later: the authors' order is ano
 +     descend(optimizers.value, expectile_loss(q - agent.value(batch.obs), args.expectile))
 
 online-rewards-as-they-are: rewards are treated where the dataset is read
-- replay.add(obs, actions, factor * rewards[:, None] + summand,
-+ replay.add(obs, actions, rewards[:, None],
+- actions, factor * rewards[:, None] + summand,
++ actions, rewards[:, None],
+
+normalised-in-training-only: evaluation has a function of its own
+- to_env(act(agent.actor, space, agent.normalized(obs), *noise), space)
++ to_env(act(agent.actor, space, obs, *noise), space)
+
+next-observation-as-it-is: one column more that has to be normalised
+- agent.normalized(data.next_obs[rows])
++ data.next_obs[rows]
 
 return-range-without-the-thousand: a range that is divided by looks complete
 - return 1000 / (returns.max() - returns.min()), 0.0
