@@ -26,7 +26,7 @@ Run
     python algos/iql.py --dataset D4RL/antmaze/umaze-v1 --domain antmaze --max-steps 1000000 --eval-every 100000 \
         --eval-episodes 100                                                      the paper's settings for AntMaze on
                                                                                  Minari's data: never run by us
-    python algos/iql.py --dataset FILE --max-steps 100000 --normalize            scales observations, as CORL does
+    python algos/iql.py --normalize                                              scales observations, as CORL does
     python algos/iql.py --online-steps 10000 --no-anneal-actor                   offline, then online
     python algos/iql.py --evaluate RUN --eval-episodes 100 --capture-video       scores a saved agent
 
