@@ -58,8 +58,10 @@ def svg(width: float, height: float, title: str, body: str, css: str = "") -> st
     return f'<svg class="{css}" role="img" {box}><title>{escape(title)}</title>{body}</svg>'
 
 
-def curve(groups: list[list[list[float]]], title: str, xlabel: str, ylabel: str) -> str:
-    """Every seed as a thin line, each group's median as a thick one; the k-th group has the class `gk`."""
+def curve(groups: list[list[list[float]]], title: str, axis: tuple[int, str], ylabel: str) -> str:
+    """Every seed as a thin line, each group's median as a thick one; the k-th group has the class `gk`. axis: steps
+    between two points, and their name."""
+    every, xlabel = axis
     seeds = [[thinned(row) for row in rows] for rows in groups]
     points = [point for rows in seeds for row in rows for point in row]
     low, high = bounds([y for _, y in points])
@@ -76,8 +78,9 @@ def curve(groups: list[list[list[float]]], title: str, xlabel: str, ylabel: str)
         y = at(left, tick)[1]
         body.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - 8}"/>')
         body.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:,g}</text>')
-    whole = sorted({round(x) for x in ticks(left, right)}) if right - left > 1 else []
-    body += [f'<text x="{at(x, low)[0]:.1f}" y="{HEIGHT - 18}" text-anchor="middle">{x:,}</text>' for x in whole if x]
+    steps = sorted({round(x) for x in ticks(left * every, right * every)}) if right - left > 1 else []
+    body += [f'<text x="{at(x / every, low)[0]:.1f}" y="{HEIGHT - 18}" text-anchor="middle">{x:,}</text>'
+             for x in steps if x]  # fmt: skip
     body.append(f'<text x="{WIDTH - 8}" y="{HEIGHT - 3}" text-anchor="end">{escape(xlabel)}</text>')
     body.append(f'<text x="4" y="{HEIGHT - 3}">{escape(ylabel)}</text>')
     for place, rows in enumerate(seeds):

@@ -4,7 +4,7 @@
     python benchmarks/offline_corl.py speed --corl /tmp/corl --rounds 5         -> results/speed_offline.json
     python benchmarks/offline_corl.py score --corl /tmp/corl --seeds 3          -> results/score_offline.json
     python benchmarks/offline_corl.py score --corl /tmp/corl --seeds 5 --algos iql --iql-steps 100000 --cloning \
-        --datasets data/Hopper-v5/medium-replay.hdf5 data/Hopper-v5/medium-expert.hdf5
+        --jobs 2 --datasets data/Hopper-v5/medium-replay.hdf5 data/Hopper-v5/medium-expert.hdf5
 
 CORL's files algorithms/offline/iql.py and dt.py are imported as they are, with empty modules in place of d4rl, gym,
 pyrallis and wandb, of which only what is not used here is needed. Its networks, data handling and updates
@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -274,10 +275,10 @@ def differences(row: dict) -> dict:
 
 
 def score(corl: Path, datasets: tuple[str, ...] = ("",), algos: tuple[Algo, ...] = ("iql", "dt"), seeds: int = 3,
-          iql_steps: int = 10_000, dt_steps: int = 1_200, episodes: int = 20, threads: int = 1,
+          iql_steps: int = 10_000, dt_steps: int = 1_200, episodes: int = 20, threads: int = 1, jobs: int = 1,
           cloning: bool = False) -> None:  # fmt: skip
-    """Trains all sides on each dataset ("": the one that ships) and adds to results/score_offline.json the seeds that
-    each lacks, one after the other."""
+    """Trains all sides on each dataset ("": the one that ships), `jobs` runs side by side, and adds to
+    results/score_offline.json the seeds that each lacks."""
     path = RESULTS / "score_offline.json"
     results = json.loads(path.read_text())["results"] if path.exists() else []
     for dataset, algo in itertools.product(datasets, algos):
@@ -287,17 +288,19 @@ def score(corl: Path, datasets: tuple[str, ...] = ("",), algos: tuple[Algo, ...]
         row = next((row for row in results if row | about == row), None)
         if row is None:
             results.append(row := about)
-        for seed, side in itertools.product(range(1, seeds + 1), sides):
-            if seed <= len(row.setdefault(side, [])):
-                continue
-            where = dataset and Path(dataset).resolve()
-            row[side].append(measure(threads, "score-worker", "--algo", algo, "--side", side, "--corl", corl.resolve(),
-                                     "--dataset", where, "--seed", seed, "--steps", about["updates"], "--episodes",
-                                     episodes))  # fmt: skip
-            row["over_corl"] = differences(row)
-            path.write_text(json.dumps({"results": results, "machine": machine()}, indent=1) + "\n")
-            print(algo, about["dataset"], f"seed {seed}:", side, round(row[side][-1]), flush=True)
-    print(json.dumps(results, indent=1))
+        row["steps"] = len(read(dataset)[0].obs)
+        missing = [(seed, side) for seed, side in itertools.product(range(1, seeds + 1), sides)
+                   if seed > len(row.setdefault(side, []))]  # fmt: skip
+        where = dataset and Path(dataset).resolve()
+        words = ("score-worker", "--algo", algo, "--corl", corl.resolve(), "--dataset", where, "--steps",
+                 about["updates"], "--episodes", episodes)  # fmt: skip
+        calls = [partial(measure, threads, *words, "--side", side, "--seed", seed) for seed, side in missing]
+        with ThreadPoolExecutor(jobs) as pool:
+            for (seed, side), value in zip(missing, pool.map(lambda call: call(), calls)):
+                row[side].append(value)
+                row["over_corl"] = differences(row)
+                path.write_text(json.dumps({"results": results, "machine": machine()}, indent=1) + "\n")
+                print(algo, about["dataset"], f"seed {seed}:", side, round(value), flush=True)
 
 
 if __name__ == "__main__":

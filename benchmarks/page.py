@@ -195,6 +195,28 @@ def speeds() -> str:
     return "\n".join(rows)
 
 
+def offline_scores() -> str:
+    """For benchmarks/README.md: returns at the end beside CORL's on the same data, seed by seed."""
+
+    def returns(row: dict, side: str) -> str:
+        return ", ".join(f"{value:,.0f}" for value in row.get(side, ()))
+
+    def over(row: dict, side: str) -> str:
+        if side not in row["over_corl"]:
+            return ""
+        low, high = row["over_corl"][side]["t_95_percent"]
+        return f"{row['over_corl'][side]['mean']:,.0f} ({low:,.0f} to {high:,.0f})"
+
+    rows = ["| | updates | plainrl | `--normalize` | CORL | 10 %-BC | plainrl less CORL | `--normalize` less CORL |",
+            "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for row in read("score_offline")["results"]:
+        data = f"{row['dataset']}, {row['steps']:,} steps" if "steps" in row else row["dataset"]
+        columns = [*(returns(row, side) for side in ("ours", "normalized", "corl", "cloning")),
+                   *(over(row, side) for side in ("ours", "normalized"))]  # fmt: skip
+        rows.append(f"| {row['algo'].upper()}, {data} | {row['updates']:,} | {' | '.join(columns)} |")
+    return "\n".join(rows)
+
+
 def published_budget() -> str:
     """For benchmarks/README.md."""
     return f"{published.table()}\n\n{published.off_policy()}"
@@ -226,7 +248,7 @@ def real_models() -> str:
 def page(text: str) -> str:
     """A page's text with its tables renewed."""
     for table in (algorithms, catalogue, proofs, effect_verdicts, family_on_countdown, speeds, published_budget,
-                  real_models):  # fmt: skip
+                  offline_scores, real_models):  # fmt: skip
         begin = f"<!-- {table.__name__}: python benchmarks/page.py write -->\n"
         if begin in text:
             head, rest = text.split(begin)

@@ -106,9 +106,36 @@ def key(labels: list[str]) -> str:
     return " ".join(f'<span class="key g{k}">{escape(label)}</span>' for k, label in enumerate(labels))
 
 
-def unit_of(column: str) -> str:
-    """What a curve of this column counts: control trains on many environment steps between two returns."""
-    return "evaluation" if column.startswith("eval/") else "iteration" if column == "return" else "step"
+def started(name: str):
+    """The arguments of a curve's run as it is started."""
+    return importlib.import_module(f"algos.{curves.SCRIPT_OF[name]}").Args(**curves.CURVES[name].settings)
+
+
+def budget(name: str) -> tuple[int, str, int]:
+    """Steps of a curve, what they are called, and those of the longest published recipe of its script."""
+    script, run = curves.SCRIPT_OF[name], started(name)
+    unit, column = "updates" if hasattr(run, "env_id") else "steps", "max_steps"
+    if hasattr(run, "total_timesteps"):
+        unit, column = "environment steps", "total_timesteps"
+    longest = max((arguments(script, recipe)[column] for recipe in SPECS[script].recipes), default=0)
+    return getattr(run, column) or longest, unit, longest  # None: a preset's, which are the paper's
+
+
+def axis(name: str) -> tuple[int, str]:
+    """Steps between two points of a curve, and what they are called. Training returns come once an iteration; where an
+    iteration without an ended episode has no point, iterations are counted."""
+    column, (steps, unit, _) = curves.CURVES[name].column, budget(name)
+    if column.startswith("eval/"):
+        return curves.CURVES[name].settings["eval_every"] or steps, unit
+    if column != "return":
+        return 1, "steps"
+    counts = {len(row[column]) for row in curves.recorded(name)}
+    for preset in getattr(importlib.import_module(f"algos.{curves.SCRIPT_OF[name]}"), "PRESETS", ()):
+        args = filled(curves.SCRIPT_OF[name], preset, started(name))
+        every = args["num_envs"] * args["num_steps"]
+        if counts == {args["total_timesteps"] // every}:
+            return every, unit
+    return 1, "iterations"
 
 
 def curve_figure(name: str, output: Path) -> str:
@@ -117,15 +144,17 @@ def curve_figure(name: str, output: Path) -> str:
     if not rows:
         return f'<figure id="curve-{name}"><figcaption><b>{name}</b>: not recorded yet.</figcaption></figure>'
     groups = {"plainrl": rows} | {peer: found for peer, found in curves.peers(name).items() if found}
+    every, unit = axis(name)
     with open(output / f"{name}.csv", "w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["source", "seed", unit_of(curve.column), curve.column])
+        table.writerow(["source", "seed", unit, curve.column])
         for label, found in groups.items():
             for row in found:
-                table.writerows([label, row["seed"], k, value] for k, value in enumerate(row[curve.column], 1))
+                values = enumerate(row[curve.column], 1)
+                table.writerows([label, row["seed"], k * every, value] for k, value in values)
     labels = [f"{label}, {len(found)} seed{'s' * (len(found) > 1)}" for label, found in groups.items()]
     drawing = drawings.curve([columns(found, name) for found in groups.values()], f"{name}: {curve.column}",
-                             unit_of(curve.column), curve.column)  # fmt: skip
+                             (every, unit), curve.column)  # fmt: skip
     seconds = statistics.median(row["seconds"] for row in rows)
     lines = "Thin: every seed. Thick: the median." if len(rows[0][curve.column]) > 1 else "Each dot is a seed."
     settings = ", ".join(f"{option} {value}" for option, value in curve.settings.items())
@@ -208,14 +237,9 @@ def arguments(script: str, recipe) -> dict:
 
 def cut_short(name: str) -> str:
     """What is said of a curve on MuJoCo or Atari that ends before the longest published recipe of its script."""
-    script, curve = curves.SCRIPT_OF[name], curves.CURVES[name]
-    run = importlib.import_module(f"algos.{script}").Args(**curve.settings)
-    if not str(getattr(run, "env_id", "")).endswith(("-v5", "None")):  # None: that of the dataset, Hopper-v5
-        return ""
-    unit, column = ("steps", "total_timesteps") if hasattr(run, "total_timesteps") else ("updates", "max_steps")
-    longest = max((arguments(script, recipe)[column] for recipe in SPECS[script].recipes), default=0)
-    steps = getattr(run, column) or longest  # None: a preset's, which are the paper's
-    return f"Cut short: {steps:,} of the {longest:,} {unit} that are published. " if steps < longest else ""
+    steps, unit, longest = budget(name)
+    outside = str(getattr(started(name), "env_id", "")).endswith(("-v5", "None"))  # None: the dataset's, Hopper-v5
+    return f"Cut short: {steps:,} of the {longest:,} {unit} that are published. " * (outside and steps < longest)
 
 
 def was_run(script: str, recipe) -> bool:
@@ -403,7 +427,7 @@ def hunt_page(number: int, hunt: bug_hunt.Hunt) -> str:
     groups = {label: found for label, found in groups.items() if found}
     labels = [f"{label}, {len(found)} seeds" for label, found in groups.items()]
     shown = [columns(found, hunt.curve) for found in groups.values()]
-    drawing = drawings.curve(shown, hunt.curve, unit_of(column), column)
+    drawing = drawings.curve(shown, hunt.curve, axis(hunt.curve), column)
     missing = "" if rows else " The curve with the bug is not recorded yet."
     following = number % len(bug_hunt.HUNTS) + 1
     return html(f"Bug {number} in {script}.py", f"""

@@ -85,7 +85,7 @@ def test_a_csv_has_every_seed(built):
     rows = (built / "dqn-cartpole.csv").read_text().splitlines()
     recorded = site.curves.recorded("dqn-cartpole")
     assert len(rows) == 1 + sum(len(row["eval/return"]) for row in recorded)
-    assert rows[1] == f"plainrl,1,1,{recorded[0]['eval/return'][0]}"
+    assert rows[1] == f"plainrl,1,2000,{recorded[0]['eval/return'][0]}"
 
 
 def test_a_curve_below_the_published_budget_says_so(built):
@@ -166,6 +166,20 @@ def test_a_stop_without_its_script_is_left_out(built):
     text = (built / "path.html").read_text()
     assert text.count("<details>") == sum(stop[0] in SPECS for stop in site.STOPS)
     assert len(site.STOPS) == 6
+
+
+@pytest.mark.parametrize("name, steps, unit", (
+    ("ppo-hopper-1m", 488 * 2048, "environment steps"), ("sac-hopper-1m", 1_000_000, "environment steps"),
+    ("ppo-cartpole", 24_576, "environment steps"), ("dt-hopper", 1200, "updates"), ("grpo-countdown", 100, "steps"),
+))  # fmt: skip
+def test_a_curve_ends_at_its_last_step(built, name, steps, unit):
+    """Not at the number of its evaluations or iterations."""
+    head, *_, last = (built / f"{name}.csv").read_text().splitlines()
+    assert head.split(",")[2] == unit and int(last.split(",")[2]) == steps
+
+
+def test_iterations_are_counted_where_some_have_no_return(built):
+    assert site.axis("reinforce-cartpole") == (1, "iterations")
 
 
 def test_a_long_row_becomes_means():
