@@ -79,8 +79,9 @@ def curve(groups: list[list[list[float]]], title: str, axis: tuple[int, str], yl
         body.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - 8}"/>')
         body.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:,g}</text>')
     steps = sorted({round(x) for x in ticks(left * every, right * every)}) if right - left > 1 else []
-    body += [f'<text x="{at(x / every, low)[0]:.1f}" y="{HEIGHT - 18}" text-anchor="middle">{x:,}</text>'
-             for x in steps if x]  # fmt: skip
+    for x in (step for step in steps if step):
+        place, half = at(x / every, low)[0], 4 * len(f"{x:,}")  # the last label ends where the drawing does
+        body.append(f'<text x="{min(place, WIDTH - half):.1f}" y="{HEIGHT - 18}" text-anchor="middle">{x:,}</text>')
     body.append(f'<text x="{WIDTH - 8}" y="{HEIGHT - 3}" text-anchor="end">{escape(xlabel)}</text>')
     body.append(f'<text x="4" y="{HEIGHT - 3}">{escape(ylabel)}</text>')
     for place, rows in enumerate(seeds):

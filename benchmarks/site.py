@@ -29,7 +29,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import bug_hunt, curves, drawings, effects, listing, page, planted_bugs  # noqa: E402
-from tests.specs import FAMILIES, SPECS, line_of, parent_of, sources  # noqa: E402
+from tests.specs import FAMILIES, SPECS, Effect, line_of, parent_of, sources  # noqa: E402
 
 FOLDER = ROOT / "benchmarks/site"
 README = (ROOT / "README.md").read_text()
@@ -165,14 +165,23 @@ def curve_figure(name: str, output: Path) -> str:
     )
 
 
+def runs_of(effect: Effect) -> str:
+    """A line for each run: its script, and the settings that not all runs share."""
+    given = [{(option, str(value)) for option, value in settings.items()} for _, settings in effect.runs.values()]
+    shared, lines = set.intersection(*given), []
+    for run, (script, settings) in effect.runs.items():
+        own = [f"{option} {value}" for option, value in settings.items() if (option, str(value)) not in shared]
+        lines.append(f"<li><b>{escape(run)}</b>: {escape(', '.join([f'{script}.py', *own]))}")
+    return f"<ul>{''.join(lines)}</ul>"
+
+
 def effect_figure(name: str) -> str:
     """The idea, its parent and the control, and whether the claims hold."""
     effect, values = effects.EFFECTS[name], effects.by_run(name)
-    scripts = ", ".join(f"{run}: {script}.py" for run, (script, _) in effect.runs.items())
     if min(map(len, values.values())) < effect.seeds:
         claims = " and ".join(f"<code>{escape(claim)}</code>" for claim in effect.claims)
-        return (f'<figure id="effect-{name}"><figcaption><b>{name}</b>, {escape(effect.statistic)} ({escape(scripts)}):'
-                f" not run. Claimed before: {claims}.</figcaption></figure>")  # fmt: skip
+        return (f'<figure id="effect-{name}"><figcaption><b>{name}</b>, {escape(effect.statistic)}: not run. Claimed '
+                f"before: {claims}.{runs_of(effect)}</figcaption></figure>")  # fmt: skip
     drawing = drawings.dots({run: list(found.values()) for run, found in values.items()}, name, effect.statistic)
     rows = "".join(
         f"<tr><td><code>{escape(claim)}</code><td>{yes} of {n} seeds, {effect.claims[claim]} asked<td>"
@@ -181,7 +190,7 @@ def effect_figure(name: str) -> str:
     )
     return (
         f'<figure id="effect-{name}">{drawing}<figcaption><b>{name}</b>: {escape(effect.statistic)} of each seed, and '
-        f"the mean. {escape(scripts)}.</figcaption><div class=scroll><table>{rows}</table></div></figure>"
+        f"the mean.{runs_of(effect)}</figcaption><div class=scroll><table>{rows}</table></div></figure>"
     )
 
 

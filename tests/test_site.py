@@ -182,6 +182,15 @@ def test_iterations_are_counted_where_some_have_no_return(built):
     assert site.axis("reinforce-cartpole") == (1, "iterations")
 
 
+def test_an_effect_says_how_its_runs_differ(built):
+    """And not what all share: the same task."""
+    text = (built / "grpo.html").read_text()
+    assert (
+        "<b>reset</b>: grpo.py, beta 1.0, reset_reference_every 10<" in text
+        and "<b>free</b>: grpo.py, beta 0.0<" in text
+    )
+
+
 def test_a_long_row_becomes_means():
     assert drawings.thinned([1.0, 3.0, 5.0, 7.0], most=2) == [(1.5, 2.0), (3.5, 6.0)]
     assert drawings.thinned([1.0, float("nan")]) == [(1.0, 1.0)]
