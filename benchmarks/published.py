@@ -93,9 +93,9 @@ def table() -> str:
         rows.append(f"| {task} | {cell(values)} | {base[task]:,.0f} | " + " | ".join(f"{x:,}" for x in others) + " |")
     if min(map(len, scores)) >= ENOUGH:
         middle, low, high = iqm(scores)
-        interval = f"{middle:.2f}** (95 %: {low:.2f} to {high:.2f})"
-        said = "a score is 0 for random actions and 1 for the PPO paper's return"
-        rows += ["", f"Interquartile mean of the scores of all seeds: **{interval}, where {said}."]
+        scale = "A score is 0 for random actions and 1 for the PPO paper's return."
+        mean = f"**{middle:.2f}** (95 %: {low:.2f} to {high:.2f})"
+        rows += ["", f"Interquartile mean of the scores of all seeds: {mean}. {scale}"]
     return "\n".join(rows)
 
 
