@@ -100,13 +100,14 @@ def algorithms() -> str:
     """By family, for README.md: scripts without a parent, each with its descendants and their own lines."""
     rows = ["| script | algorithm | default run | its children, and lines of their own |", "|---|---|---|---|"]
     for field in FAMILIES:
-        rows.append(f"| **{field}** | | | |")
-        for script, spec in SPECS.items():
-            if spec.family == field and not parent_of(script):
-                below = [s for s in SPECS if s != script and script in line_of(s)]
-                children = ", ".join(f"[`{s}`](algos/{s}.py) {own_lines(s)}" for s in below)
-                cells = [f"[`{script}.py`](algos/{script}.py)", spec.title, default_run(script, short=True), children]
-                rows.append(f"| {' | '.join(cells)} |")
+        roots = {s: spec for s, spec in SPECS.items() if spec.family == field and not parent_of(s)}
+        if roots:
+            rows.append(f"| **{field}** | | | |")
+        for script, spec in roots.items():
+            below = [s for s in SPECS if s != script and script in line_of(s)]
+            children = ", ".join(f"[`{s}`](algos/{s}.py) {own_lines(s)}" for s in below)
+            cells = [f"[`{script}.py`](algos/{script}.py)", spec.title, default_run(script, short=True), children]
+            rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
