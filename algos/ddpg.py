@@ -2,8 +2,8 @@ r"""Deep deterministic policy gradient (DDPG).
 
 Lillicrap et al. 2015, "Continuous control with deep reinforcement learning" (arXiv 1509.02971, algorithm 1).
 
-Parent: sac.py, whose loop it shares line by line: the policy is a function instead of a distribution, so noise added to
-its actions explores, and there is no entropy in the objective.
+Parent: sac.py. The policy is a function instead of a distribution: noise added to its actions explores, and there is no
+entropy in the objective.
 
 The critic learns the value of the policy's own actions from a replay buffer, by bootstrapping from slowly following
 copies. The actor follows the critic's slope with respect to the action. On minibatches minimises

@@ -273,8 +273,9 @@ def recipes(script: str) -> str:
         differs = ", ".join(f"{name} {value}" for name, (value, _) in recipe.differs.items())
         differs = f" The command differs on purpose: {escape(differs)}." * bool(differs)
         parts.append(f"<p><b>{escape(recipe.source)}</b>, {status}. {escape(note[:1].upper() + note[1:])}</p>"
-                     f"<pre>{escape(command)}</pre><p class=faint>The source's numbers: {escape(numbers)}.{differs} "
-                     "A test compares the command with them.</p>")  # fmt: skip
+                     f"<pre class=command>{escape(command)}</pre>"
+                     f"<p class=faint>The source's numbers: {escape(numbers)}.{differs} A test compares the command "
+                     "with them.</p>")  # fmt: skip
     return "".join(parts)
 
 
