@@ -58,8 +58,8 @@ Differences
     - On countdown the text votes, not the number at its end. The target stands in the prompt: answers that end there
       would agree whatever stands before. Right answers are many, so votes are split.
     - M = G unless --num-votes says more. The authors take twice G.
-    - PRIME-RL/TTRL (verl/workers/reward_manager/ttrl.py) writes every reward at the length of the last vote: harmless
-      for GRPO, which sums over tokens, wrong for per-token returns.
+    - PRIME-RL/TTRL (verl/workers/reward_manager/ttrl.py) writes each reward at the token where the prompt's last answer
+      ends. GRPO sums rewards over tokens, so nothing changes there; per-token returns would be wrong.
     - Without a single vote in a group all its rewards are 0, so it teaches nothing. The authors' code stops there.
 """
 

@@ -37,7 +37,7 @@ Expect
     The default run: held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8 0.43 to greedy 0.43, pass@1 0.33,
     pass@8 0.75 after 20 steps and 0.47, 0.41, 0.69 after 60 (seed 1, 128 prompts), in 130 CPU seconds. A step trains on
     128 completions and samples 2,300 at first, 1,500 at the end, as states repeat: 108,000 in all. grpo.py reaches
-    0.58, 0.53, 0.69 with half as many, in 100 steps that train on four times the completions: where sampling is all
+    0.58, 0.53, 0.69 with half as many, 51,200. It trains on all of them, and vineppo.py on 7,680: where sampling is all
     that costs, step values do not pay here.
     `python benchmarks/credit.py`: correlation with the true advantages of steps (by 256 continuations) of a fixed
     policy, mean of three sets of prompts with Student's 95 % interval: K = 9 0.85 +- 0.03, K = 3 0.74 +- 0.08, GRPO's

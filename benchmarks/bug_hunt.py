@@ -19,7 +19,7 @@ from utils.machine import environment
 
 RESULTS = ROOT / "benchmarks/results/bug_hunt.jsonl"
 SEEDS = (1, 2, 3)
-UNSEEN = "No curve shows it."
+UNSEEN, BETTER = "The curve does not show it.", "The curve is better than the right one."
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,18 @@ def rows_of(hunt: Hunt) -> list[dict]:
 
 
 def verdict(hunt: Hunt) -> str:
-    """What the curve says beside the right one: below the band of fresh seeds in some number, above all right seeds, or
-    nothing. Empty where it is not recorded."""
+    """What the curve says beside the right one: below the band of fresh seeds in some number or drawn below the ends of
+    all right seeds, above all right seeds, or nothing. Empty where it is not recorded."""
     if not (rows := rows_of(hunt)):
         return ""
+    column, right = CURVES[hunt.curve].column, right_rows(hunt.curve)
+    ends, right_ends = ([statistics.mean(row[column][-max(1, len(row[column]) // 10) :]) for row in found]
+                        for found in (rows, right))  # fmt: skip
     means = {number: statistics.mean(row[number] for row in rows) for number in CURVES[hunt.curve].numbers}
-    if any(mean < band(hunt.curve, number)["lower"] for number, mean in means.items()):
+    if max(ends) < min(right_ends) or any(mean < band(hunt.curve, n)["lower"] for n, mean in means.items()):
         return "The curve shows it."
-    if any(mean > max(row[number] for row in right_rows(hunt.curve)) for number, mean in means.items()):
-        return "The curve is better than the right one."
+    if any(mean > max(row[number] for row in right) for number, mean in means.items()):
+        return BETTER
     return UNSEEN
 
 

@@ -8,7 +8,7 @@ import statistics
 from html import escape
 from pathlib import Path
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 250, 52, 34, 10  # a curve; small enough that its text can be read on a phone
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 260, 52, 34, 24  # a curve; small enough that its text can be read on a phone
 MOST = 80  # points of a line: a drawing has no more pixels to tell them apart
 STEP, ROW = 118, 30  # of a tree: from parent to child, from line to line
 
@@ -65,9 +65,8 @@ def curve(groups: list[list[list[float]]], title: str, axis: tuple[int, str], yl
     seeds = [[thinned(row) for row in rows] for rows in groups]
     points = [point for rows in seeds for row in rows for point in row]
     low, high = bounds([y for _, y in points])
-    left, right = min(x for x, _ in points) - 0.5, max(x for x, _ in points) + 0.5
-    if len({x for x, _ in points}) > 1:
-        left, right = left + 0.5, right - 0.5
+    longest = max(len(row) for rows in groups for row in rows)
+    left, right = (1, longest) if longest > 1 else (0.5, 1.5)
 
     def at(x: float, y: float) -> tuple[float, float]:
         place = LEFT + (x - left) / (right - left) * (WIDTH - LEFT - 8)
@@ -78,12 +77,13 @@ def curve(groups: list[list[list[float]]], title: str, axis: tuple[int, str], yl
         y = at(left, tick)[1]
         body.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - 8}"/>')
         body.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:,g}</text>')
-    steps = sorted({round(x) for x in ticks(left * every, right * every)}) if right - left > 1 else []
-    for x in (step for step in steps if step):
+    last = round(right * every)
+    steps = {last, *(x for tick in ticks(left * every, last) if 0 < (x := round(tick)) < 0.85 * last)}
+    for x in sorted(steps) if longest > 1 else ():
         place, half = at(x / every, low)[0], 4 * len(f"{x:,}")  # the last label ends where the drawing does
         body.append(f'<text x="{min(place, WIDTH - half):.1f}" y="{HEIGHT - 18}" text-anchor="middle">{x:,}</text>')
     body.append(f'<text x="{WIDTH - 8}" y="{HEIGHT - 3}" text-anchor="end">{escape(xlabel)}</text>')
-    body.append(f'<text x="4" y="{HEIGHT - 3}">{escape(ylabel)}</text>')
+    body.append(f'<text x="4" y="12">{escape(ylabel)}</text>')
     for place, rows in enumerate(seeds):
         for number, row in enumerate(rows):
             spot = spread(row, place * len(rows) + number, len(rows) * len(seeds))
@@ -114,7 +114,7 @@ def small(rows: list[list[float]], title: str) -> str:
 def dots(runs: dict[str, list[float]], title: str, ylabel: str) -> str:
     """The seeds of each run of an effect, and their mean."""
     low, high = bounds([value for values in runs.values() for value in values])
-    height, bottom = 230, 52
+    height, bottom = 230, 38
     body = []
     for tick in ticks(low, high):
         y = TOP + (high - tick) / (high - low) * (height - bottom - TOP)
@@ -129,7 +129,7 @@ def dots(runs: dict[str, list[float]], title: str, ylabel: str) -> str:
             body.append(f'<path class="median g0" d="M{x - 14:.1f} {statistics.fmean(heights):.1f}h28"/>')
         lower = 15 * (place % 2) * (len(runs) > 3)  # long names in two rows
         body.append(f'<text x="{x:.1f}" y="{height - bottom + 18 + lower}" text-anchor="middle">{escape(name)}</text>')
-    body.append(f'<text x="4" y="{height - 3}">{escape(ylabel)}</text>')
+    body.append(f'<text x="4" y="12">{escape(ylabel)}</text>')
     return svg(WIDTH, height, title, "".join(body), "curve")
 
 

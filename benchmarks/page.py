@@ -121,12 +121,19 @@ def catalogue() -> str:
     return "\n".join(rows)
 
 
+def limit(name: str, column: str) -> str:
+    lower = band(name, column)["lower"]
+    if column.startswith("negative "):
+        return f"{column.removeprefix('negative ')} at most {number(-lower)}"
+    return f"{column.removeprefix('eval/')} from {number(lower)}"
+
+
 def bands(script: str) -> str:
     """What two fresh seeds must reach, and on how many recorded seeds that rests."""
     cells = []
     for name, curve in SPECS[script].curves.items():
         if curve.numbers and len(recorded(name)) >= ENOUGH:
-            limits = [f"{n.removeprefix('eval/')} from {number(band(name, n)['lower'])}" for n in curve.numbers]
+            limits = [limit(name, column) for column in curve.numbers]
             slow = ", slow" if curve.slow else ""
             cells.append(f"{name.removeprefix(f'{script}-')}: {', '.join(limits)} ({len(recorded(name))} seeds{slow})")
     return "<br>".join(cells) or "none"
@@ -154,8 +161,11 @@ def effect_verdicts() -> str:
             rows.append(f"| {name}, `{effect.statistic}` | not run | |")
             continue
         means = [f"{run} {statistics.mean(found.values()):.3g}" for run, found in values.items()]
-        claims = [f"`{claim}`: {yes} of {n}" + ", **does not hold**" * (yes < effect.claims[claim])
-                  for claim, (yes, n) in effects.holds(effect, values).items()]  # fmt: skip
+        claims = [
+            f"`{claim}`: {yes} of {n}" + f", {needed} asked: **does not hold**" * (yes < needed)
+            for claim, (yes, n) in effects.holds(effect, values).items()
+            for needed in [effect.claims[claim]]
+        ]
         first = f"[{name}](effects/{name}.png), `{effect.statistic}`"
         rows.append(f"| {first} | {', '.join(means)} | {'<br>'.join(claims)} |")
     return "\n".join(rows)

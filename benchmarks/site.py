@@ -57,10 +57,11 @@ STOPS = (  # script, "code" or "diff", what to read, question, answer
     ),
     (
         "grpo", "code", "The ratio per token, its clip, and advantages divided by the group's deviation.",
-        "Four answers have the rewards 1, 0, 0, 0, four others 1, 1, 0, 0. Which right answer is reinforced more, and "
-        "does the policy gradient do so, too?",
-        "The lonely one: 0.75 / 0.5 = 1.5 against 0.5 / 0.58 = 0.87. The policy gradient has 0.75 and 0.5. Dividing by "
-        "the deviation puts weight on prompts that are nearly always right or nearly always wrong.",
+        "Four answers have the rewards 1, 0, 0, 0, four others 1, 1, 0, 0. In which group is a right answer reinforced "
+        "more, and does the policy gradient do so, too?",
+        "The lonely one, by both. With the group's mean as baseline the policy gradient has the advantages 0.75 and "
+        "0.5. GRPO has 0.75 / 0.5 = 1.5 and 0.5 / 0.58 = 0.87. Dividing by the deviation puts more weight on prompts "
+        "that are nearly always right or nearly always wrong.",
     ),
     (
         "bc", "code", "Now there is a dataset and no environment: the policy imitates what it sees.",
@@ -157,7 +158,9 @@ def curve_figure(name: str, output: Path) -> str:
                              (every, unit), curve.column)  # fmt: skip
     seconds = statistics.median(row["seconds"] for row in rows)
     lines = "Thin: every seed. Thick: the median." if len(rows[0][curve.column]) > 1 else "Each dot is a seed."
-    settings = ", ".join(f"{option} {value}" for option, value in curve.settings.items())
+    if curve.label_noise is not None:
+        lines += f" Reward: a model trained on labels of which {curve.label_noise:.0%} were flipped."
+    settings = ", ".join(setting(*item) for item in curve.settings.items())
     return (
         f'<figure id="curve-{name}">{drawing}<figcaption><b>{name}</b> {key(labels)}<br>{lines} {cut_short(name)}'
         f'About {seconds:.0f} s a seed. <a href="{name}.csv" download>CSV</a><details>'
@@ -165,14 +168,21 @@ def curve_figure(name: str, output: Path) -> str:
     )
 
 
+def setting(option: str, value) -> str:
+    if option == "model" and isinstance(value, tuple):  # a run before
+        script, settings = value
+        return f"model: that of {script}.py with {' and '.join(setting(*item) for item in settings.items())}"
+    return f"{option} {value}"
+
+
 def runs_of(effect: Effect) -> str:
-    """A line for each run: its script, and the settings that not all runs share."""
-    given = [{(option, str(value)) for option, value in settings.items()} for _, settings in effect.runs.values()]
-    shared, lines = set.intersection(*given), []
-    for run, (script, settings) in effect.runs.items():
-        own = [f"{option} {value}" for option, value in settings.items() if (option, str(value)) not in shared]
-        lines.append(f"<li><b>{escape(run)}</b>: {escape(', '.join([f'{script}.py', *own]))}")
-    return f"<ul>{''.join(lines)}</ul>"
+    """A line for each run: its script, and the settings that not all runs share; then those that all share."""
+    given = [[setting(*item) for item in settings.items()] for _, settings in effect.runs.values()]
+    shared = [text for text in given[0] if all(text in texts for texts in given)]
+    lines = [f"<b>{escape(run)}</b>: {escape(', '.join([f'{script}.py', *(t for t in texts if t not in shared)]))}"
+             for (run, (script, _)), texts in zip(effect.runs.items(), given)]  # fmt: skip
+    lines += [f"All runs: {escape(', '.join(shared))}"] * bool(shared)
+    return f"<ul>{''.join(f'<li>{line}' for line in lines)}</ul>"
 
 
 def effect_figure(name: str) -> str:
@@ -209,9 +219,11 @@ def proofs(script: str) -> str:
     names = ", ".join(f"tests/test_{name}.py" for name in peers)
     independent = f"Compared with independent implementations: {names}."
     if not peers:
-        independent = "No independent implementation is compared with this script."
+        independent = "No test compares its numbers with another implementation's."
+        beside = {peer for name in spec.curves for peer, rows in curves.peers(name).items() if rows}
+        independent += f" Its curve stands beside that of {' and '.join(sorted(beside))}." * bool(beside)
     learned = [f"Two fresh seeds must reach {band}." for band in page.bands(script).split("<br>") if band != "none"]
-    green = [f"{name}: fresh seeds reached it last at commit {record['commit']}."
+    green = [f"{name}: fresh seeds last passed at commit {record['commit'].replace('-dirty', ' with later edits')}."
              for name in spec.curves if (record := curves.green(name))]  # fmt: skip
     missing = [f"{name} has no recorded curve." for name in spec.curves if not curves.recorded(name)]
     missing += [f"{name} has fewer than {curves.ENOUGH} seeds, so there is no band." for name in spec.curves
@@ -221,10 +233,11 @@ def proofs(script: str) -> str:
                 if min(map(len, effects.by_run(name).values())) < effect.seeds]  # fmt: skip
     missing += ["No effect of the idea is claimed against a control."] * (not spec.effects)
     missing += ["Planted bugs were not run against these tests."] * (not planted)
-    missing += [f"{recipe.source}: no recorded curve." for recipe in spec.recipes if not was_run(script, recipe)]
+    missing += dict.fromkeys(f"{recipe.source}: no recorded curve." for recipe in spec.recipes
+                             if not was_run(script, recipe))  # fmt: skip
     proven = "".join(f"<li>{escape(line)}" for line in [*caught, independent, *learned, *green])
     open_ = "".join(f"<li>{escape(line)}" for line in missing)
-    return f"<ul>{''.join(items)}{proven}</ul><h3>Not proven</h3><ul>{open_ or '<li>Nothing that the spec names.'}</ul>"
+    return f"<ul>{''.join(items)}{proven}</ul><h3>Not proven</h3><ul>{open_ or '<li>No open item is listed.'}</ul>"
 
 
 def command_of(script: str, recipe) -> tuple[str, str]:
@@ -270,7 +283,8 @@ def recipes(script: str) -> str:
         command, note = command_of(script, recipe)
         numbers = ", ".join(f"{name} {value}" for name, value in recipe.paper.items())
         status = "run: see the curves" if was_run(script, recipe) else "no recorded curve"
-        differs = ", ".join(f"{name} {value}" for name, (value, _) in recipe.differs.items())
+        differs = ", ".join(f"{name} {value}" if value != recipe.paper.get(name) else words
+                            for name, (value, words) in recipe.differs.items())  # fmt: skip
         differs = f" The command differs on purpose: {escape(differs)}." * bool(differs)
         parts.append(f"<p><b>{escape(recipe.source)}</b>, {status}. {escape(note[:1].upper() + note[1:])}</p>"
                      f"<pre class=command>{escape(command)}</pre>"
@@ -455,11 +469,13 @@ def hunt_list() -> str:
         + (f", {len(found)} seeds" if (found := bug_hunt.rows_of(hunt)) else ": its curve is not recorded yet")
         for number, hunt in enumerate(bug_hunt.HUNTS, 1)
     )
-    unseen = sum(bug_hunt.verdict(hunt) == bug_hunt.UNSEEN for hunt in bug_hunt.HUNTS)
+    said = [bug_hunt.verdict(hunt) for hunt in bug_hunt.HUNTS]
+    unseen, better = said.count(bug_hunt.UNSEEN), said.count(bug_hunt.BETTER)
     return html("Bug hunt", f"""
 <h1>Bug hunt</h1><p>Each page shows a script with one planted bug, its curve, and the curve of the right script. Click
 the line. You are told which test catches the bug, and why people make it.</p><p>In reinforcement learning a wrong
-program often still learns: of these {len(bug_hunt.HUNTS)} bugs no curve shows {unseen}.</p><ol>{rows}</ol>
+program often still learns. Of these {len(bug_hunt.HUNTS)} bugs, {unseen} do not show in their curve, and with {better}
+it is better than the right one.</p><ol>{rows}</ol>
 """, "hunt.html")  # fmt: skip
 
 

@@ -137,11 +137,13 @@ def test_the_answer_of_the_hunt_is_hidden_and_right(built):
 
 def test_what_a_curve_says_of_a_bug(monkeypatch):
     hunt = bug_hunt.HUNTS[0]
-    right = bug_hunt.right_rows(hunt.curve)
-    for change, said in ((-0.5, "The curve shows it."), (0.0, bug_hunt.UNSEEN), (0.5, "The curve is better")):
-        rows = [{name: row[name] + change for name in site.curves.CURVES[hunt.curve].numbers} for row in right]
+    right, curve = bug_hunt.right_rows(hunt.curve), site.curves.CURVES[hunt.curve]
+    shows = "The curve shows it."
+    for change, drawn, said in ((-0.5, 0, shows), (0, -0.5, shows), (0, 0, bug_hunt.UNSEEN), (0.5, 0, bug_hunt.BETTER)):
+        rows = [{name: row[name] + change for name in curve.numbers} for row in right]
+        rows = [row | {curve.column: [y + drawn for y in old[curve.column]]} for row, old in zip(rows, right)]
         monkeypatch.setattr(bug_hunt, "rows_of", lambda _, rows=rows: rows)
-        assert bug_hunt.verdict(hunt).startswith(said)
+        assert bug_hunt.verdict(hunt) == said
 
 
 def test_the_hunt_trains_the_script_with_the_bug(monkeypatch, tmp_path):
