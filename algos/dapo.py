@@ -5,8 +5,9 @@ equations 8 and 13).
 
 Parent: grpo.py. New groups replace those that teach nothing, and answers near the length limit lose reward.
 
-A group with equal rewards has no advantage, so prompts are drawn until enough groups have different rewards. The loss
-is a mean over all tokens of the batch, the upper clip is wider, and there is no KL penalty. Maximises
+A group with equal rewards has no advantage, so prompts are drawn until enough groups have different rewards, at most
+--max-sampling-rounds times. The loss is a mean over all tokens of the batch, the upper clip is wider, and there is no
+KL penalty. Maximises
 
     J(theta) = E  1/sum_i T_i  sum_i sum_t min[ rho_it A_i, clip(rho_it, 1 - eps, 1 + eps_high) A_i ]
                over groups in which not all R_i are equal
@@ -55,7 +56,7 @@ Metrics
     sampled        completions sampled in the step; num_prompts * num_generations of them are trained on
     frac_zero_std  share of trained groups with equal rewards: 0 if --max-sampling-rounds were enough
     reward_std     mean within the trained groups
-    overlong_penalty  mean over the trained completions; towards 0
+    overlong_penalty  mean over the trained completions, also of groups where it is left out; towards 0
     reward/task    the task's own score, where --reward is given. A fall while reward rises is over-optimisation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
                    pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
@@ -76,7 +77,7 @@ Differences
     - The paper takes 16 optimizer steps on each batch; here it is one. The clip needs --num-minibatches or
       --num-iterations above 1. Advantages are those of the whole batch, denominators those of a minibatch.
     - The paper samples until the batch is full. Here it is at most --max-sampling-rounds times; groups with equal
-      rewards fill the rest.
+      rewards fill the rest. They have no penalty, so they teach nothing.
     - Groups are judged by their rewards before the penalty: the paper asks for right and wrong answers in each group.
     - The paper's rewards are 1 and -1. The tasks' own are 1 and 0, so the penalty weighs twice as much.
     - The formula divides by the tokens of each group; this script, TRL and verl by those of a minibatch.
@@ -454,7 +455,9 @@ def train(args: Args) -> list[dict]:
             run.print(show_samples(tokenizer, samples, scored.rewards.tolist(), scored.extra))
         lengths = samples.completion_mask.sum(1).float()
         penalty = overlong_penalty(lengths, args.max_completion_length, args.overlong_buffer)
-        batch = Batch(samples, scored.rewards.to(device) + penalty, None)
+        groups = scored.rewards.view(-1, args.num_generations)
+        teaches = ~zero_std(groups).repeat_interleave(args.num_generations).to(device)  # equation 8 asks for these
+        batch = Batch(samples, scored.rewards.to(device) + penalty * teaches, None)
         if args.beta > 0:
             batch = batch._replace(ref_logps=reference_logps(model, ref_model, batch, args))
 
@@ -465,7 +468,6 @@ def train(args: Args) -> list[dict]:
             optimizer.state.clear()
 
         # evaluate
-        groups = scored.rewards.view(-1, args.num_generations)
         columns |= {
             "reward": rewards.nanmean().item(),
             "reward_std": (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean().item(),

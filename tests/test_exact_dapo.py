@@ -175,18 +175,22 @@ def test_rows_are_used_once_and_a_resumed_run_goes_on_behind_them(tmp_path, monk
 
 
 def test_the_penalty_is_learnt_from_but_does_not_count_elsewhere(tmp_path, monkeypatch):
-    """Neither in which groups are replaced nor in the reward that is logged."""
+    """Neither in which groups are replaced nor in the reward that is logged. Groups with equal rewards have none: their
+    lengths alone teach nothing."""
     update, batches = dapo.update, []
     monkeypatch.setattr(dapo, "update", lambda model, optimizer, batch, args: batches.append(batch) or
                         update(model, optimizer, batch, args))  # fmt: skip
-    (tmp_path / "rewards.py").write_text("def equal(completions, **kwargs):\n    return [0.25] * len(completions)\n")
-    history = train(tmp_path / "runs", max_steps=1, reward=(f"{tmp_path / 'rewards.py'}:equal",), overlong_buffer=20,
-                    max_completion_length=20, max_sampling_rounds=2, temperature=3.0)  # fmt: skip
+    (tmp_path / "rewards.py").write_text(
+        "def half(completions, **kwargs):\n    return ([0.25] * 4 + [0.5, 0.25] * 2) * (len(completions) // 8)\n"
+    )
+    settings = dict(max_steps=1, reward=(f"{tmp_path / 'rewards.py'}:half",), max_completion_length=20,
+                    max_sampling_rounds=1, temperature=3.0)  # fmt: skip
+    row = train(tmp_path / "runs", overlong_buffer=20, **settings)[1]
     lengths = batches[0].samples.completion_mask.sum(1)
-    assert len(set(lengths.tolist())) > 1
-    torch.testing.assert_close(batches[0].rewards, 0.25 - lengths / 20)
-    row = history[1]
-    assert row["reward"] == 0.25 and row["frac_zero_std"] == 1.0 and row["sampled"] == 32 and row["grad_norm"] > 0
+    assert len(set(lengths[8:].tolist())) > 1  # of the groups with equal rewards, which come last
+    torch.testing.assert_close(batches[0].rewards[:8], torch.tensor([0.5, 0.25] * 4) - lengths[:8] / 20)
+    assert batches[0].rewards[8:].eq(0.25).all()
+    assert row["reward"] == 0.3125 and row["frac_zero_std"] == 0.5
     assert row["overlong_penalty"] == pytest.approx(-(lengths / 20).mean().item())
 
 

@@ -16,6 +16,10 @@ penalty-only-logged: a number that is computed, shown in the curves, and not use
 - scored.rewards.to(device) + penalty
 + scored.rewards.to(device)
 
+penalty-in-all-groups: the constraint of equation 8 stands apart from the penalty of equation 13
+- + penalty * teaches
++ + penalty
+
 short-answers-rewarded: the middle case of equation 13 is written down for all lengths
 - .clamp(-1, 0)
 + .clamp(min=-1)
