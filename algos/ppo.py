@@ -39,8 +39,8 @@ Expect
     two minutes. Sampled actions get 1,084 and 875 (standard deviations 218 and 286).
     HalfCheetah-v5, 1M steps with CleanRL's settings (--clip-vloss), in 5 to 6 minutes: 1,830 over about the last 100
     episodes of training (8 seeds, 1,514 to 2,328). CleanRL publishes 1,443 for v4. The likeliest actions get 2,016.
-    Five MuJoCo tasks, 1M steps with these settings: an interquartile mean of 1.05 over 8 to 10 seeds of each (95 %:
-    0.99 to 1.11), where random actions score 0 and the paper 1; benchmarks/README.md has each task.
+    Five MuJoCo tasks, 1M steps with these settings: an interquartile mean of 1.05 over 10 seeds of each (95 %:
+    1.00 to 1.11), where random actions score 0 and the paper 1; benchmarks/README.md has each task.
     HalfCheetah-v5, 1M steps with the tuned recipe, in an hour on a shared machine: 4,686 (one seed; 4,559 at 500,000
     steps), 4,882 with sampled actions. RL Baselines3 Zoo and Tianshou publish about 5,800.
 
