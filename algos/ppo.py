@@ -37,8 +37,9 @@ Expect
     Pendulum-v1: from -1,200 to -240 (30 seeds, standard deviation 95), in about 10 seconds.
     Hopper-v5 and HalfCheetah-v5, 204,800 steps: 1,408 and 1,257 (8 seeds, standard deviations 745 and 643), in one to
     two minutes. Sampled actions get 1,084 and 875 (standard deviations 218 and 286).
-    HalfCheetah-v5, 1M steps with CleanRL's settings (--clip-vloss), in 5 to 6 minutes: 1,830 over about the last 100
-    episodes of training (8 seeds, 1,514 to 2,328). CleanRL publishes 1,443 for v4. The likeliest actions get 2,016.
+    HalfCheetah-v5, 1M steps with CleanRL's settings (--clip-vloss), in 5 to 7 minutes: 2,260 over about the last 100
+    episodes of training (10 seeds: eight at 1,514 to 2,328, and 3,787 and 4,174). CleanRL publishes 1,443 for v4. The
+    likeliest actions get 2,492.
     Five MuJoCo tasks, 1M steps with these settings: an interquartile mean of 1.05 over 10 seeds of each (95 %:
     1.00 to 1.11), where random actions score 0 and the paper 1; benchmarks/README.md has each task.
     HalfCheetah-v5, 1M steps with the tuned recipe, in an hour on a shared machine: 4,686 (one seed; 4,559 at 500,000
