@@ -85,7 +85,7 @@ SPEC = Spec(
     recipes=(
         Recipe(
             "HalfCheetah-v5 --total-timesteps 1000000",
-            "sfujim/TD3, OurDDPG.py and main.py, read there (the paper's own table was not read)", paper=AUTHORS,
+            "sfujim/TD3, OurDDPG.py and main.py (not the paper's table of settings)", paper=AUTHORS,
         ),
     ),
     flags=FLAGS,

@@ -99,7 +99,7 @@ SPEC = Spec(
     recipes=(
         Recipe(
             "HalfCheetah-v5 --total-timesteps 1000000",
-            "sfujim/TD3, TD3.py and main.py, read there (the paper's own table was not read)",
+            "sfujim/TD3, TD3.py and main.py (not the paper's table of settings)",
             paper=AUTHORS | dict(num_critics=2, policy_noise=0.2, noise_clip=0.5, policy_frequency=2),
         ),
     ),
