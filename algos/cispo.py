@@ -15,7 +15,7 @@ token keeps a gradient. Maximises
              gppo: min(rho_it, high) where A_i > 0, max(rho_it, low) where A_i < 0: what GRPO's clip lets through, and
              its bound where the clip cuts
     sg       no gradient goes through
-    x, y_i, A_i, T_i, rho_it   as in grpo.py
+    x, y_i, A_i, T_i, rho_it   as in grpo.py; i runs over all completions of the update
     low, high                  --ratio-low, --ratio-high: ratios, not distances from 1
 
 gppo's weight of a wrong answer never falls below `low`, however unlikely the answer has become; cispo's falls with the
@@ -48,7 +48,8 @@ Differences
       1 - epsilon to 1 + epsilon_high, both from its configuration; open-instruct: at most 1 + clip_higher.
     - The authors of GPPO add a loss of 0.1 times the negative log-likelihood of right answers, and drop wrong tokens
       whose ratio is above 10. Neither is here.
-    - beta is 0 for the embedded model, as in both papers, and 0.04 for others, as in grpo.py.
+    - beta is 0 for the embedded model, as in both papers, and 0.04 for others, as in grpo.py: then the loss has beta
+      k3_it, too.
     - The loss is not logged: its value says nothing.
 """
 

@@ -46,7 +46,6 @@ Differences
       action enters the critic's first layer. The command for HalfCheetah takes the settings of TD3's authors
       (sfujim/TD3, OurDDPG.py and main.py, for HalfCheetah-v2), which they call re-tuned; we have not read the paper's.
     - Noise is drawn for each environment and in units of [-1, 1], before stretching to the environment's bounds.
-      CleanRL draws one for all environments that are stepped together, and clips to the bounds of the first dimension.
     - The default is for Pendulum and starts learning earlier than the authors.
 """
 

@@ -19,7 +19,7 @@ it that is renewed now and then, so that they do not move with every step. Minim
     gamma     --gamma, the discount
 
 A maximum over noisy estimates is too large on average. Double DQN takes the action from one network and its value from
-the other, whose errors are others.
+the other, which makes other errors.
 
 Run
     python algos/dqn.py                                                                 CartPole-v1
@@ -239,11 +239,12 @@ def train(args: Args) -> list[dict]:
         environment's draws from global generators are not repeated: copying those at each step would cost time."""
         return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "updates": updates,
                 "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
-                "episodes": episodes, "replay": replay.save(run.dir / "replay", args.keep)}  # fmt: skip
+                "metrics": metrics, "episodes": episodes, "replay": replay.save(run.dir / "replay", args.keep)
+                }  # fmt: skip
 
     step, updates, episodes, metrics = run.step, 0, [], {}
     if run.state is not None:
-        updates, episodes = run.state["updates"], run.state["episodes"]
+        updates, metrics, episodes = (run.state[name] for name in ("updates", "metrics", "episodes"))
         replay.load(run.dir / "replay", run.state["replay"])
         obs = restore_vector(envs, run.state["envs"])
     else:

@@ -26,8 +26,8 @@ Expect
     The default run, Hopper-v5's collection, takes 1.7 minutes on 2 CPU cores. Asked for the collection's best return,
     2,485, it gets 813, and eval/slope is 0.28 (seed 1, two threads). With one thread and 10 episodes it gets 766, asked
     for a quarter of the way there from the lowest 243, and the slope is 0.26. After 500 updates it still ignores the
-    target (0.06). After 3,000 one run got 926, 339 and 0.28. Evaluations of one run, and seeds, differ by hundreds: the
-    learning rate does not fall.
+    target (0.06). After 3,000 updates one run got 926, 339 and the slope 0.28. Evaluations of one run, and seeds,
+    differ by hundreds: the learning rate does not fall.
 
 Metrics
     loss                mean squared error of actions in [-1, 1]; falls

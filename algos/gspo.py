@@ -45,7 +45,8 @@ Differences
       so much that a completion would begin beyond this tight clip.
     - There is no --aggregation: the mean over completions is the paper's. TRL's importance_sampling_level="sequence" is
       right with loss_type "grpo" alone; with its others, long completions weigh more.
-    - beta is 0 for the embedded model, as in the paper, and 0.04 for others, as in grpo.py.
+    - beta is 0 for the embedded model, as in the paper, and 0.04 for others, as in grpo.py: then the loss has beta
+      k3_it, too.
     - verl caps the log-ratio of a completion at 10. Here nothing is capped.
     - The paper's second form, GSPO-token, has the same gradient where all tokens of a completion share one advantage.
 """

@@ -232,13 +232,13 @@ def train(args: Args) -> list[dict]:
         environment's draws from global generators are not repeated: copying those at each step would cost time."""
         return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "updates": updates,
                 "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
-                "episodes": episodes, "paths": [torch.tensor(np.array(path)) for path in paths],
+                "metrics": metrics, "episodes": episodes, "paths": [torch.tensor(np.array(path)) for path in paths],
                 "replay": replay.save(run.dir / "replay", args.keep)}  # fmt: skip
 
     paths: list[list[np.ndarray]] = [[] for _ in range(args.num_envs)]  # the rows of episodes that have not ended yet
     step, updates, episodes, metrics = run.step, 0, [], {}
     if run.state is not None:
-        updates, episodes = run.state["updates"], run.state["episodes"]
+        updates, metrics, episodes = (run.state[name] for name in ("updates", "metrics", "episodes"))
         replay.load(run.dir / "replay", run.state["replay"])
         obs = restore_vector(envs, run.state["envs"])
         paths = [list(rows.numpy()) if envs.log.length[i] else [] for i, rows in enumerate(run.state["paths"])]

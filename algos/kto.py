@@ -51,13 +51,13 @@ Metrics
 
 Differences
     - z is a mean over the whole optimizer step. TRL and HALOs take it over each micro-batch. There the result depends
-      on the split, and a micro-batch of one row is compared with itself.
+      on the split. HALOs compares a micro-batch of one row with itself; TRL refuses it.
     - z is a biased estimate of that KL: y_i-1 is no sample of the policy, and z is cut at 0. A row may follow
       one of the same prompt, so that nothing is mismatched; the paper and others allow that, too.
     - The reference's log-probabilities are computed before training and kept in the checkpoints: once for each row, as
       in dpo.py, and once for each mismatched row of each step, because every epoch mismatches anew. Others compute them
-      during training, with a second model in memory. TRL mismatches once, in the dataset's order, so it does not
-      shuffle.
+      during training, with a second model in memory; TRL has a flag for before, too. TRL mismatches once, in the
+      dataset's order, so it does not shuffle.
     - A dataset of pairs is taken as two rows each, as TRL does. countdown and sort give a right and a wrong answer to
       each of --num-pairs problems.
     - AdamW; dropout is off, as in TRL, so that the first z and margin are 0.

@@ -17,9 +17,9 @@ pi+ determines pi-. Minimises
     w, eps   --neg-weight, --epsilon
     rho_t, G as in grpo.py
 
-At rho = 1 the gradient is exactly that of Dr. GRPO (omega 1 - r), or of GRPO with the population's standard deviation
-(sqrt). Off-policy nothing is cut: a right answer's slope in log pi is omega, a wrong one's is
-omega w r/(1-r) rho / max[(1 - r rho) / (1 - r), eps], which falls to 0 with rho.
+At rho = 1 the gradient is exactly that of Dr. GRPO (omega 1 - r), or with rewards of 0 and 1 of GRPO with the
+population's standard deviation (sqrt). Off-policy nothing is cut: a right answer is pushed up by omega, a wrong one
+down by omega w r/(1-r) rho / max[(1 - r rho) / (1 - r), eps], which falls to 0 with rho.
 
 Run
     python algos/nft.py                                                            the embedded model learns countdown

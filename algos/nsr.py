@@ -18,8 +18,9 @@ can be trained alone, or the first with a small weight. Maximises
 
 In a first update all of them have the same expected gradient, up to a factor: lambda + w times that of the chance p to
 be right. For the chance to be wrong is 1 - p, and its gradient is minus that of p. The runs differ in what their
-samples show: where most answers are wrong, NSR learns from many and PSR from few. The clip cuts other tokens, too. And
---denominator subset is another objective: large groups of one prompt give PSR grad log p, NSR -grad log(1 - p).
+samples show: where most answers are wrong, NSR learns from many and PSR from few. In later updates the clip cuts other
+tokens in each. And --denominator subset is another objective: large groups of one prompt give PSR the gradient of
+log p, NSR that of -log(1 - p).
 
 Run
     python algos/nsr.py                                                             W-REINFORCE: countdown
@@ -27,7 +28,8 @@ Run
     python algos/nsr.py --positive-weight 1 --negative-weight 0                     PSR
     python algos/nsr.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
     python algos/nsr.py --model Qwen/Qwen2.5-Math-7B --task prompts.jsonl --reward rewards.py:accuracy --beta 0 \
-        --num-prompts 1024 --aggregation token --denominator subset --positive-weight 0
+        --num-prompts 1024 --num-minibatches 4 --max-completion-length 3072 --aggregation token \
+        --denominator subset --positive-weight 0
                                                                                     the authors' hyper-parameters, NSR
 
 Expect
@@ -35,18 +37,21 @@ Expect
     pass@8 0.43 to greedy 0.56, pass@1 0.49, pass@8 0.70 (seed 1, 128 prompts).
     The paper finds that NSR keeps more different right answers. At this scale that does not show: after 40 steps of
     countdown with 16 prompts NSR has 2.01 different right texts among 32 samples, PSR 1.95, grpo.py without a deviation
-    1.96. NSR is ahead of each in 7 of 10 seeds, where 9 were asked (benchmarks/effects.py, nsr-distinct).
+    1.96. NSR is ahead of each in 7 of 10 seeds, where 9 were asked (benchmarks/effects.py, nsr-distinct). W-REINFORCE
+    has 1.11 of 8 after 100 steps with 64 prompts, grpo.py 1.00, but it also has less reward (benchmarks/README.md).
 
 Metrics
     As in grpo.py, but
     reward         the share of right answers. There is no frac_zero_std: groups of equal rewards teach, too
 
 Differences
-    - The authors' code (RLVR-Decomposed, core_algos.py) drops the other rows for PSR and NSR, then takes the mean over
-      the tokens that are left (here --aggregation token --denominator subset). For W-REINFORCE it does not. So its step
-      of NSR does not shrink as wrong answers get rare, and the two are not on one scale.
-    - Of the methods that the authors compare, GRPO has a KL penalty of 0.001, the others none.
-    - beta is 0 for the embedded model and 0.04 for others, as in grpo.py. Rewards other than 0 and 1 are refused.
+    - The authors' code (RLVR-Decomposed) drops the other rows for PSR and NSR (ray_trainer.py), then takes the mean
+      over the tokens that are left (core_algos.py; here --aggregation token --denominator subset). For W-REINFORCE it
+      does not. So its step of NSR does not shrink as wrong answers get rare, and the two are not on one scale.
+    - Of the methods that the authors compare, GRPO has a KL penalty of 0.001, the others none. Their scripts keep
+      verl's entropy bonus of 0.001; here there is none.
+    - beta is 0 for the embedded model and 0.04 for others, as in grpo.py: then the loss has beta k3_it, too.
+      Rewards other than 0 and 1 are refused.
 """
 
 import sys

@@ -32,8 +32,9 @@ Metrics
 Differences
     - A lost life ends bootstrapping and the advantage recursion, not the game. A game's score is over all its lives.
       Gymnasium's terminal_on_life_loss would start a new game at every lost life.
-    - From CleanRL and baselines: 4 epochs of 4 minibatches, entropy 0.01, value loss 0.5 of half squares, not clipped.
-      From the paper: learning rate and clip. The paper anneals both, makes 3 epochs and weighs the value loss by 1.
+    - From CleanRL and baselines: 4 epochs of 4 minibatches, entropy 0.01, value loss 0.5 of half squares. Both also
+      clip the change of the value (--clip-vloss). From the paper: learning rate and clip. The paper anneals both, makes
+      3 epochs and weighs the value loss by 1. It names the network of Mnih et al. 2016; that of 2015 is from baselines.
     - --vector native presses FIRE at the start of a game alone, not after each lost life as we do. Evaluation is ours.
       On resume its games begin anew.
     - On resume, a game is replayed from its actions, as in ppo.py. That is exact: only the no-ops and sticky actions

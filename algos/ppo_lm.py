@@ -22,7 +22,8 @@ much better the return was than predicted. Maximises
 
 At rho = 1 and gamma = 1, without whitening and with a constant denominator, lambda = 1 gives exactly the gradient of
 E[reward] - beta KL(pi_theta || pi_ref) over whole completions, for any V. So does a smaller lambda if V is exact.
-Whitening and the mean over tokens, the defaults, bias it.
+Whitening and the mean over tokens, the defaults, rescale it, and bias it by each completion's own part in their
+numbers. That part vanishes as the batch grows.
 
 Run
     python algos/ppo_lm.py                                                          the embedded model learns countdown
@@ -34,8 +35,9 @@ Run
                                                                                     Stiennon et al.'s settings (appendix
                                                                                     B.1, 1.3B model, a million episodes)
     python algos/ppo_lm.py --model allenai/Llama-3.1-Tulu-3-8B-DPO --task prompts.jsonl --reward rewards.py:accuracy \
-        --reward-weights 10 --missing-eos-penalty 10 --num-prompts 224 --num-minibatches 1 --learning-rate 3e-7 \
-        --max-completion-length 2048
+        --reward-weights 10 --missing-eos-penalty 10 --num-prompts 224 --num-iterations 4 --num-minibatches 1 \
+        --learning-rate 3e-7 --critic-learning-rate 3e-7 --lr-schedule linear --max-completion-length 2048 \
+        --max-steps 446
                                                                                     RLVR of Tulu 3 (arXiv 2411.15124, 8B
                                                                                     model); never run
     python algos/ppo_lm.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k          a real model, on a GPU

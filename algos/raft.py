@@ -19,8 +19,9 @@ The policy answers, the best answers are kept, and it learns to give them. Minim
 
 The denominator makes the algorithm. Here it counts all answers, kept or not. So `right` with --aggregation constant has
 the policy gradient: REINFORCE without a baseline. `best` gives one vote to each prompt that was solved. For 0/1 rewards
-that is the mean over a prompt's right answers, and its expected gradient is (1 - (1 - p)^G) grad log p with a chance of
-p to be right: 1/p more for hard prompts. RAFT++ is `right` with --plusplus, Reinforce-Rej `all` with both switches.
+that is the mean over a prompt's right answers. With --aggregation constant its expected gradient is that of p, the
+chance to be right, times (1 - (1 - p)^G) / p: about G for hard prompts, 1 for easy ones. RAFT++ is `right` with
+--plusplus, Reinforce-Rej `all` with both switches.
 
 Run
     python algos/raft.py                                                            the embedded model learns countdown
@@ -53,10 +54,12 @@ Differences
     - The authors' code (RLHFlow/Minimal-RL, core_algos.py) has rewards of 0 and 1 for Reinforce-Rej, too, so wrong
       answers count 0 there, not -1: it is RAFT++ without the prompts that are all right (here --plusplus --reject).
       Their mean is over all tokens (here --aggregation token); RAFT's, of 2023, is over the selected answers' alone.
+      Their scripts keep verl's entropy bonus of 0.001; here there is none.
     - Ties in `best` share one vote instead of drawing lots, which has the same expectation. A group without a reward
       above 0 in which all are equal is dropped: to keep one of its answers would train on a wrong one.
     - LMFlow's raft_aligner.py takes the best fifth over all prompts, one answer of each, so easy prompts win.
-    - `all` needs rewards from 0 to 1. beta is 0 for the embedded model and 0.04 for others, as in grpo.py.
+    - `all` needs rewards from 0 to 1. beta is 0 for the embedded model and 0.04 for others, as in grpo.py: then the
+      loss has beta k3_it, too.
 """
 
 import sys

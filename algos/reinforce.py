@@ -28,10 +28,11 @@ Run
 
 Expect
     CartPole-v1: returns of training episodes rise from 30 to about 440 within 30,000 steps, and the greedy one is 500,
-    the most there is, from 40,000 steps on (seed 1, 15 seconds). There --no-baseline learns as fast. Where all rewards
-    are negative it does not: on BitFlip-v0 with four bits, returns of the last half of 40,000 steps are -2.4 +- 0.2,
-    without a baseline -3.4 +- 0.2. The baseline is ahead in all ten seeds, by 0.8 in 7 of them, where 9 were asked
-    before (10 seeds, 95 % intervals; benchmarks/effects.py, reinforce-baseline).
+    the most there is, from 40,000 steps on (seed 1, 15 seconds). After 40,000 steps 30 seeds have 461 with a standard
+    deviation of 72; 17 of them have 500. There --no-baseline learns as fast. Where all rewards are negative it does
+    not: on BitFlip-v0 with four bits, returns of the last half of 40,000 steps are -2.4 +- 0.2, without a baseline -3.4
+    +- 0.2. The baseline is ahead in all ten seeds, by 0.8 in 7 of them, where 9 were asked before (10 seeds, 95 %
+    intervals; benchmarks/effects.py, reinforce-baseline).
 
 Metrics
     return, length      mean over the step's episodes; the return rises

@@ -58,8 +58,8 @@ Differences
     - The delay counts updates from the run's first step; the authors' code moves the actor in the second, fourth, ...
       update, as we do where --learning-starts is even and each step has one update.
     - Both kinds of noise are drawn for each environment or row, in units of [-1, 1], before stretching to the
-      environment's bounds. CleanRL draws exploration noise once for all environments that are stepped together, and
-      clips to the bounds of the first dimension.
+      environment's bounds. CleanRL draws exploration noise once for all environments that are stepped together. It
+      clips the target's actions to the bounds of the first dimension.
     - The default is for Pendulum and starts learning earlier than the authors.
 """
 

@@ -18,8 +18,8 @@ lower bound, and the model breaks. So a wrong answer's weight falls with its pro
     c        --baseline
 
 On fresh data every w_i is 1: that is REINFORCE, and c changes no expectation. On stale data c sets which answers rule.
-If p is the share of right answers, their share of the weights is p (1 - c) / (1 + c (1 - 2 p)). The paper finds 0.1 to
-0.2 best, and more than 0.5 harmful. c = -1 drops the wrong answers.
+If p is the share of right answers, their share of the weights |R_i| is p (1 - c) / (1 + c (1 - 2 p)). The paper finds a
+share of 0.1 to 0.2 best, and more than 0.5 harmful. As w_i falls, the share grows. c = -1 drops the wrong answers.
 
 Run
     python algos/topr.py                                                            the embedded model learns countdown

@@ -55,7 +55,7 @@ CASES = {  # name: SCRIPT-... -> arguments. Every run has 160 steps; episodes ar
     "td3-walk-async": f"{' '.join(WALK)} --vector async --buffer-size 100 --num-critics 3",
     "reinforce-cartpole": "--total-timesteps 600",
     "reinforce-hop": f"{' '.join(walk('reinforce'))} --env-kwargs size=5",
-    "dqn-cartpole": "--double",
+    "dqn-cartpole": "--double --log-every 2",
     "dqn-hop-async": f"{' '.join(walk('dqn'))} --env-kwargs size=30 --vector async --buffer-size 100",
     "c51-cartpole": "",
     "rainbow-cartpole": "",

@@ -66,9 +66,10 @@ SPEC = Spec(
     },
     recipes=(
         Recipe(
-            "Qwen/Qwen2.5-Math-7B", "RLVR-Decomposed, of which the card of the paper tells", preset="full",
-            paper=dict(num_prompts=1024, num_generations=8, learning_rate=1e-6, beta=0.0, aggregation="token",
-                       denominator="subset", positive_weight=0.0, epsilon=0.2, temperature=1.0),
+            "Qwen/Qwen2.5-Math-7B", "RLVR-Decomposed, run_qwen2.5-math-7b_psr_nsr.sh", preset="full",
+            paper=dict(num_prompts=1024, num_generations=8, num_minibatches=4, max_completion_length=3072,
+                       learning_rate=1e-6, beta=0.0, aggregation="token", denominator="subset", positive_weight=0.0,
+                       epsilon=0.2, temperature=1.0),
         ),
     ),
     flags=PARENT.flags | dict(reward=("@rewards.py:sparse",)),

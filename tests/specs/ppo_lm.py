@@ -82,7 +82,9 @@ SPEC = Spec(
         Recipe(
             "Tulu-3-8B", "arXiv 2411.15124; allenai/open-instruct, docs/tulu3.md", preset="full",
             paper=dict(learning_rate=3e-7, beta=0.05, temperature=1.0, missing_eos_penalty=10.0, reward_weights=(10.0,),
-                       num_prompts=224, num_generations=1, num_minibatches=1, max_completion_length=2048),
+                       num_prompts=224, num_generations=1, num_minibatches=1, max_completion_length=2048,
+                       num_iterations=4, critic_learning_rate=3e-7, lr_schedule="linear", gamma=1.0, gae_lambda=0.95,
+                       vf_coef=0.1, epsilon=0.2, max_steps=100_000 // 224),
         ),
     ),
     flags=ONLINE | dict(num_minibatches=2), noise=NOISY_REWARD,
