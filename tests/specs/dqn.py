@@ -106,7 +106,7 @@ SPEC = Spec(
                        buffer_size=10_000, learning_starts=10_000, train_frequency=10, gradient_steps=1,
                        target_network_frequency=500, tau=1.0, gamma=0.99, start_e=1.0, end_e=0.05,
                        exploration_fraction=0.5, hidden_size=(120, 84), double=False, num_envs=1),
-            differs=dict(target_network_frequency=(50, "CleanRL and SB3 count environment steps"),
+            differs=dict(target_network_frequency=(50, "renewed by counting updates"),
                          hidden_size=(120, "layers of 120 and 84")),
         ),
     ),
