@@ -42,8 +42,12 @@ target-network-renewed-always: the condition is lost, and with it the idea
 +     if True:
 
 updates-counted-from-zero-on-resume: the counter is no tensor, so no state_dict holds it
-- updates, episodes = run.state["updates"], run.state["episodes"]
-+ updates, episodes = 0, run.state["episodes"]
+- updates, metrics, episodes = (run.state[name]
++ _, metrics, episodes = (run.state[name]
+
+metrics-lost-on-resume: nothing is learnt from them, so they look like no state
+- updates, metrics, episodes = (run.state[name]
++ updates, _, episodes = (run.state[name]
 
 explores-as-if-at-the-end: the share is of the run and not of the steps so far
 - return args.start_e + share * (args.end_e - args.start_e)
