@@ -29,8 +29,8 @@ Run
 
 Expect
     CartPole-v1: greedy returns rise from 118 after 10,000 steps to 460 at the end (seed 1, 54 seconds on two cores).
-    In 20,000 steps with the settings of the recorded curve the mean of ten evaluations is 203 (30 seeds, standard
-    deviation 26), of dqn.py 175 (30 seeds, 31).
+    In 20,000 steps with the settings of the recorded curve the mean of ten evaluations is 203 with a standard
+    deviation of 26, of dqn.py 175 with 31 (30 seeds each).
     That the distribution is learned and not only its mean is shown by a test with known probabilities
     (test_exact_c51.py). That this helps, as the paper finds on Atari, is not shown here.
 

@@ -54,9 +54,9 @@ Metrics
     eval/best_return    in the last row: the best of all evaluations. It is picked by test score; eval/return is not
 
 Differences
-    - None in the update: the authors' code (JAX) is the source of every constant. CORL normalises states, and rewards
-      only for AntMaze and Hopper's medium and medium-replay, where on Hopper tau is 0.001 and the policy deterministic.
-      Its advantages and its targets of Q use the V of before the update.
+    - None in the update: the authors' code (JAX) is the source of every constant. CORL normalises states. It
+      scales rewards only for AntMaze and for Hopper's medium and medium-replay; with these two, tau is 0.001 and the
+      policy deterministic. Its advantages and targets of Q use V as it was before the update.
     - --normalize is CORL's, not the authors'. With it the return was higher in each of three pairs of runs on what SAC
       had seen of Hopper-v5 (100,000 updates): 1,937 for 1,207, 1,364 for 1,237, 3,263 for 2,723, where CORL has 1,126,
       1,501 and 3,268. On another such collection CORL had three times our return without it: Offline in

@@ -56,8 +56,8 @@ Differences
       one of the same prompt, so that nothing is mismatched; the paper and others allow that, too.
     - The reference's log-probabilities are computed before training and kept in the checkpoints: once for each row, as
       in dpo.py, and once for each mismatched row of each step, because every epoch mismatches anew. Others compute them
-      during training, with a second model in memory; TRL has a flag for before, too. TRL mismatches once, in the
-      dataset's order, so it does not shuffle.
+      during training, with a second model in memory; TRL can do it before. TRL mismatches once, in the dataset's
+      order, so it does not shuffle.
     - A dataset of pairs is taken as two rows each, as TRL does. countdown and sort give a right and a wrong answer to
       each of --num-pairs problems.
     - AdamW; dropout is off, as in TRL, so that the first z and margin are 0.

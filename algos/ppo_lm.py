@@ -39,7 +39,9 @@ Run
         --learning-rate 3e-7 --critic-learning-rate 3e-7 --lr-schedule linear --max-completion-length 2048 \
         --max-steps 446
                                                                                     RLVR of Tulu 3 (arXiv 2411.15124, 8B
-                                                                                    model); never run
+                                                                                    model); never run. The authors'
+                                                                                    command has 10M episodes, not the
+                                                                                    paper's 100,000
     python algos/ppo_lm.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k          a real model, on a GPU
 
 Expect

@@ -28,7 +28,7 @@ Run
     python algos/rainbow.py --evaluate RUN --eval-episodes 100 --capture-video          scores a saved agent
 
 Expect
-    CartPole-v1: greedy returns of 175, 372, 389, 389 and 435 after 4,000, 8,000, ..., 20,000 steps (seed 1; 98
+    CartPole-v1: greedy returns of 175, 372, 389, 389 and 435 after 4,000, 8,000, ..., 20,000 steps (seed 1; 55
     seconds on two cores).
     Rainbow's advantage on Atari does not show here. In 5,000 steps at --gamma 0.95 the mean of five evaluations is 166
     +- 27 (10 seeds, 95 % interval), of c51.py 181 +- 20, of dqn.py 118 +- 29: Rainbow is 40 above DQN in 6 of 10 seeds.
