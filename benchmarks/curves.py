@@ -218,15 +218,16 @@ def unchanged_since(name: str) -> str:
     return record["commit"] or "an unknown commit" if record.get("proven") == proven(name) else ""
 
 
-def write_green(name: str, rows: list[dict]) -> None:
-    """Called by the tests alone, in one process, when a curve has reached its bands."""
-    about = environment()
-    values = [{key: row[key] for key in ("seed", *CURVES[name].numbers)} for row in rows]
-    record = {"commit": about["commit"], "versions": about["versions"], "proven": proven(name), "rows": values}
-    path = FOLDER / f"green/{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.with_suffix(".new").write_text(json.dumps(record, indent=1) + "\n")
-    path.with_suffix(".new").replace(path)
+def write_green(curves: dict[str, list[dict]]) -> None:
+    """Called by the tests alone, in one process, with the fresh seeds' rows of each curve that has reached its bands."""
+    about = environment()  # once: the first record that is written makes the tree differ from its commit
+    for name, rows in curves.items():
+        values = [{key: row[key] for key in ("seed", *CURVES[name].numbers)} for row in rows]
+        record = {"commit": about["commit"], "versions": about["versions"], "proven": proven(name), "rows": values}
+        path = FOLDER / f"green/{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.with_suffix(".new").write_text(json.dumps(record, indent=1) + "\n")
+        path.with_suffix(".new").replace(path)
 
 
 def one(name: tyro.conf.Positional[str], seed: tyro.conf.Positional[int]) -> None:

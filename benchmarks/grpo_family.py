@@ -50,7 +50,7 @@ RULES = {  # name: script and settings; TRL's has none
     "CISPO": ("cispo", dict(num_minibatches=1)),
     "RLOO": ("rloo", dict(beta=0.0)),
     "REINFORCE++": ("reinforce_pp", dict(beta=0.0)),
-    "NSR": ("nsr", {}),
+    "W-REINFORCE": ("nsr", {}),
 }
 COMMON = dict(task="countdown", max_steps=100, num_prompts=64, num_generations=8, learning_rate=1e-4, eval_every=10,
               eval_prompts=128, eval_samples=8, max_completion_length=20)  # fmt: skip

@@ -195,10 +195,13 @@ def learnt(terminalreporter) -> None:
     if alarms := [found["false alarm"] for found in properties if "false alarm" in found]:
         terminalreporter.line(f"learning: {len(alarms)} curves were trained on fresh seeds; where nothing is wrong, "
                               f"one fails in {sum(alarms):.2%} of such runs (at most 1 % is allowed)")  # fmt: skip
+    green = {}
     for report in terminalreporter.stats.get("passed", []):
         if rows := dict(report.user_properties).get("green"):
-            from benchmarks.curves import write_green
-
             (curve,) = re.findall(r"\[(.+)\]", report.nodeid)
-            write_green(curve, rows)
+            green[curve] = rows
             terminalreporter.line(f"recorded: benchmarks/curves/green/{curve}.json; commit it")
+    if green:
+        from benchmarks.curves import write_green
+
+        write_green(green)
