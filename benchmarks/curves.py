@@ -219,7 +219,7 @@ def unchanged_since(name: str) -> str:
 
 
 def write_green(curves: dict[str, list[dict]]) -> None:
-    """Called by the tests alone, in one process, with the fresh seeds' rows of each curve that has reached its bands."""
+    """Called by the tests alone, in one process, with the fresh seeds' rows of each curve that reached its bands."""
     about = environment()  # once: the first record that is written makes the tree differ from its commit
     for name, rows in curves.items():
         values = [{key: row[key] for key in ("seed", *CURVES[name].numbers)} for row in rows]
