@@ -20,8 +20,9 @@ KL penalty. Maximises
     G, eps, eps_high   --num-generations, --epsilon, --epsilon-high
     L_max, L_cache     --max-completion-length, --overlong-buffer
 
-With --scale-rewards none, --aggregation constant and no penalty, refilling only divides a prompt's expected gradient by
-the share of its groups that are kept. The gain is a larger batch where answers are mostly all right or all wrong. The
+With --scale-rewards none, --aggregation constant and no penalty, refilling divides the expected gradient by the share
+of all groups that are kept: one number for all prompts. A hard prompt's group teaches more once it is kept, and is kept
+less often. So the direction stays. The gain is a larger batch where answers are mostly all right or all wrong. The
 price is more samples.
 
 Run

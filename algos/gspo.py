@@ -15,7 +15,7 @@ answer. Maximises
     x, y_i, A_i, T_i, G, eps, eps_high   as in grpo.py; T_i counts the tokens that are trained
 
 Inside the clip, the gradient is 1/G sum_i s_i A_i 1/T_i sum_t grad log pi_theta(y_it). s_i varies far less than the
-ratio of a token, so its clip is a thousand times tighter. s_i is no importance weight: its mean under pi_old is
+ratio of a token, so the paper's clip is almost 700 times tighter. s_i is no importance weight: its mean under pi_old is
 not 1.
 
 Run
@@ -44,7 +44,7 @@ Differences
     - pi_old is the scorer's, by a forward pass before the first update, as in verl. In bfloat16 the sampler's differs
       so much that a completion would begin beyond this tight clip.
     - There is no --aggregation: the mean over completions is the paper's. TRL's importance_sampling_level="sequence" is
-      right with loss_type "grpo" alone; with its others, long completions weigh more.
+      GSPO with loss_type "grpo"; with bnpo, dr_grpo, dapo and cispo, long completions weigh more.
     - beta is 0 for the embedded model, as in the paper, and 0.04 for others, as in grpo.py: then the loss has beta
       k3_it, too.
     - verl caps the log-ratio of a completion at 10. Here nothing is capped.

@@ -41,8 +41,9 @@ Differences
     - The paper's BitFlip experiment uses DQN, too; the optimiser, exploration and sizes here are those of dqn.py.
     - Reaching a goal ends the episode, and an episode that would have ended is stored as one. SB3's HerReplayBuffer
       keeps the `done` of the original goal, so that a step that reaches g' bootstraps.
-    - Relabelled steps are stored, as in the paper's algorithm. OpenAI Baselines and SB3 draw goals when they draw a
-      minibatch: equal in distribution for a buffer that holds whole episodes.
+    - Relabelled steps are stored with their goals, as in the paper's algorithm. OpenAI Baselines and SB3 draw goals
+      with the minibatch. One row has the same distribution then, but a step gets a new goal whenever it is drawn. SB3
+      also fixes the share of relabelled rows in each minibatch.
     - The paper clips targets to [-1 / (1 - gamma), 0] in its experiments with DDPG. Nothing is clipped here.
 """
 

@@ -50,8 +50,8 @@ Differences
     - Rewards must be at most 1. One below 0 counts as 0, so -1 is wrong, too.
     - The authors' code (NVlabs/NFT) draws prompts until enough groups have right and wrong answers, as dapo.py does.
       Here the other groups have omega 0.
-    - Their dp_actor.py holds r within 0.02 and 0.98, so the rarest right answers weigh less, and log rho below 10. Here
-      neither is held.
+    - Their dp_actor.py holds r within 0.02 and 0.98, which acts in groups of more than 50 answers, and log rho below
+      10. Here neither is held.
     - It sums over tokens and completions and divides by 1000. Here the sum is divided by B * max_completion_length, as
       for Dr. GRPO; --aggregation has grpo.py's other means.
     - Models above 10 million parameters take the authors' 16 minibatches a step, the embedded one 4. beta is 0, as in

@@ -12,7 +12,7 @@ can be trained alone, or the first with a small weight. Maximises
 
     A_i      lambda R_i - w (1 - R_i), with R_i = 1 for a right answer and 0 for a wrong one
              W-REINFORCE: lambda 0.1, w 1. NSR: lambda 0, w 1. PSR: lambda 1, w 0. REINFORCE: 1 and 1
-    B        answers of the step; with --denominator subset those whose A_i is not 0
+    B        answers of the optimizer step; with --denominator subset those whose A_i is not 0
     L        --max-completion-length, or as --aggregation says
     lambda, w, eps, eps_high   --positive-weight, --negative-weight, --epsilon, --epsilon-high; rho_it as in grpo.py
 
@@ -47,9 +47,10 @@ Metrics
 Differences
     - The authors' code (RLVR-Decomposed) drops the other rows for PSR and NSR (ray_trainer.py), then takes the mean
       over the tokens that are left (core_algos.py; here --aggregation token --denominator subset). For W-REINFORCE it
-      does not. So its step of NSR does not shrink as wrong answers get rare, and the two are not on one scale.
-    - Of the methods that the authors compare, GRPO has a KL penalty of 0.001, the others none. Their scripts keep
-      verl's entropy bonus of 0.001; here there is none.
+      does not, so the two are not on one scale. Their minibatches have 2,048 rows, a last one with fewer rows weighs
+      less: as wrong answers get rare, NSR makes fewer and smaller steps. Here it makes --num-minibatches steps, always.
+    - Of the methods that the authors compare, GRPO has a KL penalty of 0.001 in the loss and PPO one in the reward; the
+      others have none. Their scripts keep verl's entropy bonus of 0.001; here there is none.
     - beta is 0 for the embedded model and 0.04 for others, as in grpo.py: then the loss has beta k3_it, too.
       Rewards other than 0 and 1 are refused.
 """

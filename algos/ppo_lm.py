@@ -21,9 +21,9 @@ much better the return was than predicted. Maximises
     beta, gamma, lambda          --beta, --gamma, --gae-lambda
 
 At rho = 1 and gamma = 1, without whitening and with a constant denominator, lambda = 1 gives exactly the gradient of
-E[reward] - beta KL(pi_theta || pi_ref) over whole completions, for any V. So does a smaller lambda if V is exact.
-Whitening and the mean over tokens, the defaults, rescale it, and bias it by each completion's own part in their
-numbers. That part vanishes as the batch grows.
+E[reward] - beta KL(pi_theta || pi_ref) over whole completions, divided by --max-completion-length, for any V. So does a
+smaller lambda if V is exact. Whitening and the mean over tokens, the defaults, rescale it, and bias it by each
+completion's own part in their numbers. That part vanishes as the batch grows.
 
 Run
     python algos/ppo_lm.py                                                          the embedded model learns countdown

@@ -29,7 +29,8 @@ Run
     python algos/tba.py --sync-every 10                                             most samples are 0 to 9 updates old
     python algos/tba.py --task sort --max-steps 20 --sync-every 20 --buffer-size 1280 --beta 0.2
                                                                                     all samples are of the first policy
-    python algos/tba.py --model realtreetune/rho-1b-sft-GSM8K --task gsm8k --max-steps 700 --warmup-steps 50
+    python algos/tba.py --model realtreetune/rho-1b-sft-GSM8K --task gsm8k --max-steps 700 --warmup-steps 50 \
+        --temperature 0.7
                                                                                     the authors' hyper-parameters
                                                                                     (launch_training_gsm8k.sh)
     python algos/tba.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
@@ -66,7 +67,8 @@ Differences
       (src/tba_trainer_gsm8k.py, inv_temp 0). It tosses a coin for each prompt, as here.
     - beta is constant. The authors lower it from 0.014 to 0.004 over 500 steps. The authors' learning rate falls in the
       end; here it does with --lr-schedule alone.
-    - The loss is L times beta / 2. The authors' is L.
+    - The loss is L times beta / 2, and --max-grad-norm clips its gradient. The authors' is L, and is not clipped. Adam
+      hides the factor, not the clip.
     - A sample whose reward functions all return None is left out of log Z and of the loss.
 """
 

@@ -30,7 +30,7 @@ Run
         --num-generations 16 --num-minibatches 58 --learning-rate 5e-7 --aggregation sequence --max-steps 1
                                                                                 the authors' hyper-parameters, but for
                                                                                 the size of a minibatch: one epoch on
-                                                                                answers to all training questions
+                                                                                answers to 7,424 training questions
 
 Expect
     The default run takes about a minute on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8
@@ -48,7 +48,8 @@ Metrics
 Differences
     - The paper's optimizer is Adafactor, ours AdamW. Its samples are cut to the 500 likeliest tokens, ours are not.
     - Others who use the name take something else: ROLL (_compute_topr_loss) and Trinity-RFT (topr_policy_loss.py) a
-      ratio per token, with advantages of the group; verl (docs/algo/topr.md) a ratio per completion divided by length.
+      ratio per token, with advantages of the group; a pull request to verl (6986, not merged in August 2026) a ratio
+      per completion divided by length.
     - pi_old is the sampler's own log-probability, as in grpo.py. Its rounding (bfloat16) adds up over a completion.
     - beta is 0 for all models: the paper has no KL penalty. Rewards should be from 0 to 1.
 """

@@ -28,7 +28,7 @@ Run
                                                             a real model, on a GPU; no solution is looked at
     python algos/ttrl.py --model Qwen/Qwen2.5-Math-1.5B --task aime.jsonl --reward rewards.py:accuracy --num-prompts 8 \
         --num-votes 64 --num-generations 32 --num-minibatches 8 --max-completion-length 3072 --learning-rate 5e-7 \
-        --lr-schedule cosine --beta 0.001 --aggregation token
+        --lr-schedule cosine --max-steps 240 --warmup-steps 7 --beta 0.001 --aggregation token
                                                             the authors' settings (PRIME-RL/TTRL,
                                                             verl/examples/ttrl/aime.sh)
 

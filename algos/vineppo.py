@@ -28,7 +28,7 @@ Run
     python algos/vineppo.py --step-separator ,                                       coarser steps: the two equations
     python algos/vineppo.py --model realtreetune/rho-1b-sft-GSM8K --task gsm8k --num-iterations 2 --num-minibatches 8 \
         --temperature 0.6 --beta 1e-4 --aggregation token --whiten-advantages --max-completion-length 1024 \
-        --max-steps 650
+        --max-steps 650 --warmup-steps 20
                                                                                      the authors' settings (their code;
                                                                                      it adds top-p 0.9)
     python algos/vineppo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
@@ -65,8 +65,11 @@ Differences
       reward, less --missing-eos-penalty, as a completion does; the authors give all of these a fixed one.
     - Tokens are never encoded anew: a state is the sampled tokens. The authors send text.
     - A state that several completions of a prompt pass is estimated once, as in the authors' code.
-    - The authors sample with top-p 0.9 and score without it; here there is none. Their k3 is clipped to 0 to 10.
-    - beta is 0 for the embedded model, 0.04 for others, as in grpo.py. The authors: 1e-4.
+    - The authors sample with top-p 0.9 and score without it; here there is none.
+    - beta is 0 for the embedded model, 0.04 for others, as in grpo.py. The authors: 1e-4. Their k3 is clipped to 0 to
+      10 and summed over a completion, where --aggregation token takes the mean over tokens. So the command above has a
+      penalty that is weaker than theirs, by the mean length.
+    - Their configuration for GSM8K estimates the values of 25 steps of a completion at most, ours of all.
     - A completion whose reward functions all return None has advantage 0 in its last step; the others have theirs.
 """
 

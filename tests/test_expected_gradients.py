@@ -85,8 +85,8 @@ ROWS = {  # name: rule, w(p) for groups of G; and which groups are kept, where n
     "NFT": (updated("nft", omega="linear"), lambda p, n: (n - 1) / n),
     "NFT, omega sqrt": (updated("nft", omega="sqrt"), population),
     "NFT, right answers": (updated("nft", neg_weight=0.0), lambda p, n: (n - 1) / n * (1 - p)),
-    "DAPO, kept groups": (updated("dapo", scale_rewards="none"), lambda p, n: (n - 1) / n / (1 - p**n - (1 - p) ** n),
-                          mixed),
+    "DAPO": (updated("dapo", scale_rewards="none"),
+             lambda p, n: (n - 1) / n / np.mean([1 - q**n - (1 - q) ** n for q in CHANCE]), mixed),
     "RAFT": (updated("raft"), lambda p, n: 1),
     "RAFT++": (updated("raft", plusplus=True), lambda p, n: 1),
     "RAFT, best": (updated("raft", select="best"), lambda p, n: (1 - (1 - p) ** n) / p),
@@ -119,6 +119,8 @@ def test_expected_gradient(name):
         rights = [int(sum(rewards)) for rewards in rewards_of(groups, BINARY)]
         chance = chance * np.array([not kept or kept[0](k, size) for k in rights])[:, None, None]
         total, mass = total + chance * rule(groups), mass + chance
+    if kept == [mixed]:  # new prompts take the place of those whose groups go
+        mass[:] = mass.mean()
     for p, chance in enumerate(CHANCE):
         slope = sum(probability(TABLE, p, c) * BINARY[p][c] * gradients(TABLE, p, c).sum(0) for c in COMPLETIONS)
         close((total / mass)[p], weight(chance, size) * slope[p])

@@ -118,7 +118,7 @@ SPEC = Spec(
             "realtreetune/rho-1b-sft-GSM8K", "bbartoldson/TBA, launch_training_gsm8k.sh", preset="full",
             paper=dict(num_prompts=7, num_generations=20, learning_rate=1e-5, warmup_steps=50, max_steps=700,
                        beta=0.014, sync_every=2, on_policy_share=0.95, max_completion_length=512,
-                       lr_schedule="warmup_stable_decay"),
+                       lr_schedule="warmup_stable_decay", temperature=0.7),
             differs=dict(lr_schedule=("constant", "The authors' learning rate falls in the end")),
         ),
     ),

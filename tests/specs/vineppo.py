@@ -101,7 +101,7 @@ SPEC = Spec(
             preset="full",
             paper=dict(num_prompts=64, num_generations=8, num_continuations=9, num_iterations=2, num_minibatches=8,
                        learning_rate=1e-6, epsilon=0.2, beta=1e-4, temperature=0.6, max_completion_length=1024,
-                       max_steps=650, max_grad_norm=1.0, weight_decay=0.0, aggregation="token",
+                       max_steps=650, warmup_steps=20, max_grad_norm=1.0, weight_decay=0.0, aggregation="token",
                        whiten_advantages=True),
         ),
     ),
