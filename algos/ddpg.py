@@ -28,8 +28,9 @@ Expect
     Pendulum-v1 with the settings of the recorded curve (64 units, learning rate 2e-3): from -1,481 and -1,438 to -180
     and -146 within 6,000 steps (seeds 2 and 3), in 20 CPU seconds. In 12 of 30 seeds a return drops by more than 100
     between two evaluations, by up to 543. The default run: -170 (seed 1, 48 seconds on two cores).
-    Hopper-v5, 300,000 steps with the authors' settings: 848 and 1,393 in the mean of the last three evaluations, 2,550
-    at best (2 seeds, about 40 minutes each on a shared core). td3.py has 2,427 there (one seed).
+    Hopper-v5, 300,000 steps with the authors' settings: 848, 1,393 and 1,672 in the mean of the last three evaluations
+    (seeds 1 to 3, about 40 minutes each on one core). td3.py has 2,427, 899 and 2,028 there: three seeds do not tell
+    the two apart.
 
 Metrics
     return, length      of the training episodes that ended since the row before; absent where none did

@@ -56,9 +56,9 @@ Expect
     Pendulum-v1: from -1,608 in training to -172 with the likeliest actions (seed 1), in 1.5 minutes on 2 CPU cores.
     MountainCarContinuous-v0 with gSDE, the command above: 93 to 94 with the likeliest actions after 10,000 steps, 95 to
     96 after 50,000 (seeds 1 to 3). Its matrices reach the goal by chance in the first 1,000 steps.
-    Hopper-v5, 20,000 steps: from about 20 to 264 with the likeliest actions (median of 8
-    seeds), in 4 minutes. 1M steps: 3,082 and 3,461 in the mean of the last five evaluations (seeds 1 and 2), in 2.5
-    hours on one core.
+    Hopper-v5, 20,000 steps: from about 20 to 264 with the likeliest actions (median of 8 seeds), in 4 minutes. 1M
+    steps: 3,082, 3,461 and 3,312 in the mean of the last five evaluations (seeds 1 to 3), in 2.5 to 3.2 hours on one
+    core.
     PointReach-v0 with --her-k 4, 3,000 steps: 0.96 +- 0.02 of the episodes reach their goal; without hindsight 0.04 +-
     0.02 (10 seeds; benchmarks/effects.py, sac-reach).
 

@@ -34,8 +34,8 @@ Run
 Expect
     Pendulum-v1: from -1,491 to -173 without noise (seed 1), in 87 CPU seconds on one thread (measured once, on a busy
     machine). At equal settings ddpg.py learns this task earlier: mean of the evaluations -509, here -667 (30 seeds).
-    Hopper-v5, 300,000 steps with the authors' settings: 3,090 at the end, and 1,081 to 3,112 in the last three
-    evaluations (one seed, 41 minutes on one core). The paper's best mean within 1M steps on v1 is 3,564 (Tianshou's
+    Hopper-v5, 300,000 steps with the authors' settings: 2,427, 899 and 2,028 in the mean of the last three evaluations
+    (seeds 1 to 3, 34 to 41 minutes each on one core). The paper's best mean within 1M steps on v1 is 3,564 (Tianshou's
     README has its table).
     Where every true Q is 0, Q(s, mu(s)) is 1.94 +- 0.54 by DDPG and 0.58 +- 0.31 by TD3; by DDPG with the twins alone
     1.50, with the delay alone 1.04, with the smoothing alone 1.54 (10 seeds; benchmarks/effects.py, td3-bias). Control:
