@@ -171,7 +171,7 @@ def imports_as_they_were(monkeypatch):
 
 def pytest_terminal_summary(terminalreporter):
     """The ledger: seconds per file, by name what did not run, and what the learning tests proved."""
-    if "PYTEST_XDIST_WORKER" in os.environ:  # workers make summaries that nobody sees
+    if hasattr(terminalreporter.config, "workerinput"):  # workers make summaries that nobody sees
         return
     seconds, counts = defaultdict(float), defaultdict(int)
     for reports in terminalreporter.stats.values():
