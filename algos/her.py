@@ -42,8 +42,8 @@ Differences
     - Reaching a goal ends the episode, and an episode that would have ended is stored as one. SB3's HerReplayBuffer
       keeps the `done` of the original goal, so that a step that reaches g' bootstraps.
     - Relabelled steps are stored with their goals, as in the paper's algorithm. OpenAI Baselines and SB3 draw goals
-      with the minibatch. One row has the same distribution then, but a step gets a new goal whenever it is drawn. SB3
-      also fixes the share of relabelled rows in each minibatch.
+      with the minibatch. A single row has the same distribution, but there a step gets a new goal whenever it is drawn.
+      SB3 also fixes the share of relabelled rows in each minibatch.
     - The paper clips targets to [-1 / (1 - gamma), 0] in its experiments with DDPG. Nothing is clipped here.
 """
 

@@ -47,8 +47,8 @@ Metrics
 Differences
     - The authors' code (RLVR-Decomposed) drops the other rows for PSR and NSR (ray_trainer.py), then takes the mean
       over the tokens that are left (core_algos.py; here --aggregation token --denominator subset). For W-REINFORCE it
-      does not, so the two are not on one scale. Their minibatches have 2,048 rows, a last one with fewer rows weighs
-      less: as wrong answers get rare, NSR makes fewer and smaller steps. Here it makes --num-minibatches steps, always.
+      does not, so the two are not on one scale. Their minibatches have 2,048 rows, and a smaller last one weighs less.
+      So NSR makes fewer and smaller steps there as wrong answers get rare; here it always makes --num-minibatches.
     - Of the methods that the authors compare, GRPO has a KL penalty of 0.001 in the loss and PPO one in the reward; the
       others have none. Their scripts keep verl's entropy bonus of 0.001; here there is none.
     - beta is 0 for the embedded model and 0.04 for others, as in grpo.py: then the loss has beta k3_it, too.

@@ -67,8 +67,8 @@ Differences
     - A state that several completions of a prompt pass is estimated once, as in the authors' code.
     - The authors sample with top-p 0.9 and score without it; here there is none.
     - beta is 0 for the embedded model, 0.04 for others, as in grpo.py. The authors: 1e-4. Their k3 is clipped to 0 to
-      10 and summed over a completion, where --aggregation token takes the mean over tokens. So the command above has a
-      penalty that is weaker than theirs, by the mean length.
+      10 and summed over a completion, where --aggregation token takes the mean over tokens. So the penalty of the
+      command above is theirs divided by the mean length.
     - Their configuration for GSM8K estimates the values of 25 steps of a completion at most, ours of all.
     - A completion whose reward functions all return None has advantage 0 in its last step; the others have theirs.
 """
