@@ -447,7 +447,7 @@ def check_groups(args: Args) -> None:
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    task = load_task(args.task, args.prompt_column)
+    task = load_task(args.task, args.prompt_column, completions=args.student_share < 1)
     score = make_scorer(task, args.reward, args.reward_weights, args.max_steps, device, args.trust_remote_code)
     model, tokenizer = load_policy(args, device)
     settings = resolve_for(model, args, PRESETS)

@@ -30,6 +30,7 @@ Metrics
     loss            nats per completion token of the step's batch; falls, then flattens
     grad_norm       before clipping; steady, no spikes
     eval/*          as in grpo.py, for tasks that score answers; with several tasks eval/<task>/*
+    eval/loss       of other tasks: nats per completion token of held-out rows; rises where rows are learnt by heart
 
 Differences
     - N counts the tokens of the whole optimizer step, however it is split. Trainers that average the means of
@@ -37,12 +38,15 @@ Differences
     - Masking the prompt is today's convention; the paper does not mention it. TRL's SFTTrainer can train on prompts.
     - Dropout is what the model's own configuration says: none in most models of today, 0.1 in GPT-2.
     - Of a conversation (column messages) the last assistant's message is trained on, not the earlier ones.
+    - Rows whose reasoning the chat template would drop (`</think>` in the completion) are dropped and counted. TRL
+      trains on what is left of them.
     - Chat completions are cut after their first EOS, so that a template's trailing newline is not trained.
 """
 
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -54,7 +58,7 @@ from utils.checks import check_model
 from utils.cli import main, prepare
 from utils.distributed import clip_gradients, deal, total_numbers
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
-from utils.evaluation import evaluate
+from utils.evaluation import evaluate, show
 from utils.lm import completion_logps, pad_left, split_rows
 from utils.memory import check_memory
 from utils.models import (
@@ -118,7 +122,7 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     eval_every: NonNegativeInt = 200
     """steps between evaluations; 0: at the end only"""
     eval_prompts: PositiveInt = 128
-    """held-out prompts per evaluation"""
+    """held-out prompts, or rows, per evaluation"""
     eval_samples: PositiveInt = 8
     """sampled answers per held-out prompt"""
     eval_max_new_tokens: PositiveInt | None = None
@@ -127,12 +131,10 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """answers sampled at once in evaluation, rounded to whole prompts; limits the cache's memory"""
 
 
-def update(model, optimizer, batch: list[tuple[list[int], list[int]]], args: Args) -> dict[str, float]:
-    """One optimizer step on (prompt tokens, completion tokens) pairs. Returns metrics."""
+def losses(model, batch: list[tuple[list[int], list[int]]], args: Args) -> Iterator[Tensor]:
+    """The parts of the loss of (prompt tokens, completion tokens) pairs, a scalar for each micro-batch."""
     device = model.device
     total = sum(len(completion) for _, completion in batch)  # N: over all micro-batches
-    loss_sum = 0.0
-    optimizer.zero_grad(set_to_none=True)
     lengths = [len(prompt) + len(completion) for prompt, completion in batch]
     parts = split_rows(lengths, args.micro_batch_size, args.micro_batch_tokens)
     for rows, counts in deal(parts, model):  # to this process, of perhaps several
@@ -143,12 +145,29 @@ def update(model, optimizer, batch: list[tuple[list[int], list[int]]], args: Arg
         mask = torch.tensor([[True] * len(c) + [False] * (length - len(c)) for _, c in pairs], device=device)
         with autocast(device, args.precision):
             logps, _ = completion_logps(model, prompt_ids, prompt_mask, ids, mask)
-        loss = counts * sft_loss(logps, mask, total)
+        yield counts * sft_loss(logps, mask, total)
+
+
+def update(model, optimizer, batch: list[tuple[list[int], list[int]]], args: Args) -> dict[str, float]:
+    """One optimizer step on (prompt tokens, completion tokens) pairs. Returns metrics."""
+    loss_sum = 0.0
+    optimizer.zero_grad(set_to_none=True)
+    for loss in losses(model, batch, args):
         loss.backward()
         loss_sum += loss.item()
     grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
     optimizer.step()
-    return total_numbers({"loss": loss_sum}) | {"grad_norm": grad_norm.item(), "tokens": total}
+    tokens = sum(len(completion) for _, completion in batch)
+    return total_numbers({"loss": loss_sum}) | {"grad_norm": grad_norm.item(), "tokens": tokens}
+
+
+@torch.no_grad()
+def heldout_loss(model, pairs: list[tuple[list[int], list[int]]], args: Args) -> float:
+    """Nats per completion token, without dropout."""
+    model.eval()
+    loss = total_numbers({"loss": sum(part.item() for part in losses(model, pairs, args))})["loss"]
+    model.train()
+    return loss
 
 
 def sft_loss(logps: Tensor, mask: Tensor, total: int) -> Tensor:
@@ -159,7 +178,7 @@ def sft_loss(logps: Tensor, mask: Tensor, total: int) -> Tensor:
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    tasks = [load_task(spec, args.prompt_column) for spec in args.task]
+    tasks = [load_task(spec, args.prompt_column, completions=True) for spec in args.task]
     if args.model == "new":
         if args.fsdp:
             raise UserError("--fsdp shards a model that is loaded: give --model a folder or a hub name")
@@ -172,36 +191,47 @@ def train(args: Args) -> list[dict]:
     settings = resolve_for(model, args, PRESETS)
     eos = eos_ids(model, tokenizer)
     tasks = [
-        usable_task(task if task.score else replace(task, heldout=[]), lambda row: encode_row(row, tokenizer, eos),
-                    args.max_length - 1, args.max_prompt_length, "raise --max-length")
+        usable_task(task, lambda row: encode_row(row, tokenizer, eos), args.max_length - 1, args.max_prompt_length,
+                    "raise --max-length")
         for task in tasks
     ]  # fmt: skip
     names = list(dict.fromkeys(task.name for task in tasks))
     scored = {task.name: task for task in tasks if task.score is not None}
+    unscored = {task.name: task for task in tasks if task.score is None and task.heldout}
     if scored:
         check_model(model, args.precision, noise_allowed=True)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
                                   fused=True)  # fmt: skip
 
+    def encoded(rows: list[dict]) -> list[tuple[list[int], list[int]]]:
+        tokens = [encode_row(row, tokenizer, eos) for row in rows]
+        return [(prompt, completion[: args.max_length - len(prompt)]) for prompt, completion in tokens]
+
     def pairs(step: int) -> list[tuple[list[int], list[int]]]:
         first = (step - 1) * args.batch_size
-        rows = [(tasks[i % len(tasks)], i // len(tasks)) for i in range(first, first + args.batch_size)]
-        tokens = [encode_row(task.train(index, args.seed), tokenizer, eos) for task, index in rows]
-        return [(prompt, completion[: args.max_length - len(prompt)]) for prompt, completion in tokens]
+        rows = range(first, first + args.batch_size)
+        return encoded([tasks[i % len(tasks)].train(i // len(tasks), args.seed) for i in rows])
 
     prompts = [encode_prompt(row, tokenizer) for task in scored.values() for row in task.heldout]
     settings += check_memory(model, args, prompt=max(map(len, prompts), default=None))
-    run = Run(args, NAME, "+".join(names), args.max_steps, ("loss", "eval/pass@1", "eval/sort/pass@1"),
+    shown = ("loss", "eval/loss", "eval/pass@1", "eval/sort/pass@1")
+    run = Run(args, NAME, "+".join(names), args.max_steps, shown,
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(settings)
+    prompt, completion = pairs(1)[0]
+    run.print(show(tokenizer, prompt, [completion]))
+    heldout = {name: encoded(list(task.heldout[: args.eval_prompts])) for name, task in unscored.items()}
 
     def evaluation() -> dict[str, float]:
         columns = {}
+        for name, rows in heldout.items():
+            prefix = f"eval/{name}/" if len(names) > 1 else "eval/"
+            columns[f"{prefix}loss"] = heldout_loss(model, rows, args)
         for task in scored.values():
             scores = evaluate(model, tokenizer, task, None, args.eval_prompts, args.eval_samples,
                               args.eval_max_new_tokens, 1.0, args.seed, rows_at_once=args.sample_batch_size,
                               precision=args.precision)  # fmt: skip
-            prefix = f"eval/{task.name}/" if len(scored) > 1 else "eval/"
+            prefix = f"eval/{task.name}/" if len(names) > 1 else "eval/"
             columns |= {name.replace("eval/", prefix, 1): value for name, value in scores.items()}
         return columns
 
@@ -226,7 +256,10 @@ def train(args: Args) -> list[dict]:
         run.log(step, **columns)
         run.end_step(step, state)
 
-    curves, data = {"loss": ("loss",), "held-out accuracy": ("eval/*greedy*", "eval/*pass@*")}, ", ".join(names)
+    curves, data = (
+        {"loss": ("loss", "eval/*loss"), "held-out accuracy": ("eval/*greedy*", "eval/*pass@*")},
+        ", ".join(names),
+    )
     return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {data}")
 
 

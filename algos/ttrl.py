@@ -53,8 +53,8 @@ Metrics
 Differences
     - The authors train on the very prompts that they evaluate: train.json and test.json of PRIME-RL/TTRL are one file.
       Here reward/true is the accuracy on the prompts that are trained, eval/* that on held-out ones.
-    - answer(y) of a file or a hub dataset is the text between the last pair of answer tags, or all of the text; that of
-      gsm8k the number after ####. The authors' extractor reads \boxed.
+    - answer(y) of a file or a hub dataset is the text between the last pair of answer tags, else in the last \boxed{},
+      else none; that of gsm8k is the number after ####. The authors' extractor reads \boxed{}.
     - On countdown the text votes, not the number at its end. The target stands in the prompt: answers that end there
       would agree whatever stands before. Right answers are many, so votes are split.
     - M = G unless --num-votes says more. The authors take twice G.

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import utils.lm
 from benchmarks.architectures import make, plain_logps
@@ -43,6 +44,14 @@ def test_a_wrong_cache_is_refused(monkeypatch, precision):
     monkeypatch.setattr(utils.lm, "shares_cache", lambda model: True)
     with pytest.raises(UserError, match="a jamba, whose tokens are scored 0.0.* where float32 allows 0.001"):
         check_model(make("Jamba"), precision)
+
+
+def test_lengths_beyond_learned_positions():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_positions=14, n_embd=8, n_layer=1, n_head=1))
+    settings = {"max_length": 14, "lora_rank": 0, "precision": "float32"}
+    resolve_for(model, SimpleNamespace(**settings), {"tiny": {}})
+    with pytest.raises(UserError, match="--max-length is 15, and --model has 14 positions: lower it to 14"):
+        resolve_for(model, SimpleNamespace(**settings | {"max_length": 15}), {"tiny": {}})
 
 
 LONGROPE = dict(original_max_position_embeddings=14, rope_parameters=dict(

@@ -1,13 +1,15 @@
 """Preference data: pairs of the embedded tasks, files in every form that TRL reads, splits, and what is refused."""
 
+import re
+
 import pytest
 from helpers import write_rows
 
 from utils.errors import UserError
 from utils.models import TINY_MODEL, load_model
 from utils.preferences import as_example, as_pair, encode_rows, load_preferences, load_unpaired
-from utils.tasks import load_task
-from utils.text import encode_pair
+from utils.tasks import Row, load_task
+from utils.text import RowFault, encode_pair
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))
@@ -77,6 +79,9 @@ def test_own_test_split(load, rows, monkeypatch, own_cache):
         (dict(prompt="21", chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
         (dict(chosen=[USER, GOOD], rejected=[USER, GOOD]), [USER], [GOOD], [GOOD]),
         (dict(chosen=[USER, BAD, USER, GOOD], rejected=[USER, BAD, USER, BAD]), [USER, BAD, USER], [GOOD], [BAD]),
+        (dict(prompt=[USER], chosen=[BAD, USER, GOOD], rejected=[BAD, USER, BAD]), [USER, BAD, USER], [GOOD], [BAD]),
+        (dict(prompt=[USER], chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
+        (dict(prompt="21", chosen=[GOOD], rejected=[BAD]), [USER], [GOOD], [BAD]),
         (dict(chosen="Q: sky? A: blue", rejected="Q: sky? A: black"), "Q: sky? A:", " blue", " black"),
         (dict(chosen="Q: sky? A: blue", rejected="Q: sky? A: blueish"), "Q: sky? A:", " blue", " blueish"),
         (dict(chosen="Q: a\nb", rejected="Q: a b"), "Q:", " a\nb", " a b"),
@@ -84,7 +89,7 @@ def test_own_test_split(load, rows, monkeypatch, own_cache):
     ],
 )
 def test_forms(row, prompt, chosen, rejected):
-    assert as_pair(row | {"score": 5}, "row") == dict(prompt=prompt, chosen=chosen, rejected=rejected, score=5)
+    assert as_pair(row | {"score": 5}) == dict(prompt=prompt, chosen=chosen, rejected=rejected, score=5)
 
 
 NO_PAIRS = [
@@ -95,7 +100,8 @@ NO_PAIRS = [
     (dict(prompt="p", chosen=["c"], rejected=["r"]), "chosen ['c'] list of chat messages"),
     (dict(prompt=[USER], chosen="c", rejected="r"), "prompt text"),
     (dict(prompt="", chosen="c", rejected="r"), "the prompt '' text"),
-    (dict(prompt=[], chosen=[GOOD], rejected=[BAD]), "the prompt [] list of chat messages"),
+    (dict(prompt=[], chosen=[GOOD], rejected=[BAD]), "no prompt column prompt"),
+    (dict(prompt="", chosen=[GOOD], rejected=[BAD]), "no prompt column prompt"),
     (dict(chosen="c", rejected="r"), "no prompt column prompt"),
     (dict(chosen=[GOOD], rejected=[BAD]), "no prompt column prompt"),
 ]
@@ -126,7 +132,7 @@ def assert_refused(words: list[str], function, *args) -> None:
     "read, row, words", [(as_pair, *case) for case in NO_PAIRS] + [(as_example, *case) for case in NO_EXAMPLES]
 )
 def test_wrong_rows(read, row, words):
-    assert_refused(words.split(), read, row, "row 0 of f")
+    assert_refused(words.split(), read, Row(row, "row 0 of f"))
 
 
 @pytest.mark.parametrize(
@@ -148,12 +154,15 @@ def test_missing_columns(load, columns, words, tmp_path):
     "load, rows, bad",
     [
         (load_preferences, pairs(6), dict(prompt="p", chosen="", rejected="r")),
-        (load_unpaired, [row | {"label": 1} for row in examples(6)], dict(prompt="p", completion="c", label=7)),
+        (load_unpaired, examples(6), dict(prompt="p", completion="c", label=7)),
     ],
 )
-def test_a_bad_row_of_a_file_is_named(load, rows, bad, tmp_path):
-    with pytest.raises(UserError, match="row 6 of .*rows.jsonl"):
-        load(write_rows(tmp_path / "rows.jsonl", [*rows, bad]), 1, 1)
+def test_a_bad_row_of_a_file_is_dropped_and_named(load, rows, bad, tmp_path, capsys):
+    """Only where none is left, the run ends."""
+    data = load(write_rows(tmp_path / "rows.jsonl", [*rows, bad]), 1, 1)
+    assert len(data.train) + len(data.heldout) == len(rows)
+    assert re.search("1 of 7 rows of .* dropped, the first because row 6 of .*rows.jsonl", capsys.readouterr().out)
+    assert_refused(["no row of", "row 0 of"], load, write_rows(tmp_path / "bad.jsonl", [bad] * 3), 1, 1)
 
 
 @pytest.mark.parametrize("spec, words", [("gsm8k", "unknown source countdown"), ("none.jsonl", "no file none.jsonl")])
@@ -179,6 +188,8 @@ def test_tokens():
     expected = ("C21<eos>+S", "12<eos>", "21<eos>")
     assert decoded(dict(prompt="21", chosen="12", rejected="21")) == expected
     assert decoded(dict(prompt=[USER], chosen=[GOOD], rejected=[BAD])) == expected
+    with pytest.raises(RowFault, match="several messages"):  # EOS ends the first of them
+        encode_pair(dict(prompt=[USER], chosen=[GOOD, USER, GOOD], rejected=[BAD]), tokenizer, [eos])
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match="told apart"):
         encode_pair(dict(prompt="21", chosen="12", rejected="21"), tokenizer, [eos])

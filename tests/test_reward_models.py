@@ -343,12 +343,13 @@ def test_beside_functions_and_the_task(single, tmp_path):
 
 
 def test_an_encoder_as_reward(tmp_path):
-    """BERT: pooled at its first token, SEP where others have EOS, and prompt and answer as its tokenizer joins two
-    texts; sequences of different lengths side by side."""
+    """BERT: pooled at its first token, SEP where others have EOS, prompt and answer as its tokenizer joins two texts,
+    the answer as the second segment; sequences of different lengths side by side."""
     tokenizer = tokenizer_of("[PAD]", "[CLS]", "[SEP]", "[UNK]", pad_token="[PAD]", cls_token="[CLS]",
-                             sep_token="[SEP]", unk_token="[UNK]")  # fmt: skip
+                             sep_token="[SEP]", unk_token="[UNK]",
+                             model_input_names=["input_ids", "token_type_ids", "attention_mask"])  # fmt: skip
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
     config = BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                         intermediate_size=32, num_labels=1, max_position_embeddings=24,
@@ -359,10 +360,11 @@ def test_an_encoder_as_reward(tmp_path):
     tokenizer.save_pretrained(tmp_path / "bert")
     rows, texts = [{"prompt": "S10:"}, {"prompt": "S3:"}], ["01", "3333333"]
     ours = RewardModel(str(tmp_path / "bert"), "", "", "cpu")(rows, texts)
-    ids = [tokenizer(row["prompt"], text, return_tensors="pt")["input_ids"] for row, text in zip(rows, texts)]
-    assert [i.shape[1] for i in ids] == [9, 13]
+    both = [tokenizer(row["prompt"], text, return_tensors="pt") for row, text in zip(rows, texts)]
+    assert [i["input_ids"].shape[1] for i in both] == [9, 13]
     with torch.no_grad():
-        assert ours == pytest.approx([model(i).logits.item() for i in ids], abs=1e-5)
+        assert ours == pytest.approx([model(**i).logits.item() for i in both], abs=1e-5)
+        assert abs(ours[0] - model(both[0]["input_ids"]).logits.item()) > 1e-2  # of one segment
     assert abs(ours[0] - ours[1]) > 1e-2
     with pytest.raises(UserError, match="takes 24"):
         RewardModel(str(tmp_path / "bert"), "", "", "cpu")(rows, ["0", "1" * 30])

@@ -182,6 +182,13 @@ def test_not_a_number_is_refused(value, tmp_path):
         scored([f"{path}:f"])
 
 
+@pytest.mark.parametrize("value", ["None", "1.0", "'good'", "{'a': 1}", "torch.tensor(1.0)", "[[1], [2], [3], [4]]"])
+def test_what_is_no_list_of_numbers_is_shown(value, tmp_path):
+    path = write(tmp_path, f"import torch\ndef f(completions, **columns): return {value}")
+    with pytest.raises(UserError, match="function f returned .*list of numbers"):
+        scored([f"{path}:f"])
+
+
 def test_file_with_a_dataclass(tmp_path):
     """A reward file is an ordinary module: dataclasses with postponed annotations work in it."""
     source = (

@@ -1,8 +1,11 @@
 """sft.py: the loss against transformers' own, what is trained and what is not, and the split into micro-batches."""
 
+import re
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from helpers import metrics, new_run, write_rows
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from algos import sft
 from utils.models import TINY_MODEL, load_model
@@ -86,6 +89,34 @@ def test_answers_in_evaluation_are_as_long_as_the_model_needs(lora_rank, limit, 
     sft.train(sft.Args(model=TINY_MODEL, task=("sort",), max_steps=1, batch_size=2, lora_rank=lora_rank,
                        output_dir=str(tmp_path)))  # fmt: skip
     assert limits == [limit]
+
+
+def test_a_dataset_without_scores_is_evaluated_by_its_loss(tmp_path, own_cache, capsys):
+    """Of held-out rows, without dropout, per token of them all; a row is shown, and how many were cut."""
+    rows = [{"prompt": f"S{i}:", "completion": "12" if i % 2 else "1" * 60} for i in range(10, 90)]
+    path = write_rows(tmp_path / "mine.jsonl", rows)
+    flags = "--max-steps 2 --max-length 20 --eval-every 1 --batch-size 4 --device cpu --learning-rate 1e-9".split()
+    folder = new_run(sft, tmp_path / "runs", "--model", TINY_MODEL, "--task", path, *flags)
+    out = capsys.readouterr().out
+    cut = int(re.search(r"mine: (\d+) of 80 completions are cut off", out)[1])
+    assert cut == 40 and re.search(r"prompt +'S\d\d:'\ncompletion +'(12<eos>|1{16})'\n", out)
+    (model, tokenizer), task = load_model(str(folder / "model")), load_task(path)
+    logps, count = 0.0, 0
+    for row in task.heldout:
+        prompt, completion = encode_row(row, tokenizer, [tokenizer.eos_token_id])
+        completion = completion[: 20 - len(prompt)]
+        with torch.no_grad():
+            logits = model.eval()(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        logps += logits.log_softmax(-1)[range(len(completion)), completion].sum().item()
+        count += len(completion)
+    assert [row["eval/loss"] for row in metrics(folder)] == pytest.approx([-logps / count] * 2, rel=1e-4)
+
+
+def test_the_loss_in_evaluation_is_without_dropout():
+    config = GPT2Config(vocab_size=16, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.5)
+    model = GPT2LMHeadModel(config).train()
+    args = sft.Args(micro_batch_size=2, precision="float32")
+    assert sft.heldout_loss(model, PAIRS, args) == sft.heldout_loss(model, PAIRS, args) and model.training
 
 
 def test_the_shipped_model_is_what_readme_says():

@@ -206,7 +206,11 @@ def test_gsm8k_rows(gsm8k):
         ("1234567", "#### $1,234,567", 1, 1),
         ("-5", "#### -5", 1, 1),
         ("-5", "#### 5", 0, 0),
-        ("5", "#### 8-3 = 5", 1, 1),
+        ("5", "#### 8-3 = 5", 0, 1),
+        ("72", "#### 72 (6 dozens of 12)", 1, 0),
+        ("-3", "#### \u22123", 1, 1),
+        ("0.5", "#### .5", 1, 1),
+        ("5", "#### No.5", 1, 1),
         ("0.25", "#### 0.25", 1, 1),
         ("25", "#### 0.25", 0, 0),
         ("72", "#### ７２", 0, 0),
@@ -229,20 +233,45 @@ def test_epochs_visit_every_row_once_in_new_orders(gsm8k):
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one?"}]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    "kind, chat",
+    [("jsonl", False), ("jsonl", True), ("parquet", False), ("parquet", True), ("csv", False), ("saved", True),
+     ("splits", True), ("folder", True)],
+)  # fmt: skip
 def test_dataset_files(kind, chat, tmp_path):
-    """JSONL and Parquet, plain text and chat messages, and a prompt column of another name: rows arrive as they are."""
+    """JSONL, Parquet, CSV, what save_to_disk writes and a folder of files, plain text and chat messages, and a prompt
+    column of another name: rows arrive as they are."""
     datasets = pytest.importorskip("datasets")
     prompts = [[*MESSAGES, {"role": "user", "content": str(i)}] if chat else f"{i}?" for i in range(60)]
     rows = [{"ask": prompt, "prompt": "another column", "gold": i} for i, prompt in enumerate(prompts)]
-    path = tmp_path / f"file.{kind}"
-    write_rows(path, rows) if kind == "jsonl" else datasets.Dataset.from_list(rows).to_parquet(path)
+    path = tmp_path / ("file" if kind in ("saved", "splits", "folder") else f"file.{kind}")
+    table = datasets.Dataset.from_list(rows)
+    if kind == "splits":
+        table = datasets.DatasetDict(train=table)
+    if kind == "folder":
+        path.mkdir()
+    how = {"jsonl": lambda: write_rows(path, rows), "parquet": lambda: table.to_parquet(path),
+           "csv": lambda: table.to_csv(path), "folder": lambda: table.to_json(path / "rows.jsonl")}  # fmt: skip
+    how.get(kind, lambda: table.save_to_disk(path))()
     task = load_task(str(path), "ask")
     trained = [task.train(i, 1) for i in range(60 - len(task.heldout))]
     assert task.name == "file" and task.score is None and len(task.heldout) == 3
     assert sorted(row["gold"] for row in trained + task.heldout) == list(range(60))
     assert all(row["prompt"] == prompts[row["gold"]] and "ask" not in row for row in trained + task.heldout)
+
+
+@pytest.mark.parametrize("spec, words", [
+    ("rows.csv", "there is no file rows.csv"), ("./rows.txt", "there is no file rows.txt"),
+    ("/no/where", "there is no file /no/where"), ("DIR/rows.txt", "rows.txt is no .jsonl, .json, .parquet, .csv file"),
+    ("rows", "unknown source of rows 'rows'"),
+])  # fmt: skip
+def test_a_source_that_is_none_is_said_at_once(spec, words, tmp_path, monkeypatch):
+    """The hub, which answers a path with half a minute of silence, is not asked."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("asks"))
+    (tmp_path / "rows.txt").write_text("one?")
+    with pytest.raises(UserError, match=words):
+        load_task(spec.replace("DIR", str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -351,3 +380,14 @@ def test_what_an_answer_to_other_tasks_says():
     answer = load_task("sort").answer
     assert [answer(text) for text in ("123", " 123\n", "so <answer>123</answer>", "")] == ["123"] * 3 + [None]
     assert load_task("countdown").answer("1+2=3,3*4=12") == "1+2=3,3*4=12"
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [("so <answer> 12 </answer>.", "12"), (r"so \boxed{1}, no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), ("so 12", None),
+     (r"\boxed{12", None), ("<answer></answer>", None)],
+)  # fmt: skip
+def test_what_an_answer_to_a_dataset_says(text, answer, tmp_path):
+    """Nothing, where it is not marked: else every text would be an answer of its own."""
+    task = load_task(write_rows(tmp_path / "file.jsonl", [{"prompt": f"{i}?"} for i in range(9)]))
+    assert task.answer(text) == answer

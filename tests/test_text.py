@@ -1,12 +1,15 @@
 """How a row becomes tokens: the seam between prompt and completion, under the rules of real tokenizers."""
 
+import json
 import re
 import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import checkpoints, command_line, metrics, new_run, runs_in, user_error, write_rows
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import utils.lm
@@ -16,6 +19,7 @@ from utils.models import TINY_MODEL, PolicyArgs, eos_ids, save_model, with_polic
 from utils.reward_models import encode_answer
 from utils.tasks import load_task
 from utils.text import RowFault, encode_pair, encode_prompt, encode_row
+from utils.turns import around
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -127,7 +131,8 @@ def test_unknown_words_are_words():
 
 def shown(tokenizer, model=None, **flags):
     """The tokenizer with the flags of a policy."""
-    model = model or SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=0))
+    embeddings = SimpleNamespace(weight=torch.empty(300, 1))
+    model = model or SimpleNamespace(get_input_embeddings=lambda: embeddings)
     return with_policy_flags(model, tokenizer, PolicyArgs(**flags))
 
 
@@ -163,6 +168,48 @@ def test_text_stays_text_and_messages_stay_messages():
     tokenizer = shown(qwen(CHATML), raw_prompt=True)
     assert decoded(tokenizer, {"prompt": "2+2?", "completion": " 4"}) == ["2+2?", " 4<|endoftext|>"]
     assert decoded(tokenizer, {"prompt": USER})[0].startswith("<|im_start|>user")
+
+
+def test_tools_of_a_row_are_shown_to_the_template():
+    """A list or JSON, without the None that Arrow writes for names of other rows. An environment's own come first."""
+    tokenizer = qwen("{{ tools | tojson }} " + CHATML)
+    tools = [{"name": "add", "parameters": {"x": {"type": "int"}, "y": None}}]
+    expected = '[{"name": "add", "parameters": {"x": {"type": "int"}}}] '
+    for given in (tools, json.dumps(tools).replace(', "y": null', "")):
+        assert decoded(tokenizer, {"prompt": USER, "tools": given})[0].startswith(expected)
+        assert around({"prompt": USER, "tools": given}, tokenizer, "user")[1].endswith("assistant\n")
+    own = {"prompt": USER, "tools": tools, "chat_template_kwargs": {"tools": [{"name": "own"}]}}
+    assert decoded(tokenizer, own)[0].startswith('[{"name": "own"}] ')
+    with pytest.raises(RowFault, match="no JSON"):
+        encode_prompt({"prompt": USER, "tools": "add(x)"}, tokenizer)
+
+
+def test_reasoning_that_a_template_drops_is_not_lost_in_silence():
+    """DeepSeek-R1's template shows of an assistant's message what is behind </think>."""
+    row = {"prompt": USER, "completion": "<think>two and two</think>4"}
+    assert decoded(qwen(CHATML), row)[1] == "<think>two and two</think>4<|im_end|>\n<|endoftext|>"
+    drops = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    with pytest.raises(RowFault, match="reasoning the chat template drops.*--raw-prompt"):
+        decoded(qwen(drops), row)
+    assert decoded(shown(qwen(drops), raw_prompt=True), row | {"prompt": "2+2?"})[1].startswith("<think>two and two")
+
+
+def test_rendered_text_keeps_one_bos():
+    tokenizer = sentencepiece()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    for prompt in ("Capital?", "<s>Capital?"):
+        tokens = encode_row({"prompt": prompt, "completion": " Paris"}, tokenizer, [tokenizer.eos_token_id])
+        assert [ids.count(1) for ids in tokens] == [1, 0] and tokens[0][0] == 1
+
+
+def test_a_token_without_an_embedding_is_named():
+    """gemma-3-1b has one token more than embeddings: only a row that holds it cannot be used."""
+    tokenizer = shown(qwen(CHATML), SimpleNamespace(get_input_embeddings=lambda: torch.nn.Embedding(261, 1)))
+    assert tokenizer.convert_tokens_to_ids("</think>") == 261
+    assert decoded(tokenizer, {"prompt": USER})[1] == "4<|im_end|>\n<|endoftext|>"
+    for row in ({"prompt": "</think>2+2?"}, {"prompt": USER, "completion": "</think>4"}):
+        with pytest.raises(RowFault, match="holds '</think>', a token for which --model has no embedding"):
+            decoded(tokenizer, row)
 
 
 def test_another_eos_ends_what_is_trained_and_is_saved(tmp_path):
@@ -209,16 +256,23 @@ def test_conversations(tmp_path, own_cache, capsys):
     assert made["3!"]["prompt"] == [{"role": "user", "content": "3?"}]
     out = capsys.readouterr().out
     assert "2 of 12 rows of" in out and f"row 10 of {tmp_path / 'rows.jsonl'}" in out
-    with pytest.raises(UserError, match="2 of 2 rows .* no assistant's message"):
+    with pytest.raises(UserError, match="no row of .* no assistant's message .*--prompt-column messages"):
         load_task(write_rows(tmp_path / "none.jsonl", [talk("user")] * 2))
+    path = write_rows(tmp_path / "both.jsonl", [{"prompt": f"{i}?", **rows[i]} for i in range(1, 9)])  # as in ultrachat
+    made = load_task(path, completions=True)
+    assert all(row["completion"][0]["content"] == row["prompt"][0]["content"].replace("?", "!") for row in made.rows)
+    assert all(row.keys() == {"prompt", "messages"} for row in load_task(path).rows)
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], 3, ["text"], [{"content": "no role"}]], ids=str)
-def test_a_prompt_that_is_none_is_named(prompt, monkeypatch, own_cache):
+def test_a_prompt_that_is_none_is_dropped_and_named(prompt, monkeypatch, own_cache, capsys):
     rows = type("Rows", (list,), {"column_names": ["prompt"]})({"prompt": p} for p in ("a", "b", prompt))
     monkeypatch.setattr("utils.tasks.read_splits", lambda spec: {"train": rows})
-    with pytest.raises(UserError, match="row 2 of rows.jsonl has the prompt"):
-        load_task("rows.jsonl")
+    task = load_task("rows.jsonl")
+    assert sorted(row["prompt"] for row in [*task.rows, *task.heldout]) == ["a", "b"]
+    assert (
+        "1 of 3 rows of rows.jsonl cannot be used and are dropped, the first because row 2" in capsys.readouterr().out
+    )
 
 
 # which rows a run can use
@@ -287,9 +341,7 @@ def test_rows_that_cannot_be_used_are_dropped_and_counted(tmp_path, own_cache, c
     flags = ["--device", "cpu", "--model", TINY_MODEL, "--batch-size", 30, "--max-steps", 2]
     new_run(sft, tmp_path / "runs", *flags, "--task", write_rows(tmp_path / "rows.jsonl", rows))
     out = capsys.readouterr().out
-    assert re.search(
-        r"\d of 5\d rows cannot be used and are dropped, the first because row \d+ of .* no completion", out
-    )
+    assert re.search(r"3 of 60 rows cannot be used and are dropped, the first because row \d+ of .* no completion", out)
     rows = [row | {"completion": None} for row in rows]
     with user_error(capsys, "no row is left", "row ", "column completion"):
         command_line(

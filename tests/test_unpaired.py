@@ -70,7 +70,7 @@ def test_as_trl_unpairs_them(tmp_path):
 @pytest.mark.parametrize("label", [True, False, 1, 0])
 @pytest.mark.parametrize("prompt, completion", [("p", "c"), ([USER], [GOOD])])
 def test_forms(label, prompt, completion):
-    row = as_example(dict(prompt=prompt, completion=completion, label=label, score=5), "row")
+    row = as_example(dict(prompt=prompt, completion=completion, label=label, score=5))
     assert row == dict(prompt=prompt, completion=completion, label=bool(label), score=5)
     assert type(row["label"]) is bool
 

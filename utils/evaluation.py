@@ -1,7 +1,7 @@
 """Evaluation on held-out prompts, and what is printed: samples before training, advice during it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from utils.checkpoint import rng_state, set_rng_state
 from utils.lm import Samples, sample_all
@@ -72,12 +72,14 @@ def decode(samples, tokenizer) -> tuple[list[str], list[list[int]]]:
     return tokenizer.batch_decode(token_lists, skip_special_tokens=True), token_lists
 
 
-def show(tokenizer, prompt_ids: list[int], token_lists: list[list[int]], rewards: list[float], extra: dict) -> str:
+def show(tokenizer, prompt_ids: list[int], token_lists: list[list[int]], rewards: Sequence[float] = (),
+         extra: dict | None = None) -> str:  # fmt: skip
     """One rendered prompt and some completions with every special token visible: most silent failures are seen here."""
     lines = [f"prompt      {tokenizer.decode(prompt_ids)!r}"]
-    for i, (tokens, reward) in enumerate(zip(token_lists, rewards)):
-        more = "".join(f"  {name}={values[i]!r}" for name, values in extra.items())
-        lines.append(f"completion  {tokenizer.decode(tokens)!r}  reward {reward:g}{more}")
+    for i, tokens in enumerate(token_lists):
+        reward = f"  reward {rewards[i]:g}" if rewards else ""
+        more = "".join(f"  {name}={values[i]!r}" for name, values in (extra or {}).items())
+        lines.append(f"completion  {tokenizer.decode(tokens)!r}{reward}{more}")
     return "\n".join(lines)
 
 

@@ -204,7 +204,8 @@ def with_policy_flags(model, tokenizer, args):
             raise UserError(f"--eos-token {args.eos_token} is no token of --model: its EOS is {tokenizer.eos_token}")
         tokenizer.eos_token = args.eos_token
         model.generation_config.eos_token_id = eos_ids(model, tokenizer)
-    tokenizer.chat_settings = ChatSettings(args.system_prompt, kwargs, args.raw_prompt)
+    embeddings = model.get_input_embeddings().weight.shape[0]
+    tokenizer.chat_settings = ChatSettings(args.system_prompt, kwargs, args.raw_prompt, embeddings)
     return tokenizer
 
 
@@ -246,12 +247,17 @@ def with_float32_head(model) -> None:
 
 def resolve_for(model, args, presets: dict[str, dict]) -> str:
     """Fills in every argument that was left at None from the row of `presets` for this model: lora, tiny (below 10
-    million parameters) or full. Returns what to print. Raises UserError where --max-length is beyond `rope_limit`."""
+    million parameters) or full. Returns what to print. Raises UserError where --max-length is beyond `rope_limit`, or
+    beyond the learned positions of a model without rotary embeddings."""
     size = sum(p.numel() for p in model.parameters())
     size_is_open = getattr(args, "micro_batch_size", 0) is None
     settings = resolve(args, presets, "lora" if args.lora_rank else "tiny" if size < 10e6 else "full")
     settings += share_work(args, size_is_open) if world() > 1 else ""
-    if getattr(args, "max_length", 0) > (limit := rope_limit(model.config)):
+    config, length = model.config.get_text_config(), getattr(args, "max_length", 0)
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    if length > positions and not hasattr(config, "rope_parameters"):
+        raise UserError(f"--max-length is {length}, and --model has {positions} positions: lower it to {positions}")
+    if length > (limit := rope_limit(config)):
         why = f"rotary embeddings of --model change beyond {limit} tokens, for shorter rows of a batch too"
         raise UserError(f"--max-length is {args.max_length}, and {why}: lower --max-length to {limit}")
     if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32

@@ -13,7 +13,18 @@ from itertools import count, islice
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.tasks import Lazy, Task, check_columns, check_kind, epochs, is_kind, load_rows, procedural, remembered
+from utils.tasks import (
+    Lazy,
+    RowFault,
+    Task,
+    check_columns,
+    check_kind,
+    epochs,
+    is_kind,
+    load_rows,
+    procedural,
+    remembered,
+)
 from utils.text import shared, usable_rows
 
 
@@ -56,7 +67,7 @@ def load_unpaired(spec: str, num_pairs: int, seed: int) -> Preferences:
             return unpair(as_pairs(spec, rows, columns))
         wanted = {"prompt", "completion", "label"}
         check_columns(columns, wanted, spec, "unpaired rows need these three, and pairs chosen and rejected")
-        return Lazy(lambda row: as_example(row, row.where), rows)
+        return Lazy(as_example, rows)
 
     if spec in ("countdown", "sort"):
         data = load_preferences(spec, num_pairs, seed)
@@ -89,10 +100,10 @@ def right_and_wrong(name: str, row: dict) -> dict:
 
 
 def as_pairs(spec: str, rows: Lazy, columns: set[str]) -> Lazy:
-    """The rows of a dataset as pairs. Raises UserError for missing columns; later, for rows that are no pairs."""
+    """The rows of a dataset as pairs. Raises UserError for missing columns."""
     remedy = "pairs need chosen and rejected, and prompt where those two do not hold it"
     check_columns(columns, {"chosen", "rejected"}, spec, remedy)
-    return Lazy(lambda row: as_pair(row, row.where), rows)
+    return Lazy(as_pair, rows)
 
 
 def unpair(pairs: Lazy) -> Lazy:
@@ -106,29 +117,35 @@ def unpair(pairs: Lazy) -> Lazy:
     return Lazy(half, range(2 * len(pairs)))
 
 
-def as_pair(row: dict, where: str) -> dict:
-    """The row with prompt, chosen and rejected of one kind. Raises UserError, which names the row as `where`."""
+def as_pair(row: dict) -> dict:
+    """The row with prompt, chosen and rejected of one kind. What two conversations have in common belongs to the
+    prompt: turns of it are no choice between them. Raises RowFault."""
     chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
-    check_kind(chosen, "chosen", where)
-    check_kind(rejected, "rejected", where)
+    check_kind(chosen, "chosen", row)
+    check_kind(rejected, "rejected", row)
     kind = type(chosen)
     if not is_kind(rejected, kind):
-        raise UserError(f"{where} has text beside chat messages: chosen and rejected must be of one kind")
-    if prompt is None or kind is list and isinstance(prompt, str):
+        raise RowFault(row, "has text beside chat messages: chosen and rejected must be of one kind")
+    if kind is list and isinstance(prompt, str):  # whole conversations have it as their first message
+        answers = chosen[0]["role"] == rejected[0]["role"] == "assistant"
+        prompt = [{"role": "user", "content": prompt}] if prompt and answers else []
+    if prompt is None or kind is list and is_kind(prompt, list):
         size = shared_prefix(chosen, rejected)
-        prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
+        begin = chosen[:size]  # perhaps with the prompt, which they may repeat
+        prompt = prompt + begin if prompt and begin[: len(prompt)] != prompt else begin
+        chosen, rejected = chosen[size:], rejected[size:]
         if not prompt:
-            raise UserError(f"{where} has no prompt, and chosen and rejected do not begin alike: give a column prompt")
-    check_kind(prompt, "the prompt", where, [kind])
+            raise RowFault(row, "has no prompt, and chosen and rejected do not begin alike: give a column prompt")
+    check_kind(prompt, "the prompt", row, [kind])
     return row | {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def as_example(row: dict, where: str) -> dict:
-    """The row with its label as bool; 0 and 1 are taken for labels too. Raises UserError."""
-    check_kind(row["completion"], "completion", where)
-    check_kind(row["prompt"], "the prompt", where, [type(row["completion"])])
+def as_example(row: dict) -> dict:
+    """The row with its label as bool; 0 and 1 are taken for labels too. Raises RowFault."""
+    check_kind(row["completion"], "completion", row)
+    check_kind(row["prompt"], "the prompt", row, [type(row["completion"])])
     if row["label"] not in (False, True):
-        raise UserError(f"{where} has the label {row['label']!r}: it must be true (desirable) or false, or 1 or 0")
+        raise RowFault(row, f"has the label {row['label']!r}: it must be true (desirable) or false, or 1 or 0")
     return row | {"label": bool(row["label"])}
 
 

@@ -47,6 +47,8 @@ def load_reward_model(path: str, device: torch.device | str = "cpu", flag: str =
     if tokenizer.eos_token is None:
         raise UserError(f"the tokenizer of {flag} {path} has no EOS token: scores are read where an answer ends")
     set_padding(model, tokenizer, keep=classifies)
+    pairs = "token_type_ids" in tokenizer.model_input_names and getattr(config, "type_vocab_size", 0) > 1
+    model.separator = tokenizer.sep_token_id if pairs else None
     return model.to(device), tokenizer, not classifies  # in evaluation mode
 
 
@@ -83,11 +85,16 @@ def encode_answer(row: dict, answer: str | list[dict], tokenizer) -> list[int]:
 
 
 def sequence_scores(model, sequences: list[list[int]]) -> Tensor:
-    """Scores (B,) of B token lists, padded on the right: the model's own forward pass, so its own pooling."""
+    """Scores (B,) of B token lists, padded on the right: the model's own forward pass, so its own pooling. What stands
+    behind the first separator is the second segment, where the model has segments."""
     width, pad = max(map(len, sequences)), model.config.get_text_config().pad_token_id
     ids = torch.tensor([s + [pad] * (width - len(s)) for s in sequences], device=model.device)
     mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in sequences], device=model.device)
-    scores = model(input_ids=ids, attention_mask=mask).logits[:, 0]
+    more = {}
+    if getattr(model, "separator", None) is not None:  # BERT tells prompt and answer apart
+        ends = (ids == model.separator).long()
+        more["token_type_ids"] = ((ends.cumsum(1) - ends).clamp(max=1) * mask).long()
+    scores = model(input_ids=ids, attention_mask=mask, **more).logits[:, 0]
     return scores if scores.dtype == torch.float64 else scores.float()
 
 

@@ -122,14 +122,20 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
         if any(map(inspect.isawaitable, returned)):
             returned = asyncio.run(awaited(returned))
         table = torch.full((len(texts), len(functions)), torch.nan)
-        for j, (name, values) in enumerate(zip(names, map(list, returned))):
+        for j, (name, answer) in enumerate(zip(names, returned)):
+            wrong = f"the reward function {name} returned"
+            try:
+                values = [None if value is None else float(value) for value in answer]
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{wrong} {answer!r:.100}: it must return a list of numbers, or None to skip one, one "
+                                "for each completion") from error  # fmt: skip
             if len(values) != len(texts):
-                wrong = f"the reward function {name} returned {len(values)} rewards for {len(texts)} completions"
-                raise UserError(f"{wrong}: it must return one number, or None, for each")
+                counts = f"{len(values)} rewards for {len(texts)} completions"
+                raise UserError(f"{wrong} {counts}: it must return one number, or None, for each")
             for text, value in zip(texts, values):
                 if value is not None and not abs(value) <= torch.finfo(torch.float32).max:  # also refuses NaN
-                    raise UserError(f"the reward function {name} returned {value} for {text!r}: return None to skip")
-            table[:, j] = torch.tensor([math.nan if value is None else float(value) for value in values])
+                    raise UserError(f"{wrong} {value} for {text!r}: return None to skip")
+            table[:, j] = torch.tensor([math.nan if value is None else value for value in values])
         return table, logged, extra
 
     def score_by_functions(rows, prompts, texts, completion_ids, step) -> Scored:

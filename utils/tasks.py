@@ -22,6 +22,7 @@ from utils.errors import UserError
 HELDOUT_ROWS = 256  # held-out rows of procedural tasks, and the most that is kept of a dataset's (gsm8k: all)
 WRONG_SHARE = 0.75  # of the demonstrations of countdown and sort
 CHARACTERS = "0123456789+-*/=,:CS"  # the alphabet of the compact notation, hence of the tiny model's tokenizer
+FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # formats of the datasets library
 KEPT = 4096  # encoded rows that are kept in memory; others are encoded anew
 KINDS: dict[type, str] = {str: "text", list: "a list of chat messages"}  # of prompts and completions
 Item = TypeVar("Item")
@@ -65,6 +66,13 @@ class Row(dict):
         return Row({**self, **more}, self.where)
 
 
+class RowFault(UserError):
+    """Why a row cannot be used: it is dropped and counted, and the run goes on."""
+
+    def __init__(self, row: dict, why: str):
+        super().__init__(f"{getattr(row, 'where', 'a row')} {why}")
+
+
 @dataclass(frozen=True)
 class Task:
     """`train(index, seed)` is the index-th row of an endless stream that depends on nothing else, so a run resumes from
@@ -81,11 +89,12 @@ class Task:
     answer: Callable[[str], object] = lambda text: answer_of(text) or None
 
 
-def load_task(spec: str, prompt_column: str = "prompt") -> Task:
-    """`countdown`, `sort`, `gsm8k`, `gsm8k:FOLDER`, a .jsonl/.json/.parquet file, or a dataset of the hub.
+def load_task(spec: str, prompt_column: str = "prompt", completions: bool = False) -> Task:
+    """`countdown`, `sort`, `gsm8k`, `gsm8k:FOLDER`, or what `load_rows` reads.
 
     Where there is no prompt but a column messages, an assistant's last message is the completion, and what is before it
-    the prompt. Raises UserError as `load_rows` does, and for a prompt that is none.
+    the prompt. So it is where the run needs `completions` and there is no column completion. Raises UserError as
+    `load_rows` does.
     """
     name, _, rest = spec.partition(":")
     if name in ("countdown", "sort"):
@@ -95,57 +104,82 @@ def load_task(spec: str, prompt_column: str = "prompt") -> Task:
 
     def with_prompt(row: Row) -> Row:
         prompt = row.pop(prompt_column)
-        check_kind(prompt, "the prompt", row.where)
+        check_kind(prompt, "the prompt", row)
         return row | {"prompt": prompt}
 
     def parse(rows: Lazy, columns: set[str]) -> Lazy:
-        if prompt_column == "prompt" and "prompt" not in columns and "messages" in columns:
-            return Lazy(with_prompt, from_messages(rows, spec))
+        lacks = "prompt" not in columns or (completions and "completion" not in columns)
+        if prompt_column == "prompt" and "messages" in columns and lacks:
+            return Lazy(from_messages, rows)
         check_columns(columns, {prompt_column}, spec, "see --prompt-column")
         return Lazy(with_prompt, rows)
 
     train, heldout = load_rows(spec, "countdown, sort, gsm8k", parse)
-    return Task(Path(spec).stem, epochs(train), list(heldout), rows=train)
+    return Task(Path(spec).stem, epochs(train), list(heldout), rows=train, answer=final_answer)
 
 
 def load_rows(spec: str, names: str, parse: Callable[[Lazy, set[str]], Lazy]) -> tuple[Lazy, Lazy]:
-    """Rows to train on and at most HELDOUT_ROWS held-out ones of a local file or hub dataset. `parse(rows, columns)`
-    makes prompts of a split's rows; it raises UserError for those that are wrong, and all are looked at here.
+    """Rows to train on and at most HELDOUT_ROWS held-out ones of a local file, a local folder or a hub dataset.
+    `parse(rows, columns)` makes prompts of a split's rows; those for which it raises RowFault are dropped.
 
     Of a dataset's own test or validation split the first rows are held out, and training rows with a prompt of that
     split are dropped; without one, a twentieth of the prompts is held out. Raises UserError for a source that is
     neither file nor hub name nor one of `names`, and for a file that is missing, empty or unreadable.
     """
-    if Path(spec).suffix not in (".jsonl", ".json", ".parquet") and "/" not in spec:
-        there = f"{names}, a .jsonl or .parquet file, or a hub dataset ORG/NAME"
+    if Path(spec).suffix not in FILES and "/" not in spec and not Path(spec).is_dir():
+        there = f"{names}, a {', '.join(FILES)} file, a folder of save_to_disk, or a hub dataset ORG/NAME"
         raise UserError(f"unknown source of rows {spec!r}: give {there}")
     tables = read_splits(spec).items()
     splits = {split: parse(numbered(table, spec, split), set(table.column_names)) for split, table in tables}
     train = named(splits, "train") or next(iter(splits.values()))
     heldout = named(splits, "test", "valid")
     if heldout is None or heldout is train:
-        train, heldout = hold_out(train, spec)
+        train, heldout = hold_out(sound(train, spec), spec)
     else:
-        train = without(heldout, train, spec)
+        heldout = sound(heldout, spec)
+        train = without(heldout, sound(train, spec), spec)
     return train, heldout[:HELDOUT_ROWS]
 
 
+def sound(rows: Lazy, spec: str) -> Lazy:
+    """The rows without a RowFault; the others are counted, the first of them shown. Raises UserError where none is
+    left."""
+    kept, faults = array("q"), []
+    for i in range(len(rows)):
+        try:
+            rows[i]
+            kept.append(i)
+        except RowFault as fault:
+            faults.append(str(fault))
+    if faults and not kept:
+        raise UserError(f"no row of {spec} can be used: {faults[0]}")
+    if faults:
+        lost = f"{len(faults)} of {len(rows)} rows of {spec} cannot be used and are dropped"
+        print(f"{lost}, the first because {faults[0]}")
+    return Lazy(rows.__getitem__, kept) if faults else rows
+
+
 def read_splits(spec: str) -> dict:
-    """The splits of a local file or hub dataset, each a non-empty datasets.Dataset."""
+    """The splits of a local file, a local folder or a hub dataset, each a non-empty datasets.Dataset."""
     import datasets  # slow to import, and the built-in tasks do without
 
     datasets.disable_progress_bars()
     path = Path(spec).expanduser()
-    is_file = path.suffix in (".jsonl", ".json", ".parquet")
-    if is_file and not path.is_file():
+    is_file = path.suffix in FILES
+    if not path.exists() and (is_file or spec.startswith((".", "/", "~"))):
         raise UserError(f"there is no file {path}: --task names a dataset file that exists")
+    if path.is_file() and not is_file:
+        raise UserError(f"{path} is no {', '.join(FILES)} file: save the dataset as one of these")
     name, _, config = spec.partition(":")
-    kind = "parquet" if path.suffix == ".parquet" else "json"
     try:
-        if not is_file:
-            splits = datasets.load_dataset(name, config or None)
-        else:
+        if is_file:
+            kind = FILES[path.suffix]
             splits = datasets.load_dataset(kind, data_files=str(path)) if path.stat().st_size else {}
+        elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            splits = datasets.load_from_disk(str(path))
+            splits = splits if isinstance(splits, dict) else {"train": splits}
+        else:
+            splits = datasets.load_dataset(str(path) if path.is_dir() else name, config or None)
     except Exception as error:  # the library raises dozens of kinds, all of which mean the same to the user
         reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"cannot read the dataset {spec} ({reason[0]}): give a readable file or hub name") from error
@@ -161,26 +195,15 @@ def numbered(table, spec: str, split: str) -> Lazy:
     return Lazy(lambda i: Row(table[i], f"row {i} of {of}"), range(len(table)))
 
 
-def from_messages(rows: Lazy, spec: str) -> Lazy:
-    """Rows with prompt and completion made of the column messages; those where that cannot be are counted. Raises
-    UserError where none is left."""
-
-    def answered(row: Row) -> int:
-        """The number of the assistant's last message; 0 where none stands behind another message."""
-        messages = row["messages"] if is_kind(row["messages"], list) else []
-        return max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
-
-    def made(row: Row) -> Row:
-        last, messages = answered(row), row.pop("messages")
-        return row | {"prompt": messages[:last], "completion": messages[last : last + 1]}
-
-    kept = selected(rows, lambda row: answered(row) > 0)
-    lost = f"{len(rows) - len(kept)} of {len(rows)} rows of {spec} have no assistant's message behind another one"
-    if not kept:
-        raise UserError(f"{lost}: the column messages must hold conversations, or give a column prompt")
-    if len(kept) < len(rows):
-        print(f"{lost} and are dropped, the first of them {next(row.where for row in rows if not answered(row))}")
-    return Lazy(made, kept)
+def from_messages(row: Row) -> Row:
+    """The row with prompt and completion made of the column messages. Raises RowFault where that cannot be."""
+    messages = row.pop("messages")
+    roles = [message["role"] for message in messages] if is_kind(messages, list) else []
+    last = max((i for i, role in enumerate(roles) if role == "assistant"), default=0)
+    if not last:
+        raise RowFault(row, "has no assistant's message behind another one in its column messages, which is the prompt "
+                            "as it is with --prompt-column messages")  # fmt: skip
+    return row | {"prompt": messages[:last], "completion": messages[last : last + 1]}
 
 
 def is_kind(value, kind: type) -> bool:
@@ -190,10 +213,10 @@ def is_kind(value, kind: type) -> bool:
     return kind is str and isinstance(value, str)
 
 
-def check_kind(value, name: str, where: str, kinds: Sequence[type] = (str, list)) -> None:
-    """Raises UserError where a value, called `name` and found at `where`, is empty or of none of these kinds."""
+def check_kind(value, name: str, row: dict, kinds: Sequence[type] = (str, list)) -> None:
+    """Raises RowFault where a value of the row, called `name`, is empty or of none of these kinds."""
     if not value or not any(is_kind(value, kind) for kind in kinds):
-        raise UserError(f"{where} has {name} {value!r}: it must be {' or '.join(KINDS[k] for k in kinds)}, not empty")
+        raise RowFault(row, f"has {name} {value!r}: it must be {' or '.join(KINDS[k] for k in kinds)}, not empty")
 
 
 def check_columns(columns: set[str], wanted: set[str], spec: str, remedy: str) -> None:
@@ -337,6 +360,19 @@ def answer_of(text: str) -> str:
     return re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)[-1].strip() if "</answer>" in text else text.strip()
 
 
+def final_answer(text: str) -> str | None:
+    """What a text states as its answer: between the last pair of answer tags, else in the last \\boxed{}; None where
+    there is neither."""
+    if "</answer>" in text:
+        return answer_of(text) or None
+    depth, rest = 1, text.rpartition("\\boxed{")[2] if "\\boxed{" in text else ""
+    for i, character in enumerate(rest):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[:i].strip() or None
+    return None
+
+
 GSM8K_INSTRUCTION = "Solve the problem step by step. End with one line that holds #### and the answer as a number."
 
 
@@ -371,11 +407,11 @@ def gsm8k_score(row: dict, text: str) -> dict[str, float]:
 
 
 def stated(text: str) -> float | None:
-    """The last number in the line of the last `####`; None where there is none."""
-    return number(text.rpartition("####")[2].strip().partition("\n")[0]) if "####" in text else None
+    """The first number in the line of the last `####`; None where there is none."""
+    return number(text.rpartition("####")[2].strip().partition("\n")[0], 0) if "####" in text else None
 
 
-def number(text: str) -> float | None:
-    """The last number in a text, without thousands separators; None where there is none."""
-    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text, re.ASCII)
-    return float(found[-1].replace(",", "")) if found else None
+def number(text: str, which: int = -1) -> float | None:
+    """The last number in a text, or another one, without thousands separators; None where there is none."""
+    found = re.findall(r"[-\u2212]?(?:\d[\d,]*(?:\.\d+)?|(?<!\w)\.\d+)", text, re.ASCII)
+    return float(found[which].replace(",", "").replace("\u2212", "-")) if found else None

@@ -1,21 +1,16 @@
 """Text to tokens: how a row's prompt is shown to a model, and how it and its completions become token ids."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from utils.errors import UserError
-from utils.tasks import CHARACTERS, Lazy, Task, epochs, hold_out, selected
+from utils.tasks import CHARACTERS, Lazy, RowFault, Task, epochs, hold_out, selected
 
 TOO_MANY = 0.05  # of a dataset's prompts: where more are too long, the run goes on only if the user asked for it
 ENDLESS = 32  # rows of an endless task that are looked at
-
-
-class RowFault(UserError):
-    """Why a row cannot be used: it is dropped and counted, and the run goes on."""
-
-    def __init__(self, row: dict, why: str):
-        super().__init__(f"{getattr(row, 'where', 'a row')} {why}")
+THINKING = "</think>"  # ends the reasoning of most reasoning models
 
 
 @dataclass(frozen=True)
@@ -26,6 +21,7 @@ class ChatSettings:
     system_prompt: str = ""
     template_kwargs: dict = field(default_factory=dict)
     raw_prompt: bool = False
+    embeddings: float = math.inf  # of the model: a tokenizer may have more tokens
 
 
 def settings_of(tokenizer) -> ChatSettings:
@@ -55,19 +51,50 @@ def encode_prompt(row: dict, tokenizer) -> list[int]:
     plain text gets the tokenizer's."""
     prompt = present(row, tokenizer)
     if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
+        return encode_text(prompt, row, tokenizer)
     continued = prompt[-1]["role"] == "assistant"
     return render(prompt, row, tokenizer, add_generation_prompt=not continued, continue_final_message=continued)
 
 
+def encode_text(text: str, row: dict, tokenizer) -> list[int]:
+    """Token ids of a text. One that was rendered before brings its BOS: there is one, not two."""
+    ids = tokenizer(text)["input_ids"]
+    twice = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
+    return known(ids[1:] if twice else ids, row, tokenizer)
+
+
+def known(ids: list[int], row: dict, tokenizer) -> list[int]:
+    """The ids. Raises RowFault where the model has no embedding for one of them."""
+    if max(ids, default=0) >= settings_of(tokenizer).embeddings:
+        raise RowFault(row, f"holds {tokenizer.decode([max(ids)])!r}, a token for which --model has no embedding")
+    return ids
+
+
+def template_kwargs(row: dict, tokenizer) -> dict:
+    """What the chat template is told besides the messages: the policy's settings, before them the row's columns
+    chat_template_kwargs and tools (a list, or JSON). Where rows differ, Parquet files hold None for missing names."""
+
+    def given(value):
+        if isinstance(value, dict):
+            return {name: given(part) for name, part in value.items() if part is not None}
+        return [given(part) for part in value if part is not None] if isinstance(value, list) else value
+
+    own, tools = given(row.get("chat_template_kwargs") or {}), row.get("tools")
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    except ValueError as error:
+        raise RowFault(row, f"has tools that are no JSON ({error})") from error
+    return settings_of(tokenizer).template_kwargs | ({"tools": given(tools)} if tools else {}) | own
+
+
 def render(messages: list[dict], row: dict, tokenizer, **more) -> list[int]:
     """Token ids of what the chat template makes of the row's messages. Raises RowFault where it refuses them."""
-    own = {name: value for name, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
-    kwargs = settings_of(tokenizer).template_kwargs | own | more
+    kwargs = template_kwargs(row, tokenizer) | more
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kwargs)["input_ids"]
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kwargs)["input_ids"]
     except Exception as error:  # a template raises what it likes
         raise RowFault(row, f"cannot be rendered by the chat template ({error})") from error
+    return known(ids, row, tokenizer)
 
 
 def encode_whole(row: dict, answer: str | list[dict], tokenizer) -> list[int]:
@@ -77,7 +104,7 @@ def encode_whole(row: dict, answer: str | list[dict], tokenizer) -> list[int]:
     if isinstance(prompt, str):
         if not isinstance(answer, str):
             raise RowFault(row, "has a text as prompt and chat messages as its answer")
-        return tokenizer(prompt + answer)["input_ids"]
+        return encode_text(prompt + answer, row, tokenizer)
     messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     texts = isinstance(prompt[-1]["content"], str) and isinstance(messages[0]["content"], str)
     if texts and prompt[-1]["role"] == messages[0]["role"] == "assistant":
@@ -102,8 +129,12 @@ def encode_answers(row: dict, answers: list, tokenizer, eos: list[int]) -> tuple
 
     An answer begins where the prompt with it differs from the prompt alone, and all begin where the first of them does:
     a token across the seam, or what a template puts behind the prompt alone (`<think>`), belongs to the answers (as in
-    TRL). Raises RowFault where the two have nothing but special tokens in common, or nothing of an answer is left.
+    TRL). Raises RowFault where the two have nothing but special tokens in common, nothing of an answer is left, an
+    answer has several messages, of which not all are the model's, or the template drops its reasoning.
     """
+    if any(isinstance(answer, list) and len(answer) > 1 for answer in answers):
+        raise RowFault(row, "has a completion of several messages: it must be the assistant's last one, and all before "
+                            "it the prompt")  # fmt: skip
     prompt = encode_prompt(row, tokenizer)
     wholes = [encode_whole(row, answer, tokenizer) for answer in answers]
     cut = min(shared(prompt, whole) for whole in wholes)
@@ -111,7 +142,12 @@ def encode_answers(row: dict, answers: list, tokenizer, eos: list[int]) -> tuple
         raise RowFault(row, "is rendered differently with its completion than without: the two cannot be told apart")
     if any(len(whole) == cut for whole in wholes):
         raise RowFault(row, "has a completion of which no token is left")
-    return prompt[:cut], *(until_eos(whole, cut, tokenizer, eos) for whole in wholes)
+    ends = [until_eos(whole, cut, tokenizer, eos) for whole in wholes]
+    for answer, tokens in zip(answers, ends):
+        if THINKING in str(answer) and THINKING not in tokenizer.decode(tokens):
+            raise RowFault(row, "has a completion whose reasoning the chat template drops: give all as text with "
+                                "--raw-prompt, or a model whose template keeps it")  # fmt: skip
+    return prompt[:cut], *ends
 
 
 def encode_row(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], ...]:
@@ -177,7 +213,9 @@ def usable_task(task: Task, encode: Callable[[dict], tuple], room: float, longes
         if most > (limit := min(room, longest or room)):
             raise UserError(f"prompts of {task.name} have up to {most} tokens, and {limit} are allowed: {remedy}")
         return task
-    train, heldout, _ = usable_rows(task.rows, task.heldout, encode, room, longest, remedy)
+    train, heldout, cut = usable_rows(task.rows, task.heldout, encode, room, longest, remedy)
+    if cut:
+        print(f"{task.name}: {cut} of {len(train) + len(heldout)} completions are cut off")
     return replace(task, train=epochs(train), heldout=list(heldout), rows=train)
 
 

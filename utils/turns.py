@@ -30,7 +30,7 @@ from utils.distributed import share, together
 from utils.errors import UserError
 from utils.rewards import load_function
 from utils.tasks import Task, countdown_score, load_task
-from utils.text import present, settings_of
+from utils.text import present, template_kwargs
 from utils.tools import Python, Search, corpus_index, from_trl
 
 FLOOD = 100  # characters; no tokenizer's tokens hold that many on average
@@ -234,7 +234,7 @@ def around(row: dict, tokenizer, role: str) -> tuple[str, str]:
     own, observation, later = ASIDE
     turn = [{"role": "assistant", "content": own}, {"role": role, "content": observation}]
     more = [{"role": "assistant", "content": later}, {"role": role, "content": later}]
-    kwargs = settings_of(tokenizer).template_kwargs | (row.get("chat_template_kwargs") or {})
+    kwargs = template_kwargs(row, tokenizer)
 
     def rendered(messages: list[dict]) -> str:
         try:
