@@ -94,9 +94,9 @@ from utils.models import (
     without_dropout,
 )
 from utils.preferences import Batches, encode_rows, load_preferences, usable
+from utils.rows import Lazy
 from utils.run import Run
 from utils.schedule import set_learning_rate
-from utils.tasks import Lazy
 from utils.text import encode_pair
 
 NAME, TITLE = "dpo", "DPO"

@@ -96,9 +96,9 @@ from utils.models import (
     without_dropout,
 )
 from utils.preferences import Batches, check_labels, encode_rows, load_unpaired, usable
+from utils.rows import Lazy
 from utils.run import Run
 from utils.schedule import set_learning_rate
-from utils.tasks import Lazy
 from utils.text import encode_row
 
 NAME, TITLE = "kto", "KTO"

@@ -89,12 +89,12 @@ from utils.cli import main, prepare
 from utils.distributed import clip_gradients, deal, keep_shards, placed, shard_settings, share, total, unsharded
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
 from utils.lm import split_rows
+from utils.lora import for_training
 from utils.memory import check_memory
 from utils.models import (
     TINY_MODEL,
     ModelArgs,
     autocast,
-    for_training,
     resolve_for,
     save_model,
     trained_parameters,
@@ -104,9 +104,9 @@ from utils.models import (
 )
 from utils.preferences import Batches, load_preferences
 from utils.reward_models import encode_answer, load_reward_model, sequence_scores
+from utils.rows import Lazy, remembered
 from utils.run import Run
 from utils.schedule import set_learning_rate
-from utils.tasks import Lazy, remembered
 from utils.text import usable_rows
 
 NAME, TITLE = "reward_model", "reward model"

@@ -60,12 +60,12 @@ from utils.distributed import clip_gradients, deal, total_numbers
 from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
 from utils.evaluation import evaluate, show
 from utils.lm import completion_logps, pad_left, split_rows
+from utils.lora import for_training
 from utils.memory import check_memory
 from utils.models import (
     PolicyArgs,
     autocast,
     eos_ids,
-    for_training,
     load_policy,
     resolve_for,
     save_model,

@@ -210,8 +210,8 @@ def sizes_of(settings: dict, rank: int):
     frozen weights are bfloat16."""
     import torch
 
+    from utils.lora import for_training
     from utils.memory import measure
-    from utils.models import for_training
 
     def some(layers: int):
         model = random_model(**settings | dict(num_hidden_layers=layers, vocab_size=128))

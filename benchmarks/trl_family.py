@@ -211,7 +211,7 @@ def train_dpo(seed: int, steps: int, args) -> dict:
     from utils.evaluation import evaluate
     from utils.models import TINY_MODEL, eos_ids, load_model
     from utils.preferences import load_preferences
-    from utils.tasks import epochs
+    from utils.rows import epochs
     from utils.text import encode_pair
 
     data = load_preferences(args.task, args.num_pairs, seed)

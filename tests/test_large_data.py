@@ -11,7 +11,8 @@ from algos import kto
 from utils.errors import UserError
 from utils.models import TINY_MODEL, load_model
 from utils.preferences import load_preferences, load_unpaired
-from utils.tasks import hold_out, load_task, remembered
+from utils.rows import hold_out, remembered
+from utils.tasks import load_task
 from utils.text import RowFault, encode_row, usable_rows
 
 MEASURE = """
@@ -20,7 +21,8 @@ sys.path.insert(0, sys.argv[1])
 import datasets
 from types import SimpleNamespace
 from utils.preferences import encode_rows, load_unpaired, usable
-from utils.tasks import load_task, read_splits
+from utils.rows import read_splits
+from utils.tasks import load_task
 from utils.text import usable_task
 
 datasets.config.HF_DATASETS_CACHE = sys.argv[3]

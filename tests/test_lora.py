@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.architectures import make
 from utils.checks import check_model
 from utils.errors import UserError
-from utils.models import TINY_MODEL, for_training, load_model, load_reference, resolve_for, save_model, weights_dtype
+from utils.lora import for_training
+from utils.models import TINY_MODEL, load_model, load_reference, resolve_for, save_model, weights_dtype
 
 peft = pytest.importorskip("peft", reason="not run: peft is not installed")
 IDS = torch.arange(2, 22)[None]

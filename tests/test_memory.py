@@ -22,7 +22,8 @@ from benchmarks.architectures import make
 from utils import memory
 from utils.errors import UserError
 from utils.lm import completion_logps, sample
-from utils.models import autocast, for_training, trained_parameters
+from utils.lora import for_training
+from utils.models import autocast, trained_parameters
 
 CPU = torch.device("cpu")
 SHAPES = {  # name -> class, settings; two layers of the real width each, and few words

@@ -8,8 +8,9 @@ from helpers import write_rows
 from utils.errors import UserError
 from utils.models import TINY_MODEL, load_model
 from utils.preferences import as_example, as_pair, encode_rows, load_preferences, load_unpaired
-from utils.tasks import Row, load_task
-from utils.text import RowFault, encode_pair
+from utils.rows import Row, RowFault
+from utils.tasks import load_task
+from utils.text import encode_pair
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))
@@ -66,7 +67,7 @@ def test_files(load, rows, kind, tmp_path, own_cache):
 @both
 def test_own_test_split(load, rows, monkeypatch, own_cache):
     splits = {name: own_cache.Dataset.from_list(rows(n)) for name, n in (("train", 19), ("test", 2))}
-    monkeypatch.setattr("utils.tasks.read_splits", lambda spec: splits)
+    monkeypatch.setattr("utils.rows.read_splits", lambda spec: splits)
     data = load("org/name", 1, 1)
     assert [*data.heldout] == rows(2) and [*data.train] == rows(19)[2:]
 

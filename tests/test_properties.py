@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from algos import dpo, dt, iql, ppo
+from utils import rows as rows_of
 from utils import tasks
 from utils.errors import BOUNDS, UserError, check_numbers
 from utils.head import token_logps
@@ -483,18 +484,18 @@ def test_held_out_rows(rows, data):
     prompts = {row["prompt"] for row in rows}
     if len(prompts) < 2:
         with pytest.raises(UserError, match="one prompt"):
-            tasks.hold_out(rows, "mine.jsonl")
+            rows_of.hold_out(rows, "mine.jsonl")
         return
-    train, heldout = tasks.hold_out(rows, "mine.jsonl")
+    train, heldout = rows_of.hold_out(rows, "mine.jsonl")
     assert train and heldout and sorted(train + heldout, key=lambda row: row["number"]) == rows
     assert all([*part] == sorted(part, key=lambda row: row["number"]) for part in (train, heldout))
     held = {row["prompt"] for row in heldout}
     assert not held & {row["prompt"] for row in train} and len(held) == max(1, len(prompts) // 20)
-    again = tasks.hold_out(data.draw(st.permutations(rows)), "mine.jsonl")[1]
+    again = rows_of.hold_out(data.draw(st.permutations(rows)), "mine.jsonl")[1]
     assert {row["prompt"] for row in again} == held
-    assert [*tasks.without(heldout, rows, "mine.jsonl")] == [*train]
+    assert [*rows_of.without(heldout, rows, "mine.jsonl")] == [*train]
     with pytest.raises(UserError, match="test split"):
-        tasks.without(rows, rows, "mine.jsonl")
+        rows_of.without(rows, rows, "mine.jsonl")
 
 
 @pytest.mark.parametrize("name", ["countdown", "sort"])

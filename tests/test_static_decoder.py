@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.architectures import make
 from utils.decode import StaticDecoder
 from utils.lm import prefill
-from utils.models import for_training, with_float32_head
+from utils.lora import for_training
+from utils.models import with_float32_head
 
 
 class Casts(TorchDispatchMode):

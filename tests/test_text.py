@@ -17,8 +17,9 @@ from algos import dpo, grpo, kto, reward_model, sft
 from utils.errors import UserError
 from utils.models import TINY_MODEL, PolicyArgs, eos_ids, save_model, with_policy_flags
 from utils.reward_models import encode_answer
+from utils.rows import RowFault
 from utils.tasks import load_task
-from utils.text import RowFault, encode_pair, encode_prompt, encode_row
+from utils.text import encode_pair, encode_prompt, encode_row
 from utils.turns import around
 
 CHATML = (
@@ -267,7 +268,7 @@ def test_conversations(tmp_path, own_cache, capsys):
 @pytest.mark.parametrize("prompt", [None, "", [], 3, ["text"], [{"content": "no role"}]], ids=str)
 def test_a_prompt_that_is_none_is_dropped_and_named(prompt, monkeypatch, own_cache, capsys):
     rows = type("Rows", (list,), {"column_names": ["prompt"]})({"prompt": p} for p in ("a", "b", prompt))
-    monkeypatch.setattr("utils.tasks.read_splits", lambda spec: {"train": rows})
+    monkeypatch.setattr("utils.rows.read_splits", lambda spec: {"train": rows})
     task = load_task("rows.jsonl")
     assert sorted(row["prompt"] for row in [*task.rows, *task.heldout]) == ["a", "b"]
     assert (

@@ -1,6 +1,6 @@
 """Preference data: pairs of a chosen and a rejected completion of the same prompt, or single completions with a label.
 
-A pair is a row as in utils/tasks.py with the columns prompt, chosen and rejected, TRL's names: all three are text, or
+A pair is a row (utils/rows.py) with the columns prompt, chosen and rejected, TRL's names: all three are text, or
 all three are lists of chat messages. Where chosen and rejected are whole conversations or whole texts, and prompt is
 missing (or is text beside conversations), their common beginning is the prompt. An unpaired row has the columns prompt,
 completion, and label, which is true where the completion is desirable.
@@ -13,18 +13,8 @@ from itertools import count, islice
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.tasks import (
-    Lazy,
-    RowFault,
-    Task,
-    check_columns,
-    check_kind,
-    epochs,
-    is_kind,
-    load_rows,
-    procedural,
-    remembered,
-)
+from utils.rows import Lazy, RowFault, check_columns, check_kind, epochs, is_kind, load_rows, remembered
+from utils.tasks import Task, procedural
 from utils.text import shared, usable_rows
 
 
@@ -40,7 +30,7 @@ class Preferences:
 
 def load_preferences(spec: str, num_pairs: int, seed: int) -> Preferences:
     """`countdown` or `sort`: `num_pairs` pairs to train on, drawn with `seed`, and the task's held-out problems. A
-    .jsonl/.json/.parquet file or a dataset of the hub: all of its pairs, split as utils/tasks.py splits prompts.
+    .jsonl/.json/.parquet file or a dataset of the hub: all of its pairs, split as utils/rows.py splits prompts.
 
     Raises UserError for an unknown name, a file that is missing, empty or unreadable, and rows that are no pairs.
     """

@@ -6,71 +6,30 @@ compact notation for the tiny character model and `plain_prompt` in words for ev
 countdown and sort are mostly wrong; their `solution` is right.
 """
 
-import hashlib
 import random
 import re
 import zlib
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
 
-from utils.errors import UserError
+from utils.rows import (
+    HELDOUT_ROWS,
+    Lazy,
+    Row,
+    RowFault,
+    check_columns,
+    check_kind,
+    epochs,
+    is_kind,
+    load_rows,
+    numbered,
+    read_splits,
+    without,
+)
 
-HELDOUT_ROWS = 256  # held-out rows of procedural tasks, and the most that is kept of a dataset's (gsm8k: all)
 WRONG_SHARE = 0.75  # of the demonstrations of countdown and sort
 CHARACTERS = "0123456789+-*/=,:CS"  # the alphabet of the compact notation, hence of the tiny model's tokenizer
-FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # formats of the datasets library
-KEPT = 4096  # encoded rows that are kept in memory; others are encoded anew
-KINDS: dict[type, str] = {str: "text", list: "a list of chat messages"}  # of prompts and completions
-Item = TypeVar("Item")
-
-
-class Lazy(Sequence):
-    """`function` of each of `items`, called whenever that one is asked for. So rows stay on the disk, from where Arrow
-    maps them into memory, and a dataset may be larger than the memory."""
-
-    def __init__(self, function: Callable, items: Sequence):
-        self.function, self.items = function, items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, i):
-        return Lazy(self.function, self.items[i]) if isinstance(i, slice) else self.function(self.items[i])
-
-    def __add__(self, more: Sequence) -> "Lazy":
-        return Lazy(lambda i: self[i] if i < len(self) else more[i - len(self)], range(len(self) + len(more)))
-
-
-def remembered(rows: Sequence) -> Lazy:
-    """The same, of which the newest are kept in memory."""
-    return Lazy(lru_cache(KEPT)(rows.__getitem__), range(len(rows)))
-
-
-def selected(rows: Sequence[Item], condition: Callable[[Item], bool]) -> Lazy:
-    """The rows for which the condition holds; only their numbers are kept."""
-    return Lazy(rows.__getitem__, array("q", (i for i, row in enumerate(rows) if condition(row))))
-
-
-class Row(dict):
-    """A row of a dataset that knows, for messages, where it stands there: `row 6 of FILE`."""
-
-    def __init__(self, columns: dict, where: str):
-        super().__init__(columns)
-        self.where = where
-
-    def __or__(self, more: dict) -> "Row":
-        return Row({**self, **more}, self.where)
-
-
-class RowFault(UserError):
-    """Why a row cannot be used: it is dropped and counted, and the run goes on."""
-
-    def __init__(self, row: dict, why: str):
-        super().__init__(f"{getattr(row, 'where', 'a row')} {why}")
 
 
 @dataclass(frozen=True)
@@ -118,83 +77,6 @@ def load_task(spec: str, prompt_column: str = "prompt", completions: bool = Fals
     return Task(Path(spec).stem, epochs(train), list(heldout), rows=train, answer=final_answer)
 
 
-def load_rows(spec: str, names: str, parse: Callable[[Lazy, set[str]], Lazy]) -> tuple[Lazy, Lazy]:
-    """Rows to train on and at most HELDOUT_ROWS held-out ones of a local file, a local folder or a hub dataset.
-    `parse(rows, columns)` makes prompts of a split's rows; those for which it raises RowFault are dropped.
-
-    Of a dataset's own test or validation split the first rows are held out, and training rows with a prompt of that
-    split are dropped; without one, a twentieth of the prompts is held out. Raises UserError for a source that is
-    neither file nor hub name nor one of `names`, and for a file that is missing, empty or unreadable.
-    """
-    if Path(spec).suffix not in FILES and "/" not in spec and not Path(spec).is_dir():
-        there = f"{names}, a {', '.join(FILES)} file, a folder of save_to_disk, or a hub dataset ORG/NAME"
-        raise UserError(f"unknown source of rows {spec!r}: give {there}")
-    tables = read_splits(spec).items()
-    splits = {split: parse(numbered(table, spec, split), set(table.column_names)) for split, table in tables}
-    train = named(splits, "train") or next(iter(splits.values()))
-    heldout = named(splits, "test", "valid")
-    if heldout is None or heldout is train:
-        train, heldout = hold_out(sound(train, spec), spec)
-    else:
-        heldout = sound(heldout, spec)
-        train = without(heldout, sound(train, spec), spec)
-    return train, heldout[:HELDOUT_ROWS]
-
-
-def sound(rows: Lazy, spec: str) -> Lazy:
-    """The rows without a RowFault; the others are counted, the first of them shown. Raises UserError where none is
-    left."""
-    kept, faults = array("q"), []
-    for i in range(len(rows)):
-        try:
-            rows[i]
-            kept.append(i)
-        except RowFault as fault:
-            faults.append(str(fault))
-    if faults and not kept:
-        raise UserError(f"no row of {spec} can be used: {faults[0]}")
-    if faults:
-        lost = f"{len(faults)} of {len(rows)} rows of {spec} cannot be used and are dropped"
-        print(f"{lost}, the first because {faults[0]}")
-    return Lazy(rows.__getitem__, kept) if faults else rows
-
-
-def read_splits(spec: str) -> dict:
-    """The splits of a local file, a local folder or a hub dataset, each a non-empty datasets.Dataset."""
-    import datasets  # slow to import, and the built-in tasks do without
-
-    datasets.disable_progress_bars()
-    path = Path(spec).expanduser()
-    is_file = path.suffix in FILES
-    if not path.exists() and (is_file or spec.startswith((".", "/", "~"))):
-        raise UserError(f"there is no file {path}: --task names a dataset file that exists")
-    if path.is_file() and not is_file:
-        raise UserError(f"{path} is no {', '.join(FILES)} file: save the dataset as one of these")
-    name, _, config = spec.partition(":")
-    try:
-        if is_file:
-            kind = FILES[path.suffix]
-            splits = datasets.load_dataset(kind, data_files=str(path)) if path.stat().st_size else {}
-        elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            splits = datasets.load_from_disk(str(path))
-            splits = splits if isinstance(splits, dict) else {"train": splits}
-        else:
-            splits = datasets.load_dataset(str(path) if path.is_dir() else name, config or None)
-    except Exception as error:  # the library raises dozens of kinds, all of which mean the same to the user
-        reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"cannot read the dataset {spec} ({reason[0]}): give a readable file or hub name") from error
-    splits = {name: rows for name, rows in splits.items() if len(rows)}
-    if not splits:
-        raise UserError(f"the dataset {spec} is empty: it needs at least two rows")
-    return splits
-
-
-def numbered(table, spec: str, split: str) -> Lazy:
-    """The rows of a datasets.Dataset, each a Row, counted from 0."""
-    of = spec if split == "train" else f"{spec}, split {split}"
-    return Lazy(lambda i: Row(table[i], f"row {i} of {of}"), range(len(table)))
-
-
 def from_messages(row: Row) -> Row:
     """The row with prompt and completion made of the column messages. Raises RowFault where that cannot be."""
     messages = row.pop("messages")
@@ -204,73 +86,6 @@ def from_messages(row: Row) -> Row:
         raise RowFault(row, "has no assistant's message behind another one in its column messages, which is the prompt "
                             "as it is with --prompt-column messages")  # fmt: skip
     return row | {"prompt": messages[:last], "completion": messages[last : last + 1]}
-
-
-def is_kind(value, kind: type) -> bool:
-    """Whether it is text (str), or a list of chat messages (list)."""
-    if kind is list and isinstance(value, list):
-        return all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
-    return kind is str and isinstance(value, str)
-
-
-def check_kind(value, name: str, row: dict, kinds: Sequence[type] = (str, list)) -> None:
-    """Raises RowFault where a value of the row, called `name`, is empty or of none of these kinds."""
-    if not value or not any(is_kind(value, kind) for kind in kinds):
-        raise RowFault(row, f"has {name} {value!r}: it must be {' or '.join(KINDS[k] for k in kinds)}, not empty")
-
-
-def check_columns(columns: set[str], wanted: set[str], spec: str, remedy: str) -> None:
-    """Raises UserError where a dataset lacks some of the columns that are wanted."""
-    if missing := [repr(name) for name in sorted(wanted - columns)]:
-        there = ", ".join(sorted(columns))
-        raise UserError(f"{spec} has no column {' and no column '.join(missing)}: {remedy}; there are {there}")
-
-
-def named(splits: dict, *prefixes: str) -> Lazy | None:
-    """The split of that name, else the first whose name begins so (train_sft); earlier prefixes win."""
-    names = [name for prefix in prefixes for name in (prefix, *splits) if name in splits and name.startswith(prefix)]
-    return splits[names[0]] if names else None
-
-
-def key_of(row: dict) -> int:
-    """Equal for equal prompts; whatever they have in common, others are as far apart as random numbers."""
-    return int.from_bytes(hashlib.blake2b(repr(row["prompt"]).encode(), digest_size=8).digest())
-
-
-def without(heldout: Sequence[dict], rows: Sequence[dict], spec: str) -> Lazy:
-    """The rows whose prompts are not held out."""
-    prompts = set(map(key_of, heldout))
-    kept = selected(rows, lambda row: key_of(row) not in prompts)
-    if not kept:
-        raise UserError(f"the dataset {spec} trains on nothing but prompts of its test split: they must differ")
-    if len(kept) < len(rows):
-        print(f"{spec}: {len(rows) - len(kept)} training rows are dropped because the test split has their prompts")
-    return kept
-
-
-def hold_out(rows: Sequence[dict], spec: str) -> tuple[Lazy, Lazy]:
-    """Splits off one row in twenty by a hash of the prompt, so that equal prompts stay on one side."""
-    keys = array("Q", map(key_of, rows))
-    unique = sorted(set(keys))
-    if len(unique) < 2:
-        raise UserError(f"the dataset {spec} has one prompt only: one to train on and one to hold out are needed")
-    last = unique[min(max(1, len(unique) // 20), HELDOUT_ROWS) - 1]
-    train, heldout = ([i for i, key in enumerate(keys) if (key <= last) == held] for held in (False, True))
-    return Lazy(rows.__getitem__, array("q", train)), Lazy(rows.__getitem__, array("q", heldout))
-
-
-def epochs(rows: Sequence[Item]) -> Callable[[int, int], Item]:
-    """The stream that goes through all rows in a new order every epoch."""
-
-    @lru_cache(1)  # one epoch's order at a time; each is a function of seed and epoch alone
-    def order(epoch: int, seed: int) -> list[int]:
-        return random.Random(f"{seed}/{epoch}").sample(range(len(rows)), len(rows))
-
-    def train(index: int, seed: int) -> Item:
-        epoch, position = divmod(index, len(rows))
-        return rows[order(epoch, seed)[position]]
-
-    return train
 
 
 def procedural(name: str) -> Task:

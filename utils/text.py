@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from utils.errors import UserError
-from utils.tasks import CHARACTERS, Lazy, RowFault, Task, epochs, hold_out, selected
+from utils.rows import Lazy, RowFault, epochs, hold_out, selected
+from utils.tasks import CHARACTERS, Task
 
 TOO_MANY = 0.05  # of a dataset's prompts: where more are too long, the run goes on only if the user asked for it
 ENDLESS = 32  # rows of an endless task that are looked at
@@ -214,8 +215,8 @@ def usable_task(task: Task, encode: Callable[[dict], tuple], room: float, longes
             raise UserError(f"prompts of {task.name} have up to {most} tokens, and {limit} are allowed: {remedy}")
         return task
     train, heldout, cut = usable_rows(task.rows, task.heldout, encode, room, longest, remedy)
-    if cut:
-        print(f"{task.name}: {cut} of {len(train) + len(heldout)} completions are cut off")
+    more = f"; {cut} completions are cut off" if cut else ""
+    print(f"{task.name}: {len(train)} rows, {len(heldout)} held-out ones{more}")
     return replace(task, train=epochs(train), heldout=list(heldout), rows=train)
 
 
