@@ -92,7 +92,7 @@ from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positi
 from utils.replay import ReplayBuffer
 from utils.rollouts import evaluate, score_saved
 from utils.run import Run
-from utils.spaces import to_env
+from utils.spaces import is_bounded, to_env
 
 NAME, TITLE = "td3", "TD3"
 
@@ -249,7 +249,7 @@ def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: 
 
 def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for impossible settings."""
-    if not isinstance(space, gym.spaces.Box) or not space.is_bounded() or space.dtype.kind != "f":
+    if not is_bounded(space):
         wanted = "a Box of floats with finite bounds"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
     if args.total_timesteps % args.num_envs:

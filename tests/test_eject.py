@@ -64,7 +64,7 @@ def test_only_what_is_used_is_inlined():
     text = eject(REPO / "algos/sft.py")
     names = {node.name for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     assert {"completion_logps", "Run", "UserError", "update"} <= names
-    assert not {"k3", "advice", "show", "collect"} & names
+    assert not {"k3", "advice", "show_samples", "collect"} & names
     assert "\nfrom utils" not in text and "sys.path.insert(0, str(Path(__file__)" not in text
 
 

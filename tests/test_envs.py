@@ -23,10 +23,11 @@ from utils import envs as envs_module
 from utils import rollouts as rollouts_module
 from utils.checkpoint import rng_state
 from utils.cli import saved_args
-from utils.envs import Episode, make_env, make_vector, reset_vector, restore_vector, step_vector
-from utils.errors import UserError
+from utils.envs import Episode, check_finite, make_env, make_vector, reset_vector, restore_vector, step_vector
+from utils.errors import UserError, parse_pairs
 from utils.rollouts import evaluate, rollouts
 from utils.run import Run
+from utils.spaces import is_bounded
 
 CPU = torch.device("cpu")
 REFUSED = {"sequence", "graph", "dict of a sequence"}
@@ -286,6 +287,39 @@ def test_numbers_that_are_not_finite(how, size, kind, tmp_path):
     with pytest.raises(UserError, match="environment 0 .*(nan|inf).* at step 77: .* finite"):
         step_vector(envs, np.zeros((3, 1), np.float32), 77)
     envs.close()
+
+
+@pytest.mark.parametrize("obs, reward", [(1e39, 0.0), (0.0, -1e39), (np.nan, 0.0), (0.0, np.inf)])
+def test_numbers_that_float32_cannot_hold(obs, reward):
+    """They would be infinite in the buffer."""
+    check_finite(np.array([[3e38]]), np.array([-3e38]), 1)
+    with pytest.raises(UserError, match="environment 1 .* finite in float32"):
+        check_finite(np.array([[0.0], [obs]]), np.array([0.0, reward]), 1)
+
+
+@pytest.mark.parametrize("high, bounded", [(2.0, True), (3e38, False), (np.inf, False), (3, False)])
+def test_bounds_that_actions_can_be_stretched_to(high, bounded):
+    """3e38 - -3e38 is beyond float32: actions would be NaN."""
+    kind = np.int64 if high == 3 else np.float32
+    assert is_bounded(gym.spaces.Box(-np.array([high], kind), np.array([high], kind), dtype=kind)) == bounded
+    assert not is_bounded(gym.spaces.Discrete(2))
+
+
+def test_arguments_of_an_environment():
+    """JSON, and Python's names, which would be true as texts."""
+    pairs = ("a=False", "b=false", "c=None", "d=[1]", "e=no", "f=True")
+    assert parse_pairs(pairs, "--env-kwargs") == dict(a=False, b=False, c=None, d=[1], e="no", f=True)
+
+
+def test_a_type_error_of_the_user_s_own_constructor_keeps_its_line():
+    def broken(size=5):
+        return "a" + size
+
+    gym.register("Broken-v0", broken)
+    with pytest.raises(TypeError, match="can only concatenate"):
+        make_env("Broken-v0")
+    with pytest.raises(UserError, match="cannot make --env-id Broken-v0 .*unexpected keyword"):
+        make_env("Broken-v0", ("length=5",))
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -3,6 +3,7 @@ small BitFlip in closed form. The loss, acting and the rest are those of dqn.py,
 
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -61,6 +62,25 @@ def test_where_goals_are():
     assert (goal.achieved, goal.desired) == (slice(0, 1), slice(1, 2))
     with pytest.raises(UserError, match="CartPole-v1 has no goals: HER needs a dictionary"):
         her.find_goals("CartPole-v1", lambda: make_env("CartPole-v1"), "HER")
+
+
+def test_goals_that_cannot_be_relabelled_are_told(capsys):
+    class Matrix(gym.ObservationWrapper):
+        def __init__(self, env):
+            super().__init__(env)
+            env.unwrapped.observation_space = gym.spaces.Dict({
+                name: gym.spaces.Box(0, 1, (2, 2)) for name in ("achieved_goal", "desired_goal", "observation")
+            })  # fmt: skip
+
+    with pytest.raises(UserError, match=r"goals of shape \(2, 2\): HER needs vectors"):
+        her.find_goals("Mine-v0", lambda: Matrix(gym.make("BitFlip-v0")), "HER")
+    assert "warning" not in capsys.readouterr().out
+    ten = lambda: gym.wrappers.TransformReward(make_env("BitFlip-v0"), lambda reward: 10 * reward)  # noqa: E731
+    her.find_goals("BitFlip-v0", ten, "HER")
+    assert "gave the reward -10.0 where compute_reward says -1.0" in capsys.readouterr().out
+    gym.register("Mine-v0", type(make_env("BitFlip-v0").unwrapped))
+    her.find_goals("Mine-v0", lambda: make_env("Mine-v0"), "HER")
+    assert "has no max_episode_steps" in capsys.readouterr().out
 
 
 # --- values in closed form

@@ -56,9 +56,16 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
 
 
 class Recorder(gym.Wrapper):
-    """Keeps the actions and the return of each episode by its seed. `starts`: seeds to take, not those asked for."""
+    """Keeps the actions and the return of each episode by its seed. `starts`: seeds to take, not those asked for.
+    Discrete actions begin at 5."""
 
     actions, returns, starts = {}, {}, []
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.first = 5 if isinstance(env.action_space, gym.spaces.Discrete) else 0
+        if self.first:
+            self.action_space = gym.spaces.Discrete(env.action_space.n, start=self.first)
 
     def reset(self, *, seed=None, options=None):
         self.seed = self.starts.pop(0) if self.starts else seed
@@ -67,7 +74,7 @@ class Recorder(gym.Wrapper):
 
     def step(self, action):
         self.actions[self.seed].append(np.ravel(action).tolist())
-        obs, reward, terminated, truncated, info = self.env.step(action)
+        obs, reward, terminated, truncated, info = self.env.step(action - self.first if self.first else action)
         self.returns[self.seed] += float(reward)
         return obs, reward, terminated, truncated, info
 

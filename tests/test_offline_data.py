@@ -134,9 +134,9 @@ def test_d4rl_transitions(last, flags, tmp_path):
 
 def test_d4rl_columns_of_other_forms(tmp_path):
     columns = d4rl_columns()
-    plain = load(write(tmp_path / "hopper_a.hdf5", **columns))
+    plain = load(write(tmp_path / "hopper_medium.hdf5", **columns))
     wide = {key: column.astype(np.float64).reshape(60, -1) for key, column in columns.items()}
-    data = load(write(tmp_path / "hopper_b.hdf5", **wide))
+    data = load(write(tmp_path / "hopper-medium.hdf5", **wide))
     assert_holds(data, {name: getattr(plain, name) for name in ("obs", "actions", "rewards", "terminated", "starts")})
     assert (data.known == plain.known).all()
 
@@ -153,11 +153,23 @@ def test_d4rl_files_of_environments_that_have_changed(name, tmp_path):
     assert load(path).env_id == WALK["env_id"], "a collection of that name is one of ours"
 
 
+def test_a_file_s_own_last_row(tmp_path):
+    """Where it is terminal it needs no next observation: a demonstration may be rewarded there alone. D4RL's reader
+    leaves it out all the same. A name alone does not make a file D4RL's."""
+    for last, used in (("terminal", True), ("timeout", False), ("both", False), ("cut", False)):
+        columns = d4rl_columns(last=last)
+        own = load(write(tmp_path / "hopper-mine.hdf5", **columns), env_id="Hopper-v5")
+        assert own.known[-1] == used and not own.d4rl and own.env_id == "Hopper-v5" and own.score(1.0) == {}
+        d4rl = load(write(tmp_path / "hopper_medium-v2.hdf5", **columns))
+        assert not d4rl.known[-1] and d4rl.d4rl and (own.known[:-1] == d4rl.known[:-1]).all()
+    refused(tmp_path / "hopper-mine.hdf5", "--env-id")
+
+
 def test_d4rl_s_last_trajectory_may_be_cut_off(tmp_path):
     """dt.py leaves it out, as the authors' download script: its returns-to-go would be too small."""
     for last in ("cut", "timeout", "terminal"):
         columns = d4rl_columns(last=last)
-        data = load(write(tmp_path / "hopper_a.hdf5", **columns)).whole()
+        data = load(write(tmp_path / "hopper_medium.hdf5", **columns)).whole()
         rows = sequences(columns)
         kept = rows[:-1] if last == "cut" else rows
         assert data.starts.tolist() == [trajectory[0] for trajectory in kept]
@@ -166,8 +178,8 @@ def test_d4rl_s_last_trajectory_may_be_cut_off(tmp_path):
         assert len(data.known) == len(data.terminated) == len(data.next_obs) == len(data.obs)
         assert data.whole() is data
     columns |= {key: np.zeros(60, bool) for key in ("terminals", "timeouts")}
-    with pytest.raises(UserError, match="hopper_a.hdf5 has no trajectory that ends"):
-        load(write(tmp_path / "hopper_a.hdf5", **columns)).whole()
+    with pytest.raises(UserError, match="hopper_medium.hdf5 has no trajectory that ends"):
+        load(write(tmp_path / "hopper_medium.hdf5", **columns)).whole()
     collection(tmp_path / "b.hdf5")
     whole = load(tmp_path / "b.hdf5")
     assert whole.whole() is whole
@@ -439,11 +451,11 @@ def test_published_scores(name, env_id, tmp_path):
 def test_recorded_scores(tmp_path):
     """Only on the environment of the recording, also where that is one of D4RL's."""
     for env_id in ("environments:Walk-v0", "Hopper-v4"):
-        collection(tmp_path / "hopper_a.hdf5", about=WALK | {"env_id": env_id})
-        assert load(tmp_path / "hopper_a.hdf5").score(-15) == {"eval/score": pytest.approx(75)}
-        assert load(tmp_path / "hopper_a.hdf5", env_id=env_id).score(-35) == {"eval/score": pytest.approx(-25)}
+        collection(tmp_path / "hopper_medium.hdf5", about=WALK | {"env_id": env_id})
+        assert load(tmp_path / "hopper_medium.hdf5").score(-15) == {"eval/score": pytest.approx(75)}
+        assert load(tmp_path / "hopper_medium.hdf5", env_id=env_id).score(-35) == {"eval/score": pytest.approx(-25)}
         for other in ("Walk-v0", "Hopper-v5", "Walker2d-v4"):
-            assert load(tmp_path / "hopper_a.hdf5", env_id=other).score(-15) == {}
+            assert load(tmp_path / "hopper_medium.hdf5", env_id=other).score(-15) == {}
 
 
 @pytest.mark.parametrize("env_id, env_kwargs", [(None, ("size=9",)), (WALK["env_id"], ())])
@@ -531,7 +543,7 @@ def test_a_name_that_no_file_can_have():
 @pytest.mark.parametrize("kind", ["collection", "d4rl"])
 @pytest.mark.parametrize("share", [0, 0.01, 0.2, 0.5, 0.8, 0.99])
 def test_a_file_that_is_cut_off(kind, share, tmp_path):
-    path = tmp_path / "hopper_a.hdf5"
+    path = tmp_path / "hopper_medium.hdf5"
     if kind == "d4rl":
         write(path, **d4rl_columns(n=3000))
     else:
@@ -579,7 +591,7 @@ def test_a_wrong_column(change, key, words, tmp_path):
     columns = d4rl_columns()
     columns[key] = change(columns[key])
     columns = {name: column for name, column in columns.items() if column is not None}
-    refused(write(tmp_path / "hopper_a.hdf5", **columns), *(word.format(key=key) for word in words))
+    refused(write(tmp_path / "hopper_medium.hdf5", **columns), *(word.format(key=key) for word in words))
 
 
 @pytest.mark.parametrize("key", ["observations", "actions", "rewards", "last_observations"])
@@ -593,14 +605,14 @@ def test_a_collection_with_numbers_that_are_not_finite(key, tmp_path):
 
 def test_no_rows(tmp_path):
     empty = {key: column[:0] for key, column in d4rl_columns().items()}
-    refused(write(tmp_path / "hopper_a.hdf5", **empty), "one at least")
+    refused(write(tmp_path / "hopper_medium.hdf5", **empty), "one at least")
     refused(write(tmp_path / "c.hdf5"), "lacks observations, actions, rewards, terminals, timeouts:")
     refused(write(tmp_path / "b.hdf5", WALK, **empty, last_observations=np.zeros((0, 2))), "one at least")
 
 
 def test_a_damaged_type_of_a_column(tmp_path):
     """The bias of the exponent is one that no float has: a few flipped bits."""
-    path = write(tmp_path / "hopper_a.hdf5", **d4rl_columns())
+    path = write(tmp_path / "hopper_medium.hdf5", **d4rl_columns())
     exponent = b"\x17\x08\x00\x17"  # where it lies, its size, where the mantissa lies, its size
     content = path.read_bytes()
     assert content.count(exponent + b"\x7f\0\0\0") == 3
@@ -617,7 +629,7 @@ def test_recorded_returns_that_are_no_numbers(value, tmp_path):
 def test_a_group_in_place_of_a_column(tmp_path):
     columns = d4rl_columns()
     del columns["rewards"]
-    refused(write(tmp_path / "hopper_a.hdf5", **columns, **{"rewards/all": np.zeros(60)}))
+    refused(write(tmp_path / "hopper_medium.hdf5", **columns, **{"rewards/all": np.zeros(60)}))
 
 
 def test_last_observations_of_another_form(tmp_path):
@@ -631,14 +643,14 @@ def test_last_observations_of_another_form(tmp_path):
 
 
 def test_a_collection_without_its_environment(tmp_path):
-    collection(tmp_path / "hopper_a.hdf5", about={})
-    refused(tmp_path / "hopper_a.hdf5", "--env-id")
-    assert load(tmp_path / "hopper_a.hdf5", env_id="Any-v0").env_id == "Any-v0"
+    collection(tmp_path / "hopper_medium.hdf5", about={})
+    refused(tmp_path / "hopper_medium.hdf5", "--env-id")
+    assert load(tmp_path / "hopper_medium.hdf5", env_id="Any-v0").env_id == "Any-v0"
 
 
 @pytest.mark.parametrize("name", ["h5py", "minari"])
 def test_what_is_not_installed(name, tmp_path, minari_home, monkeypatch):
-    path = write(tmp_path / "hopper_a.hdf5", **d4rl_columns()) if name == "h5py" else minari_dataset()[0]
+    path = write(tmp_path / "hopper_medium.hdf5", **d4rl_columns()) if name == "h5py" else minari_dataset()[0]
     monkeypatch.setitem(sys.modules, name, None)
     refused(path, f"needs {name}", "pip install")
 
@@ -788,6 +800,6 @@ def test_a_run_scores_by_the_recorded_returns(folder):
 def test_the_home_folder(minari_home, monkeypatch):
     folder, expected = minari_dataset()
     monkeypatch.setenv("HOME", str(folder.parent))
-    write(folder.parent / "hopper_a.hdf5", **d4rl_columns())
-    assert load("~/hopper_a.hdf5").env_id == "Hopper-v4"
+    write(folder.parent / "hopper_medium.hdf5", **d4rl_columns())
+    assert load("~/hopper_medium.hdf5").env_id == "Hopper-v4"
     assert_holds(load(f"~/{folder.name}", env_id="x"), expected)

@@ -15,7 +15,7 @@ import torch
 import tyro
 
 from utils.distributed import OtherRankError, let_rank_0_speak, rank, start, stop, world
-from utils.errors import NonNegativeInt, PositiveInt, UserError, check_numbers
+from utils.errors import NonNegativeInt, PositiveInt, Seed, UserError, check_numbers
 from utils.machine import cores
 
 LOGGING_FLAGS = ("resume", "track", "save_every", "keep", "output_dir")  # none of them changes what is computed
@@ -27,7 +27,7 @@ SMALLER_FLAGS = ("lora_rank", "sample_batch_size", "max_completion_length", "bat
 @dataclasses.dataclass
 class RunArgs:
     most_threads = math.inf  # that --threads 0 takes
-    seed: int = 1
+    seed: Seed = 1
     """seed of every generator"""
     device: str = "auto"
     """cpu, cuda, mps, or auto: cuda where there is one, else cpu"""

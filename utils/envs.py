@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from utils.errors import NonNegativeInt, PositiveInt, UserError, parse_pairs
 from utils.imports import users_imports
 from utils.problems import PROBLEMS
 
+LARGEST = float(np.finfo(np.float32).max)
 LONGEST_LOG = 200_000  # actions of one episode that are kept for a resume; a longer episode starts anew
 RESETS_ITSELF = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP
 Vector = Any  # a vector environment with a Log in its attribute `log`, which their types lack
@@ -164,6 +166,9 @@ def make_env(
         right = "install it, or start in the folder that holds it"
         raise UserError(f"cannot make --env-id {shown} ({error}): {right}") from error
     except (gym.error.Error, TypeError) as error:
+        innermost = traceback.extract_tb((error.__context__ or error).__traceback__)[-1].filename
+        if isinstance(error, TypeError) and not is_spec and not innermost.startswith(str(Path(gym.__file__).parent)):
+            raise  # inside the user's constructor: its line says more than we could
         right = "give a registered Gymnasium name, or MODULE:NAME of a module that registers it"
         right = "--vector sync takes environments that have no vector of their own" if num_envs else right
         raise UserError(f"cannot make --env-id {shown} ({str(error).strip().splitlines()[0]}): {right}") from error
@@ -267,12 +272,12 @@ def step_vector(envs: Vector, actions: np.ndarray, step: int, lives: bool = Fals
 
 
 def check_finite(obs: np.ndarray, rewards: np.ndarray, step: int) -> None:
-    if np.isfinite(obs).all() and np.isfinite(rewards).all():  # as nearly always, and fast
+    if (obs.dtype.kind != "f" or (abs(obs) <= LARGEST).all()) and (abs(rewards) <= LARGEST).all():  # as nearly always
         return
-    finite = np.isfinite(rewards) & np.isfinite(obs).reshape(len(obs), -1).all(1)
+    finite = (abs(rewards) <= LARGEST) & (abs(obs) <= LARGEST).reshape(len(obs), -1).all(1)
     for bad in np.flatnonzero(~finite):
         found = f"reward {rewards[bad]} and observation {obs[bad].tolist()}"
-        raise UserError(f"environment {bad} returned {found} at step {step}: both must be finite")
+        raise UserError(f"environment {bad} returned {found} at step {step}: both must be finite in float32")
 
 
 def episode_columns(episodes: list[tuple[float, int]]) -> dict[str, float]:

@@ -13,6 +13,7 @@ BOUNDS = {
     "at least 1": lambda x: x >= 1,
     "above 0": lambda x: x > 0,
     "from 0 to 1": lambda x: 0 <= x <= 1,
+    "at least 0 and below 2**63": lambda x: 0 <= x < 2**63,
     "at least 0 and below 1": lambda x: 0 <= x < 1,
     "above 0 and at most 1": lambda x: 0 < x <= 1,
     "above 0 and below 1": lambda x: 0 < x < 1,
@@ -20,6 +21,7 @@ BOUNDS = {
 }
 PositiveInt = Annotated[int, "at least 1"]
 NonNegativeInt = Annotated[int, "at least 0"]
+Seed = Annotated[int, "at least 0 and below 2**63"]
 PositiveFloat = Annotated[float, "above 0"]
 NonNegativeFloat = Annotated[float, "at least 0"]
 UnitInterval = Annotated[float, "from 0 to 1"]
@@ -43,13 +45,14 @@ def check_numbers(args) -> None:
 
 
 def parse_pairs(pairs: tuple[str, ...], flag: str) -> dict:
-    """NAME=VALUE pairs; a VALUE is read as JSON where it is JSON, else as text. Raises UserError that names `flag`."""
+    """NAME=VALUE pairs; a VALUE is read as JSON where it is JSON, or True, False and None as Python's, else as text.
+    Raises UserError that names `flag`."""
     values = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
             raise UserError(f"{flag} {pair} is not NAME=VALUE")
-        values[name] = value
+        values[name] = {"True": True, "False": False, "None": None}.get(value, value)
         with contextlib.suppress(ValueError):
             values[name] = json.loads(value)
     return values

@@ -22,8 +22,10 @@ class Goals(NamedTuple):
 
 
 def find_goals(env_id: str, make: Callable, title: str) -> Goals:
-    """Raises UserError where the environment has none."""
-    env = make().unwrapped
+    """Raises UserError where the environment has none. Warns where a wrapper changes rewards, and where no limit ends
+    an episode."""
+    wrapped = make()
+    env = wrapped.unwrapped
     parts = getattr(env.observation_space, "spaces", {})
     computes = hasattr(env, "compute_reward") and hasattr(env, "compute_terminated")
     if set(parts) != {"achieved_goal", "desired_goal", "observation"} or not computes:
@@ -31,6 +33,16 @@ def find_goals(env_id: str, make: Callable, title: str) -> Goals:
         raise UserError(f"--env-id {env_id} has no goals: {title} needs {needed}")
     ends = np.cumsum([gym.spaces.flatdim(part) for part in parts.values()])
     places = {name: slice(end - gym.spaces.flatdim(part), end) for (name, part), end in zip(parts.items(), ends)}
+    if len(shape := parts["desired_goal"].shape) != 1:
+        raise UserError(f"--env-id {env_id} has goals of shape {shape}: {title} needs vectors, so flatten them")
+    wrapped.reset(seed=0)
+    obs, reward, _, _, info = wrapped.step(wrapped.action_space.sample())
+    computed = env.compute_reward(obs[None, places["achieved_goal"]], obs[None, places["desired_goal"]], info)
+    if not np.allclose(reward, computed, rtol=1e-3, atol=1e-3):
+        wrong = f"warning: --env-id {env_id} gave the reward {reward} where compute_reward says {np.ravel(computed)[0]}"
+        print(f"{wrong}: steps that are relabelled would have another kind of reward than steps that are played")
+    if wrapped.spec is None or wrapped.spec.max_episode_steps is None:
+        print(f"warning: --env-id {env_id} has no max_episode_steps: {title} learns from an episode when it has ended")
     return Goals(places["achieved_goal"], places["desired_goal"], partial(env.compute_reward, info={}),
                  partial(env.compute_terminated, info={}))  # fmt: skip
 

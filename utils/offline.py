@@ -9,12 +9,12 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import gymnasium as gym
 import numpy as np
 
 from utils.envs import EnvArgs
 from utils.errors import UserError
 from utils.run import Run
+from utils.spaces import is_bounded
 
 SHIPPED = Path(__file__).resolve().parent / "hopper.hdf5"
 D4RL = {  # family -> environment, return of a random and of an expert policy (D4RL's infos.py); Ant observes less today
@@ -22,6 +22,7 @@ D4RL = {  # family -> environment, return of a random and of an expert policy (D
     "hopper": ("Hopper-v4", (-20.272305, 3234.3)),
     "walker2d": ("Walker2d-v4", (1.629008, 4592.3)),
 }
+D4RL_KINDS = "(random|medium|expert|medium[-_]replay|medium[-_]expert|full[-_]replay)"
 KEYS = ("observations", "actions", "rewards", "terminals", "timeouts")
 
 
@@ -136,6 +137,9 @@ def read_hdf5(path: Path) -> Dataset:
         obs, actions, *flags = (np.asarray(file[key][()], np.float32) for key in KEYS)
         last = np.asarray(file["last_observations"][()], np.float32) if "last_observations" in file else None
         about = dict(file.attrs)
+    for key, column in zip(KEYS[2:], flags):
+        if column.size != len(column):
+            raise UserError(f"has {key} of shape {column.shape}: there must be one number for each step")
     rewards, terminals, timeouts = (column.ravel() for column in flags)
     for key, table in {"observations": obs, "actions": actions, "last_observations": last}.items():
         if table is not None and table.ndim != 2:
@@ -146,8 +150,8 @@ def read_hdf5(path: Path) -> Dataset:
     check_rows(terminals=terminals, timeouts=timeouts)
     ends = (terminals > 0) | (timeouts > 0)
     cut_off, ends[-1] = not ends[-1], True
-    known = timeouts <= 0  # as D4RL's qlearning_dataset: the row after a time-out, and that after the last, is not next
-    known[-1] = False
+    known = timeouts <= 0  # the row after a time-out is not the next one, and a terminal row needs none
+    known[-1] &= terminals[-1] > 0
     data = Dataset(obs, actions, rewards, terminals > 0, np.roll(obs, -1, 0), known,
                    np.append(0, np.flatnonzero(ends[:-1]) + 1), cut_off)  # fmt: skip
     if last is not None:
@@ -158,8 +162,9 @@ def read_hdf5(path: Path) -> Dataset:
         data.known[:], data.cut_off = True, False
         data.env_id, data.env_kwargs = about.get("env_id"), tuple(json.loads(about.get("env_kwargs", "[]")))
         data.returns = tuple(float(about[key]) for key in ("random_return", "expert_return") if key in about)
-    elif family := re.match(f"({'|'.join(D4RL)})[-_]", path.name.lower()):
+    elif family := re.fullmatch(f"({'|'.join(D4RL)})[-_]{D4RL_KINDS}(-v\\d)?.hdf5", path.name.lower()):
         data.d4rl, (data.env_id, data.returns) = True, D4RL[family[1]]
+        data.known[-1] = False  # as D4RL's qlearning_dataset leaves it out
     elif re.match(r"ant_?maze|(mini_)?kitchen|(pen|door|hammer|relocate)[-_]", path.name.lower()):
         right = "use Minari's data of the new one (D4RL/antmaze/umaze-v1, D4RL/kitchen/mixed-v2, D4RL/door/human-v2)"
         raise UserError(f"is of an environment that D4RL had and Gymnasium has made anew: {right}")
@@ -216,8 +221,7 @@ def check_rows(**columns: np.ndarray) -> None:
 def check_spaces(data: Dataset, obs_size: int, action_space) -> None:
     """Raises UserError where the dataset cannot be of an environment with `obs_size` numbers in a flattened observation
     and this action space."""
-    bounded = isinstance(action_space, gym.spaces.Box) and action_space.is_bounded() and action_space.dtype.kind == "f"
-    if not bounded or (action_space.low >= action_space.high).any():
+    if not is_bounded(action_space) or (action_space.low >= action_space.high).any():
         right = "it must be a Box of floats with finite bounds, the upper above the lower"
         raise UserError(f"the environment has the action space {action_space}: {right}")
     sizes, wanted = (data.obs.shape[1], data.actions.shape[1]), (obs_size, int(np.prod(action_space.shape)))

@@ -4,6 +4,14 @@ import gymnasium as gym
 import numpy as np
 
 
+def is_bounded(space: gym.Space) -> bool:
+    """Whether it is a Box of floats that [-1, 1] can be stretched to: its bounds and their difference are finite."""
+    with np.errstate(over="ignore"):
+        return (
+            isinstance(space, gym.spaces.Box) and space.dtype.kind == "f" and np.isfinite(space.high - space.low).all()
+        )
+
+
 def to_env(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
     """Actions (N, A) in [-1, 1] stretched to the bounds of the environment."""
     actions = actions.reshape(-1, *space.shape)
