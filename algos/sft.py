@@ -218,7 +218,7 @@ def train(args: Args) -> list[dict]:
     run = Run(args, NAME, "+".join(names), args.max_steps, shown,
               schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
     run.print(settings)
-    prompt, completion = pairs(1)[0]
+    ((prompt, completion),) = encoded([tasks[0].train(0, args.seed)])
     run.print(show(tokenizer, prompt, [completion]))
     heldout = {name: encoded(list(task.heldout[: args.eval_prompts])) for name, task in unscored.items()}
 
@@ -256,11 +256,9 @@ def train(args: Args) -> list[dict]:
         run.log(step, **columns)
         run.end_step(step, state)
 
-    curves, data = (
-        {"loss": ("loss", "eval/*loss"), "held-out accuracy": ("eval/*greedy*", "eval/*pass@*")},
-        ", ".join(names),
-    )
-    return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {data}")
+    curves = {"loss": ("loss", "eval/*loss"), "held-out accuracy": ("eval/*greedy*", "eval/*pass@*")}
+    title = f"{TITLE} on {', '.join(names)}"
+    return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, title)
 
 
 if __name__ == "__main__":

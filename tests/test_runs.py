@@ -159,7 +159,7 @@ def test_each_batch_of_samples_has_a_stream_of_its_own(algo, monkeypatch):
 def test_sft_run(tmp_path, monkeypatch):
     asked = rows_asked_for(sft, monkeypatch)
     run = new_run(sft, tmp_path, *SMALL["sft"])
-    assert asked == [0, *range(48)]  # the first one is looked at before there is a run
+    assert asked == [0, 0, *range(48)]  # the first one is looked at before there is a run, and shown
     rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, 7)) and rows[-1]["loss"] < rows[0]["loss"]
     scores = evaluate(*load_model(str(run / "model")), load_task("sort"), None, 4, 8, 32, 1.0, 1)
@@ -242,7 +242,7 @@ def rows_asked_for(module, monkeypatch) -> list[int]:
     """Where a run of `module` on sort will write the number of each row that it takes."""
     task, rows = load_task("sort"), []
     train = lambda index, seed: rows.append(index) or task.train(index, seed)  # noqa: E731
-    monkeypatch.setattr(module, "load_task", lambda *_: dataclasses.replace(task, train=train))
+    monkeypatch.setattr(module, "load_task", lambda *_, **__: dataclasses.replace(task, train=train))
     return rows
 
 

@@ -78,7 +78,7 @@ def template_kwargs(row: dict, tokenizer) -> dict:
     def given(value):
         if isinstance(value, dict):
             return {name: given(part) for name, part in value.items() if part is not None}
-        return [given(part) for part in value if part is not None] if isinstance(value, list) else value
+        return [given(part) for part in value] if isinstance(value, list) else value
 
     own, tools = given(row.get("chat_template_kwargs") or {}), row.get("tools")
     try:

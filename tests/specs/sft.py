@@ -9,8 +9,8 @@ mean-over-padding:sft: .mean() of a padded tensor
 + return -(logps * mask).mean()
 
 micro-batch-mean:sft: the mean over the tokens at hand is right while there is one micro-batch (huggingface/trl#2617)
-- loss = counts * sft_loss(logps, mask, total)
-+ loss = counts * sft_loss(logps, mask, int(mask.sum()))
+- yield counts * sft_loss(logps, mask, total)
++ yield counts * sft_loss(logps, mask, int(mask.sum()))
 
 eos-not-trained:sft: the text is what is to be learnt: models then never learn to stop (huggingface/trl#6357; rasbt
 drops EOS, too)
@@ -29,6 +29,9 @@ clipped-after-the-step:sft: two lines, in either order of which nothing fails
 -     optimizer.step()
 +     optimizer.step()
 +     grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
+
+heldout-loss-with-dropout: the model is in training mode wherever the loop is
+-     model.eval()
 
 likelihood-minimised:sft: log-likelihoods are maximised, losses minimised
 - return -(logps * mask).sum() / total

@@ -250,13 +250,37 @@ eos-not-trained:tasks: a tokenizer without special tokens brings no EOS
 + return tokens[start:end] or [tokenizer.eos_token_id]
 
 prompt-trained: labels are a copy of the inputs
-- return prompt[:cut], *(until_eos(whole, cut, tokenizer, eos) for whole in wholes)
+- return prompt[:cut], *ends
 + return prompt[:1], *(until_eos(whole, 1, tokenizer, eos) for whole in wholes)
+
+several-turns-cut-at-the-first-eos: an answer has one EOS as long as it is one message
+- if any(isinstance(answer, list) and len(answer) > 1 for answer in answers):
++ if False:
+
+shared-turns-stay-in-the-answers: prompt is given, so it is taken for all that both have in common
+- chosen, rejected = chosen[size:], rejected[size:]
++ chosen, rejected = (chosen, rejected) if row.get("prompt") else (chosen[size:], rejected[size:])
+
+rendered-text-gets-a-second-bos: tokenizers do not look at what a text begins with
+- ids[1:] if twice else ids
++ ids
+
+tools-dropped: a column that a reward function would get, and the template does not ask for
+- ({"tools": given(tools)} if tools else {})
++ {}
+
+one-segment: input ids look like all that a model takes
+- ((ends.cumsum(1) - ends).clamp(max=1) * mask).long()
++ torch.zeros_like(ids)
+
+terminal-last-row-lost: the row after the last one is not there, but who needs it
+- known[-1] &= terminals[-1] > 0
++ known[-1] = False
 
 second-bos: tokenizers add special tokens unless they are told not to (huggingface/trl#1073, #1591, #1885, #4908;
 OpenRLHF#393; axolotl#1616)
-- return tokenizer(prompt + answer)["input_ids"]
-+ return tokenizer(prompt)["input_ids"] + tokenizer(answer)["input_ids"]
+- return encode_text(prompt + answer, row, tokenizer)
++ return encode_text(prompt, row, tokenizer) + encode_text(answer, row, tokenizer)
 
 no-generation-prompt: templates end without the assistant's header unless they are told to write it
 - add_generation_prompt=not continued
@@ -271,8 +295,8 @@ heldout-in-training: small spaces of problems repeat themselves
 + lambda i, seed: make(random.Random(f"{name}/{seed}/{i}"))[0]
 
 heldout-in-training:splits: a test split is trusted to be one
--         train = without(heldout, train, spec)
-+         train = train
+-         train = without(heldout, sound(train, spec), spec)
++         train = sound(train, spec)
 
 prompt-trained:likelihoods: labels are a copy of the inputs (ORPO's authors and TRL's ORPO trainer have the prompt in
 the likelihood)
@@ -425,12 +449,12 @@ answer-scored-alone:chat: the answer is what is judged; which prompt it answers 
 + return render(messages, row, tokenizer)
 
 settings-of-the-row-last: the command line goes before the file everywhere else
-- kwargs = settings_of(tokenizer).template_kwargs | own | more
-+ kwargs = own | settings_of(tokenizer).template_kwargs | more
+- return settings_of(tokenizer).template_kwargs | ({"tools": given(tools)} if tools else {}) | own
++ return ({"tools": given(tools)} if tools else {}) | own | settings_of(tokenizer).template_kwargs
 
 completion-encoded-alone: a text is encoded where it is at hand; SentencePiece puts a space before every text
-- return tokenizer(prompt + answer)["input_ids"]
-+ return tokenizer(prompt)["input_ids"] + tokenizer(answer, add_special_tokens=False)["input_ids"]
+- return encode_text(prompt + answer, row, tokenizer)
++ return encode_text(prompt, row, tokenizer) + tokenizer(answer, add_special_tokens=False)["input_ids"]
 
 long-prompts-stay: they are counted and told of, which looks like all that is to do
 - return len(prompt) <= limit
@@ -462,7 +486,7 @@ score-read-at-padding: padding is masked anyway; pooling goes by its id
 + width, pad = max(map(len, sequences)), 0
 
 score-read-at-the-first-token: encoders have a token for it in front; in a decoder the first token has seen nothing
-- scores = model(input_ids=ids, attention_mask=mask).logits[:, 0]
+- scores = model(input_ids=ids, attention_mask=mask, **more).logits[:, 0]
 + scores = model(input_ids=ids[:, :1], attention_mask=mask[:, :1]).logits[:, 0]
 
 padding-attended:reward_models: decoders do not see padding on the right; encoders do
