@@ -42,8 +42,8 @@ Expect
     likeliest actions get 2,492.
     Five MuJoCo tasks, 1M steps with these settings: an interquartile mean of 1.05 over 10 seeds of each (95 %:
     1.00 to 1.11), where random actions score 0 and the paper 1; benchmarks/README.md has each task.
-    HalfCheetah-v5, 1M steps with the tuned recipe, in an hour on a shared machine: 4,686 (one seed; 4,559 at 500,000
-    steps), 4,882 with sampled actions. RL Baselines3 Zoo and Tianshou publish about 5,800.
+    HalfCheetah-v5, 1M steps with the tuned recipe, in 21 to 37 minutes on one core: 5,108 (4,686, 5,452 and 5,185),
+    4,237 with sampled actions. RL Baselines3 Zoo and Tianshou publish about 5,800, the latter +- 1,244 over ten seeds.
 
 Metrics
     return, length      of the training episodes that ended in the iteration; absent if none did
