@@ -111,8 +111,9 @@ def off_policy() -> str:
              "|---|---|---|---|---|---|"]  # fmt: skip
     for name, steps, paper, tianshou in HOPPER:
         every = CURVES[name].settings["eval_every"]
-        ours, sb3 = (late_returns(rows, steps, every) for rows in (recorded(name), recorded(f"sb3-{name}")))
-        peer = cell(sb3) if (name, steps) == HOPPER[0][:2] else ""
+        ours = late_returns(recorded(name), steps, every)
+        with_peer = (name, steps) == HOPPER[0][:2]  # SB3's run is no longer
+        peer = cell(late_returns(recorded(f"sb3-{name}"), steps, every)) if with_peer else ""
         others = " | ".join(f"{x:,}" if x else "" for x in (paper, tianshou))
         lines.append(f"| {name.partition('-')[0].upper()} | {steps:,} | {cell(ours)} | {peer} | {others} |")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.published import iqm, late_returns
+from benchmarks.published import iqm, late_returns, off_policy
 
 
 def test_the_middle_half_of_all_scores():
@@ -22,3 +22,10 @@ def test_the_last_tenth_of_the_steps():
     rows = [{"eval/return": [float(k) for k in range(1, 31)]}, {"eval/return": [1.0] * 30}]
     assert late_returns(rows, 300_000, 10_000) == [29.0, 1.0]
     assert late_returns(rows, 100_000, 10_000) == [10.0, 1.0]
+
+
+def test_a_peer_s_shorter_run_stands_beside_as_many_steps_of_ours():
+    rows = {
+        tuple(cells[1:3]): cells[3:] for cells in (map(str.strip, line.split("|")) for line in off_policy().split("\n"))
+    }
+    assert rows["SAC", "300,000"][1] and not rows["SAC", "1,000,000"][1]
