@@ -25,7 +25,6 @@ def test_the_last_tenth_of_the_steps():
 
 
 def test_a_peer_s_shorter_run_stands_beside_as_many_steps_of_ours():
-    rows = {
-        tuple(cells[1:3]): cells[3:] for cells in (map(str.strip, line.split("|")) for line in off_policy().split("\n"))
-    }
-    assert rows["SAC", "300,000"][1] and not rows["SAC", "1,000,000"][1]
+    table = [[cell.strip() for cell in line.split("|")] for line in off_policy().split("\n")]
+    peers = {cells[2]: cells[4] for cells in table if cells[1] == "SAC"}
+    assert peers["300,000"] and not peers["1,000,000"]
