@@ -81,21 +81,23 @@ def load_rows(spec: str, names: str, parse: Callable[[Lazy, set[str]], Lazy]) ->
     splits = {split: parse(numbered(table, spec, split), set(table.column_names)) for split, table in tables}
     train = named(splits, "train") or next(iter(splits.values()))
     heldout = named(splits, "test", "valid")
-    if heldout is None or heldout is train:
-        train, heldout = hold_out(sound(train, spec), spec)
+    is_split = heldout is not None and heldout is not train
+    train, keys = sound(train, spec)
+    if is_split:
+        heldout, others = sound(heldout, spec)
+        train = without(set(others), train, spec, keys)
     else:
-        heldout = sound(heldout, spec)
-        train = without(heldout, sound(train, spec), spec)
+        train, heldout = hold_out(train, spec, keys)
     return train, heldout[:HELDOUT_ROWS]
 
 
-def sound(rows: Lazy, spec: str) -> Lazy:
-    """The rows without a RowFault; the others are counted, the first of them shown. Raises UserError where none is
-    left."""
-    kept, faults = array("q"), []
+def sound(rows: Lazy, spec: str) -> tuple[Lazy, array]:
+    """The rows without a RowFault, and their keys: each row is made once. The others are counted, the first of them
+    shown. Raises UserError where none is left."""
+    kept, keys, faults = array("q"), array("Q"), []
     for i in range(len(rows)):
         try:
-            rows[i]
+            keys.append(key_of(rows[i]))
             kept.append(i)
         except RowFault as fault:
             faults.append(str(fault))
@@ -104,7 +106,7 @@ def sound(rows: Lazy, spec: str) -> Lazy:
     if faults:
         lost = f"{len(faults)} of {len(rows)} rows of {spec} cannot be used and are dropped"
         print(f"{lost}, the first because {faults[0]}")
-    return Lazy(rows.__getitem__, kept) if faults else rows
+    return Lazy(rows.__getitem__, kept) if faults else rows, keys
 
 
 def read_splits(spec: str) -> dict:
@@ -174,20 +176,21 @@ def key_of(row: dict) -> int:
     return int.from_bytes(hashlib.blake2b(repr(row["prompt"]).encode(), digest_size=8).digest())
 
 
-def without(heldout: Sequence[dict], rows: Sequence[dict], spec: str) -> Lazy:
-    """The rows whose prompts are not held out."""
-    prompts = set(map(key_of, heldout))
-    kept = selected(rows, lambda row: key_of(row) not in prompts)
+def without(heldout: set[int], rows: Sequence[dict], spec: str, keys: array | None = None) -> Lazy:
+    """The rows whose keys are not in `heldout`. keys: of the rows, where they are known."""
+    keys = array("Q", map(key_of, rows)) if keys is None else keys
+    kept = array("q", (i for i, key in enumerate(keys) if key not in heldout))
     if not kept:
         raise UserError(f"the dataset {spec} trains on nothing but prompts of its test split: they must differ")
     if len(kept) < len(rows):
         print(f"{spec}: {len(rows) - len(kept)} training rows are dropped because the test split has their prompts")
-    return kept
+    return Lazy(rows.__getitem__, kept)
 
 
-def hold_out(rows: Sequence[dict], spec: str) -> tuple[Lazy, Lazy]:
-    """Splits off one row in twenty by a hash of the prompt, so that equal prompts stay on one side."""
-    keys = array("Q", map(key_of, rows))
+def hold_out(rows: Sequence[dict], spec: str, keys: array | None = None) -> tuple[Lazy, Lazy]:
+    """Splits off one row in twenty by a hash of the prompt, so that equal prompts stay on one side. keys: of the rows,
+    where they are known."""
+    keys = array("Q", map(key_of, rows)) if keys is None else keys
     unique = sorted(set(keys))
     if len(unique) < 2:
         raise UserError(f"the dataset {spec} has one prompt only: one to train on and one to hold out are needed")
