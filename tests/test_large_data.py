@@ -11,7 +11,7 @@ from algos import kto
 from utils.errors import UserError
 from utils.models import TINY_MODEL, load_model
 from utils.preferences import load_preferences, load_unpaired
-from utils.rows import hold_out, remembered
+from utils.rows import hold_out, keys_of, remembered
 from utils.tasks import load_task
 from utils.text import RowFault, encode_row, usable_rows
 
@@ -151,8 +151,8 @@ def test_rows_of_one_label_that_others_leave_behind(tmp_path, own_cache, capsys)
 def test_which_rows_are_held_out_has_nothing_to_do_with_their_text(form):
     """50 x 50 prompts that differ in two numbers, of which 125 are held out: each number about 2.5 times. Chi-squared
     with 49 degrees of freedom exceeds 102 once in 100,000; a checksum, which is linear, gives far more."""
-    _, heldout = hold_out([{"prompt": form.format(i // 50, i % 50), "numbers": (i // 50, i % 50)} for i in range(2500)],
-                          "mine")  # fmt: skip
+    rows = [{"prompt": form.format(i // 50, i % 50), "numbers": (i // 50, i % 50)} for i in range(2500)]
+    _, heldout = hold_out(rows, keys_of(rows), "mine")
     assert len(heldout) == 125
     for which in (0, 1):
         counts = [sum(row["numbers"][which] == i for row in heldout) for i in range(50)]

@@ -481,21 +481,22 @@ def test_held_out_rows(rows, data):
     """Each row on one side, in its order; equal prompts together; which, is a matter of the prompts alone; one prompt
     is an error."""
     rows = [row | {"number": i} for i, row in enumerate(rows)]
-    prompts = {row["prompt"] for row in rows}
+    prompts, keys = {row["prompt"] for row in rows}, rows_of.keys_of
     if len(prompts) < 2:
         with pytest.raises(UserError, match="one prompt"):
-            rows_of.hold_out(rows, "mine.jsonl")
+            rows_of.hold_out(rows, keys(rows), "mine.jsonl")
         return
-    train, heldout = rows_of.hold_out(rows, "mine.jsonl")
+    train, heldout = rows_of.hold_out(rows, keys(rows), "mine.jsonl")
     assert train and heldout and sorted(train + heldout, key=lambda row: row["number"]) == rows
     assert all([*part] == sorted(part, key=lambda row: row["number"]) for part in (train, heldout))
     held = {row["prompt"] for row in heldout}
     assert not held & {row["prompt"] for row in train} and len(held) == max(1, len(prompts) // 20)
-    again = rows_of.hold_out(data.draw(st.permutations(rows)), "mine.jsonl")[1]
+    shuffled = data.draw(st.permutations(rows))
+    again = rows_of.hold_out(shuffled, keys(shuffled), "mine.jsonl")[1]
     assert {row["prompt"] for row in again} == held
-    assert [*rows_of.without({*map(rows_of.key_of, heldout)}, rows, "mine.jsonl")] == [*train]
+    assert [*rows_of.without({*keys(heldout)}, rows, keys(rows), "mine.jsonl")] == [*train]
     with pytest.raises(UserError, match="test split"):
-        rows_of.without({*map(rows_of.key_of, rows)}, rows, "mine.jsonl")
+        rows_of.without({*keys(rows)}, rows, keys(rows), "mine.jsonl")
 
 
 @pytest.mark.parametrize("name", ["countdown", "sort"])

@@ -81,13 +81,11 @@ def load_rows(spec: str, names: str, parse: Callable[[Lazy, set[str]], Lazy]) ->
     splits = {split: parse(numbered(table, spec, split), set(table.column_names)) for split, table in tables}
     train = named(splits, "train") or next(iter(splits.values()))
     heldout = named(splits, "test", "valid")
-    is_split = heldout is not None and heldout is not train
-    train, keys = sound(train, spec)
-    if is_split:
-        heldout, others = sound(heldout, spec)
-        train = without(set(others), train, spec, keys)
+    if heldout is None or heldout is train:
+        train, heldout = hold_out(*sound(train, spec), spec)
     else:
-        train, heldout = hold_out(train, spec, keys)
+        heldout, others = sound(heldout, spec)
+        train = without(set(others), *sound(train, spec), spec)
     return train, heldout[:HELDOUT_ROWS]
 
 
@@ -176,9 +174,12 @@ def key_of(row: dict) -> int:
     return int.from_bytes(hashlib.blake2b(repr(row["prompt"]).encode(), digest_size=8).digest())
 
 
-def without(heldout: set[int], rows: Sequence[dict], spec: str, keys: array | None = None) -> Lazy:
-    """The rows whose keys are not in `heldout`. keys: of the rows, where they are known."""
-    keys = array("Q", map(key_of, rows)) if keys is None else keys
+def keys_of(rows: Sequence[dict]) -> array:
+    return array("Q", map(key_of, rows))
+
+
+def without(heldout: set[int], rows: Sequence[dict], keys: Sequence[int], spec: str) -> Lazy:
+    """The rows whose keys are not in `heldout`."""
     kept = array("q", (i for i, key in enumerate(keys) if key not in heldout))
     if not kept:
         raise UserError(f"the dataset {spec} trains on nothing but prompts of its test split: they must differ")
@@ -187,10 +188,8 @@ def without(heldout: set[int], rows: Sequence[dict], spec: str, keys: array | No
     return Lazy(rows.__getitem__, kept)
 
 
-def hold_out(rows: Sequence[dict], spec: str, keys: array | None = None) -> tuple[Lazy, Lazy]:
-    """Splits off one row in twenty by a hash of the prompt, so that equal prompts stay on one side. keys: of the rows,
-    where they are known."""
-    keys = array("Q", map(key_of, rows)) if keys is None else keys
+def hold_out(rows: Sequence[dict], keys: Sequence[int], spec: str) -> tuple[Lazy, Lazy]:
+    """Splits off one row in twenty by a hash of the prompt, its key, so that equal prompts stay on one side."""
     unique = sorted(set(keys))
     if len(unique) < 2:
         raise UserError(f"the dataset {spec} has one prompt only: one to train on and one to hold out are needed")

@@ -22,7 +22,7 @@ from utils.rows import (
     check_kind,
     epochs,
     is_kind,
-    key_of,
+    keys_of,
     load_rows,
     numbered,
     read_splits,
@@ -210,7 +210,7 @@ def gsm8k(folder: str = "") -> Task:
     for table in splits.values():
         check_columns(set(table.column_names), {"question", "answer"}, "gsm8k", "it needs both")
     train, test = (Lazy(problem, numbered(splits[part], "gsm8k", part)) for part in ("train", "test"))
-    train = without(set(map(key_of, test)), train, "gsm8k")
+    train = without(set(keys_of(test)), train, keys_of(train), "gsm8k")
     return Task("gsm8k", epochs(train), list(test), gsm8k_score, train, stated)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from utils.errors import UserError
-from utils.rows import Lazy, RowFault, epochs, hold_out, selected
+from utils.rows import Lazy, RowFault, epochs, hold_out, keys_of, selected
 from utils.tasks import CHARACTERS, Task
 
 TOO_MANY = 0.05  # of a dataset's prompts: where more are too long, the run goes on only if the user asked for it
@@ -202,7 +202,7 @@ def usable_rows(train: Sequence[dict], heldout: Sequence[dict], encode: Callable
         raise UserError(f"no row is left to train on: {(faults + long)[0]}")
     if wanted and not heldout:
         print("no row is left to evaluate on: a twentieth of the prompts to train on is held out")
-        train, heldout = hold_out(train, "with what can be used")
+        train, heldout = hold_out(train, keys_of(train), "with what can be used")
     return train, heldout, cut
 
 

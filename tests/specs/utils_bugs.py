@@ -295,8 +295,8 @@ heldout-in-training: small spaces of problems repeat themselves
 + lambda i, seed: make(random.Random(f"{name}/{seed}/{i}"))[0]
 
 heldout-in-training:splits: a test split is trusted to be one
--         train = without(set(others), train, spec, keys)
-+         train = train
+-         train = without(set(others), *sound(train, spec), spec)
++         train = sound(train, spec)[0]
 
 prompt-trained:likelihoods: labels are a copy of the inputs (ORPO's authors and TRL's ORPO trainer have the prompt in
 the likelihood)
