@@ -75,7 +75,7 @@ from utils.models import (
 )
 from utils.run import Run
 from utils.schedule import set_learning_rate
-from utils.tasks import load_task
+from utils.tasks import load_tasks
 from utils.text import encode_prompt, encode_row, usable_task
 from utils.tiny import new_tiny_model
 
@@ -178,7 +178,7 @@ def sft_loss(logps: Tensor, mask: Tensor, total: int) -> Tensor:
 
 def train(args: Args) -> list[dict]:
     device = prepare(args)
-    tasks = [load_task(spec, args.prompt_column, completions=True) for spec in args.task]
+    tasks = load_tasks(args.task, args.prompt_column)
     if args.model == "new":
         if args.fsdp:
             raise UserError("--fsdp shards a model that is loaded: give --model a folder or a hub name")

@@ -14,6 +14,7 @@ from utils.text import encode_pair
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))
+SYSTEM = {"role": "system", "content": "Sort."}
 CHAT = (
     "{% for m in messages %}{{ 'C' if m.role == 'user' else 'S' }}{{ m.content }}<eos>+{% endfor %}"
     "{% if add_generation_prompt %}S{% endif %}"
@@ -83,6 +84,16 @@ def test_own_test_split(load, rows, monkeypatch, own_cache):
         (dict(prompt=[USER], chosen=[BAD, USER, GOOD], rejected=[BAD, USER, BAD]), [USER, BAD, USER], [GOOD], [BAD]),
         (dict(prompt=[USER], chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
         (dict(prompt="21", chosen=[GOOD], rejected=[BAD]), [USER], [GOOD], [BAD]),
+        (dict(prompt="21", chosen=[SYSTEM, GOOD], rejected=[SYSTEM, BAD]), [SYSTEM, USER], [GOOD], [BAD]),
+        (dict(prompt=[USER], chosen=[SYSTEM, USER, GOOD], rejected=[SYSTEM, USER, BAD]), [SYSTEM, USER], [GOOD], [BAD]),
+        (dict(prompt=[SYSTEM, USER], chosen=[USER, GOOD], rejected=[USER, BAD]), [SYSTEM, USER], [GOOD], [BAD]),
+        (
+            dict(prompt=[USER | {"name": "x"}], chosen=[USER, GOOD], rejected=[USER, BAD]),
+            [USER | {"name": "x"}],
+            [GOOD],
+            [BAD],
+        ),
+        (dict(chosen=[USER | {"score": 1}, GOOD], rejected=[USER, BAD]), [USER | {"score": 1}], [GOOD], [BAD]),
         (dict(chosen="Q: sky? A: blue", rejected="Q: sky? A: black"), "Q: sky? A:", " blue", " black"),
         (dict(chosen="Q: sky? A: blue", rejected="Q: sky? A: blueish"), "Q: sky? A:", " blue", " blueish"),
         (dict(chosen="Q: a\nb", rejected="Q: a b"), "Q:", " a\nb", " a b"),
@@ -94,6 +105,7 @@ def test_forms(row, prompt, chosen, rejected):
 
 
 NO_PAIRS = [
+    (dict(prompt=[BAD | {"role": "user"}, GOOD], chosen=[SYSTEM, GOOD], rejected=[SYSTEM, BAD]), "do not go on"),
     (dict(prompt="p", chosen="", rejected="r"), "row 0 chosen '' not empty"),
     (dict(prompt="p", chosen="c", rejected=None), "row 0 rejected None"),
     (dict(prompt="p", chosen=3, rejected=4), "chosen 3 text or a list"),
@@ -101,7 +113,7 @@ NO_PAIRS = [
     (dict(prompt="p", chosen=["c"], rejected=["r"]), "chosen ['c'] list of chat messages"),
     (dict(prompt=[USER], chosen="c", rejected="r"), "prompt text"),
     (dict(prompt="", chosen="c", rejected="r"), "the prompt '' text"),
-    (dict(prompt=[], chosen=[GOOD], rejected=[BAD]), "no prompt column prompt"),
+    (dict(prompt=[], chosen=[GOOD], rejected=[BAD]), "the prompt [] list of chat messages"),
     (dict(prompt="", chosen=[GOOD], rejected=[BAD]), "no prompt column prompt"),
     (dict(chosen="c", rejected="r"), "no prompt column prompt"),
     (dict(chosen=[GOOD], rejected=[BAD]), "no prompt column prompt"),
@@ -189,8 +201,11 @@ def test_tokens():
     expected = ("C21<eos>+S", "12<eos>", "21<eos>")
     assert decoded(dict(prompt="21", chosen="12", rejected="21")) == expected
     assert decoded(dict(prompt=[USER], chosen=[GOOD], rejected=[BAD])) == expected
-    with pytest.raises(RowFault, match="several messages"):  # EOS ends the first of them
-        encode_pair(dict(prompt=[USER], chosen=[GOOD, USER, GOOD], rejected=[BAD]), tokenizer, [eos])
+    no_answers = {"messages assistant, user, assistant:": [GOOD, USER, GOOD], "messages user:": [USER],
+                  "an empty message": [GOOD | {"content": ""}]}  # fmt: skip
+    for words, answer in no_answers.items():  # EOS ends the first message
+        with pytest.raises(RowFault, match=words):
+            encode_pair(dict(prompt=[USER], chosen=answer, rejected=[BAD]), tokenizer, [eos])
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match="told apart"):
         encode_pair(dict(prompt="21", chosen="12", rejected="21"), tokenizer, [eos])

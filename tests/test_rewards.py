@@ -182,7 +182,10 @@ def test_not_a_number_is_refused(value, tmp_path):
         scored([f"{path}:f"])
 
 
-@pytest.mark.parametrize("value", ["None", "1.0", "'good'", "{'a': 1}", "torch.tensor(1.0)", "[[1], [2], [3], [4]]"])
+@pytest.mark.parametrize(
+    "value",
+    ["None", "1.0", "'1234'", "{1: 1, 2: 1, 3: 1, 4: 1}", "{1, 2, 3, 4}", "torch.tensor(1.0)", "[[1], [2], [3], [4]]"],
+)
 def test_what_is_no_list_of_numbers_is_shown(value, tmp_path):
     path = write(tmp_path, f"import torch\ndef f(completions, **columns): return {value}")
     with pytest.raises(UserError, match="function f returned .*list of numbers"):

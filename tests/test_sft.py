@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from algos import sft
 from utils.models import TINY_MODEL, load_model
-from utils.tasks import load_task
+from utils.tasks import load_task, load_tasks
 from utils.text import encode_row
 
 CHAT = (
@@ -110,6 +110,21 @@ def test_a_dataset_without_scores_is_evaluated_by_its_loss(tmp_path, own_cache, 
         logps += logits.log_softmax(-1)[range(len(completion)), completion].sum().item()
         count += len(completion)
     assert [row["eval/loss"] for row in metrics(folder)] == pytest.approx([-logps / count] * 2, rel=1e-4)
+
+
+def test_files_of_one_name_are_two_tasks_that_hold_out_for_each_other(tmp_path, own_cache):
+    paths = []
+    for name, last in (("one", 40), ("two", 200)):
+        (tmp_path / name).mkdir()
+        rows = [{"prompt": f"S{i}:", "completion": "1"} for i in range(last)]
+        paths.append(write_rows(tmp_path / name / "data.jsonl", rows))
+    tasks = load_tasks([*paths, paths[0]], "prompt")
+    assert [task.name for task in tasks] == ["data", "data_2", "data"]
+    held = {row["prompt"] for task in tasks for row in task.heldout}
+    assert len(tasks[0].heldout) == 2 and len(tasks[1].heldout) == 10
+    seen = [{row["prompt"] for row in task.rows} for task in tasks]
+    assert not held & set.union(*seen) and held | set.union(*seen) == {f"S{i}:" for i in range(200)}
+    assert {tasks[1].train(i, 1)["prompt"] for i in range(len(seen[1]))} == seen[1]
 
 
 def test_the_loss_in_evaluation_is_without_dropout():

@@ -17,8 +17,8 @@ from algos import dpo, grpo, kto, reward_model, sft
 from utils.errors import UserError
 from utils.models import TINY_MODEL, PolicyArgs, eos_ids, save_model, with_policy_flags
 from utils.reward_models import encode_answer
-from utils.rows import RowFault
-from utils.tasks import load_task
+from utils.rows import RowFault, numbered, read_splits
+from utils.tasks import from_messages, load_task
 from utils.text import encode_pair, encode_prompt, encode_row
 from utils.turns import around
 
@@ -28,6 +28,7 @@ CHATML = (
 )
 THINKING = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")  # as DeepSeek-R1's: history has none
 USER = [{"role": "user", "content": "2+2?"}]
+ANSWER = {"role": "assistant", "content": "4"}
 
 
 def sentencepiece() -> PreTrainedTokenizerFast:
@@ -112,7 +113,9 @@ def test_what_a_token_or_the_template_carries_across_the_seam_belongs_to_the_com
 
 @pytest.mark.parametrize("template, answer, words", [
     ("<|im_start|>{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "Yes.", "told apart"),
-    (CHATML.replace("<|im_end|>\n{% endfor %}", "{% endfor %}"), "", "no completion"),
+    (CHATML.replace("<|im_end|>\n{% endfor %}", "{% endfor %}"), "", "the completion '': .* not empty"),
+    (CHATML, None, "no completion"),
+    (CHATML, 1, "the completion 1: it must be text or"),
     ("{{ messages[0].content }}", "Yes.", "no token is left"),
     (CHATML + "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}", "Y", "alternate"),
 ])  # fmt: skip
@@ -172,17 +175,49 @@ def test_text_stays_text_and_messages_stay_messages():
 
 
 def test_tools_of_a_row_are_shown_to_the_template():
-    """A list or JSON, without the None that Arrow writes for names of other rows. An environment's own come first."""
+    """A list or JSON. An environment's own come first."""
     tokenizer = qwen("{{ tools | tojson }} " + CHATML)
     tools = [{"name": "add", "parameters": {"x": {"type": "int"}, "y": None}}]
-    expected = '[{"name": "add", "parameters": {"x": {"type": "int"}}}] '
-    for given in (tools, json.dumps(tools).replace(', "y": null', "")):
+    expected = '[{"name": "add", "parameters": {"x": {"type": "int"}, "y": null}}] '
+    for given in (tools, json.dumps(tools)):
         assert decoded(tokenizer, {"prompt": USER, "tools": given})[0].startswith(expected)
         assert around({"prompt": USER, "tools": given}, tokenizer, "user")[1].endswith("assistant\n")
     own = {"prompt": USER, "tools": tools, "chat_template_kwargs": {"tools": [{"name": "own"}]}}
     assert decoded(tokenizer, own)[0].startswith('[{"name": "own"}] ')
     with pytest.raises(RowFault, match="no JSON"):
         encode_prompt({"prompt": USER, "tools": "add(x)"}, tokenizer)
+
+
+def test_what_arrow_writes_for_names_that_a_row_lacks(tmp_path, own_cache):
+    """A call is not shown with another call's arguments, equal prompts of two splits stay on one side, and a call needs
+    no content."""
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {
+            "messages": [
+                *USER,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
+            ]
+        }
+        for arguments in ({"x": 1}, {"y": "two"})
+    ]
+    for path in (write_rows(tmp_path / "rows.jsonl", rows), str(tmp_path / "rows.parquet")):
+        if path.endswith("parquet"):
+            message = {"role": datasets.Value("string"), "content": datasets.Value("string"), "tool_calls": [
+                {"function": {"name": datasets.Value("string"),
+                              "arguments": {"x": datasets.Value("int64"), "y": datasets.Value("string")}}}
+            ]}  # fmt: skip
+            datasets.Dataset.from_list(rows, datasets.Features(messages=[message])).to_parquet(path)
+        table = numbered(read_splits(path)["train"], path, "train")
+        calls = [from_messages(row)["completion"][0]["tool_calls"][0]["function"]["arguments"] for row in table]
+        assert calls == [{"x": 1}, {"y": "two"}]
+    train = [{"prompt": [{"role": "user", "content": f"{i}", "name": "x"}]} for i in range(9)]
+    train += [{"prompt": [message | {"name": None} for message in USER]}]
+    test = [{"prompt": [{"content": "2+2?", "role": "user"}]}]
+    table = datasets.DatasetDict(train=datasets.Dataset.from_list(train), test=datasets.Dataset.from_list(test))
+    table.save_to_disk(tmp_path / "saved")
+    task = load_task(str(tmp_path / "saved"))
+    assert len(task.heldout) == 1 and len(task.rows) == 9
 
 
 def test_reasoning_that_a_template_drops_is_not_lost_in_silence():
@@ -192,6 +227,11 @@ def test_reasoning_that_a_template_drops_is_not_lost_in_silence():
     drops = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
     with pytest.raises(RowFault, match="reasoning the chat template drops.*--raw-prompt"):
         decoded(qwen(drops), row)
+    with pytest.raises(RowFault, match="reasoning"):
+        decoded(qwen(CHATML), {"prompt": USER, "completion": [ANSWER | {"reasoning_content": "two and two"}]})
+    shows = CHATML.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
+    thought = {"prompt": USER, "completion": [ANSWER | {"reasoning_content": "2, 2"}]}
+    assert decoded(qwen(shows), thought)[1].startswith("2, 24<|im_end|>")
     assert decoded(shown(qwen(drops), raw_prompt=True), row | {"prompt": "2+2?"})[1].startswith("<think>two and two")
 
 

@@ -116,18 +116,37 @@ def as_pair(row: dict) -> dict:
     kind = type(chosen)
     if not is_kind(rejected, kind):
         raise RowFault(row, "has text beside chat messages: chosen and rejected must be of one kind")
-    if kind is list and isinstance(prompt, str):  # whole conversations have it as their first message
-        answers = chosen[0]["role"] == rejected[0]["role"] == "assistant"
-        prompt = [{"role": "user", "content": prompt}] if prompt and answers else []
-    if prompt is None or kind is list and is_kind(prompt, list):
+    if prompt is None or kind is list:
         size = shared_prefix(chosen, rejected)
-        begin = chosen[:size]  # perhaps with the prompt, which they may repeat
-        prompt = prompt + begin if prompt and begin[: len(prompt)] != prompt else begin
-        chosen, rejected = chosen[size:], rejected[size:]
+        begin, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
+        prompt = begin if prompt is None else joined(prompt, begin, row)
         if not prompt:
             raise RowFault(row, "has no prompt, and chosen and rejected do not begin alike: give a column prompt")
     check_kind(prompt, "the prompt", row, [kind])
     return row | {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def joined(prompt: str | list[dict], begin: list[dict], row: dict) -> list[dict]:
+    """A prompt, and messages that both answers begin with, of which it may be a part. A text is a user's message."""
+    if isinstance(prompt, str):
+        if not prompt or any(message["role"] == "user" for message in begin):
+            return begin  # whole conversations hold the prompt
+        system = sum(message["role"] == "system" for message in begin)
+        return [*begin[:system], {"role": "user", "content": prompt}, *begin[system:]]
+    check_kind(prompt, "the prompt", row, [list])
+    first, second, size = alike(prompt), alike(begin), len(prompt)
+    if first[max(0, size - len(begin)) :] == second:
+        return prompt
+    if begin[0]["role"] == "assistant":
+        return prompt + begin
+    if first not in (second[:size], second[-size:]):
+        raise RowFault(row, "has a prompt with which chosen and rejected do not go on, though they begin alike")
+    return begin
+
+
+def alike(messages: list[dict]) -> list[tuple]:
+    """What of messages is compared: others of their names, such as a score, say nothing of what they say."""
+    return [(message["role"], message.get("content"), message.get("tool_calls")) for message in messages]
 
 
 def as_example(row: dict) -> dict:
@@ -142,10 +161,11 @@ def as_example(row: dict) -> dict:
 def shared_prefix(chosen: str | list[dict], rejected: str | list[dict]) -> int:
     """Length of the prompt that both begin with. Something is left of each. Texts are cut before the space in front of
     the first word that differs: half a word has other tokens."""
-    size = min(shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
-    if isinstance(chosen, list):
-        return size
-    return next((i for i in range(size, 0, -1) if chosen[i].isspace() and chosen[i] == rejected[i]), 0)
+    most = min(len(chosen), len(rejected)) - 1
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        return min(shared(alike(chosen), alike(rejected)), most)
+    size = min(shared(chosen, rejected), most)
+    return next((i for i in range(size, 0, -1) if str(chosen[i]).isspace() and chosen[i] == rejected[i]), 0)
 
 
 class Batches:

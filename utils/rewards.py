@@ -125,6 +125,8 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
         for j, (name, answer) in enumerate(zip(names, returned)):
             wrong = f"the reward function {name} returned"
             try:
+                if isinstance(answer, (str, bytes, dict, set)):
+                    raise TypeError
                 values = [None if value is None else float(value) for value in answer]
             except (TypeError, ValueError) as error:
                 raise UserError(f"{wrong} {answer!r:.100}: it must return a list of numbers, or None to skip one, one "

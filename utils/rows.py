@@ -74,7 +74,7 @@ def load_rows(spec: str, names: str, parse: Callable[[Lazy, set[str]], Lazy]) ->
     split are dropped; without one, a twentieth of the prompts is held out. Raises UserError for a source that is
     neither file nor hub name nor one of `names`, and for a file that is missing, empty or unreadable.
     """
-    if Path(spec).suffix not in FILES and "/" not in spec and not Path(spec).is_dir():
+    if Path(spec).suffix.lower() not in FILES and "/" not in spec and not Path(spec).is_dir():
         there = f"{names}, a {', '.join(FILES)} file, a folder of save_to_disk, or a hub dataset ORG/NAME"
         raise UserError(f"unknown source of rows {spec!r}: give {there}")
     tables = read_splits(spec).items()
@@ -113,7 +113,7 @@ def read_splits(spec: str) -> dict:
 
     datasets.disable_progress_bars()
     path = Path(spec).expanduser()
-    is_file = path.suffix in FILES
+    is_file = path.suffix.lower() in FILES and not path.is_dir()
     if not path.exists() and (is_file or spec.startswith((".", "/", "~"))):
         raise UserError(f"there is no file {path}: --task names a dataset file that exists")
     if path.is_file() and not is_file:
@@ -121,7 +121,7 @@ def read_splits(spec: str) -> dict:
     name, _, config = spec.partition(":")
     try:
         if is_file:
-            kind = FILES[path.suffix]
+            kind = FILES[path.suffix.lower()]
             splits = datasets.load_dataset(kind, data_files=str(path)) if path.stat().st_size else {}
         elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             splits = datasets.load_from_disk(str(path))
@@ -140,13 +140,28 @@ def read_splits(spec: str) -> dict:
 def numbered(table, spec: str, split: str) -> Lazy:
     """The rows of a datasets.Dataset, each a Row, counted from 0."""
     of = spec if split == "train" else f"{spec}, split {split}"
-    return Lazy(lambda i: Row(table[i], f"row {i} of {of}"), range(len(table)))
+
+    def row(i: int) -> Row:
+        return Row({name: given(x) if is_structs(x) else x for name, x in table[i].items()}, f"row {i} of {of}")
+
+    def is_structs(value) -> bool:
+        return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+    return Lazy(row, range(len(table)))
+
+
+def given(value):
+    """Without None for names in dictionaries, content apart: where rows differ, Arrow writes it for what one lacks."""
+    if isinstance(value, dict):
+        return {name: given(part) for name, part in value.items() if part is not None or name == "content"}
+    return [given(part) for part in value] if isinstance(value, list) else value
 
 
 def is_kind(value, kind: type) -> bool:
-    """Whether it is text (str), or a list of chat messages (list)."""
+    """Whether it is text (str), or a list of chat messages (list). A call of tools may have no content."""
     if kind is list and isinstance(value, list):
-        return all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
+        return all(isinstance(m, dict) and isinstance(m.get("role"), str) and {"content", "tool_calls"} & m.keys()
+                   for m in value)  # fmt: skip
     return kind is str and isinstance(value, str)
 
 
@@ -171,7 +186,9 @@ def named(splits: dict, *prefixes: str) -> Lazy | None:
 
 def key_of(row: dict) -> int:
     """Equal for equal prompts; whatever they have in common, others are as far apart as random numbers."""
-    return int.from_bytes(hashlib.blake2b(repr(row["prompt"]).encode(), digest_size=8).digest())
+    prompt = row["prompt"]
+    text = repr(prompt if isinstance(prompt, str) else [sorted(message.items()) for message in prompt])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 def keys_of(rows: Sequence[dict]) -> array:

@@ -10,7 +10,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from utils.rows import (
@@ -65,6 +65,7 @@ def load_task(spec: str, prompt_column: str = "prompt", completions: bool = Fals
     def with_prompt(row: Row) -> Row:
         prompt = row.pop(prompt_column)
         check_kind(prompt, "the prompt", row)
+        row.pop("plain_prompt", None)  # which built-in tasks show in place of the prompt
         return row | {"prompt": prompt}
 
     def parse(rows: Lazy, columns: set[str]) -> Lazy:
@@ -76,6 +77,22 @@ def load_task(spec: str, prompt_column: str = "prompt", completions: bool = Fals
 
     train, heldout = load_rows(spec, "countdown, sort, gsm8k", parse)
     return Task(Path(spec).stem, epochs(train), list(heldout), rows=train, answer=final_answer)
+
+
+def load_tasks(specs: Sequence[str], prompt_column: str) -> list[Task]:
+    """Tasks that take turns in a run that needs completions. Those of different files have different names, and what
+    one of them holds out none of them trains on."""
+    loaded: dict[str, Task] = {}
+    for spec in dict.fromkeys(specs):
+        task, names = load_task(spec, prompt_column, completions=True), {other.name for other in loaded.values()}
+        loaded[spec] = replace(task, name=f"{task.name}_{len(names) + 1}") if task.name in names else task
+    if len(loaded) > 1:
+        held = {key for task in loaded.values() for key in keys_of(task.heldout)}
+        for spec, task in loaded.items():
+            if task.rows is not None:
+                rows = without(held, task.rows, keys_of(task.rows), spec)
+                loaded[spec] = replace(task, rows=rows, train=epochs(rows))
+    return [loaded[spec] for spec in specs]
 
 
 def from_messages(row: Row) -> Row:

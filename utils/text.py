@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from utils.errors import UserError
-from utils.rows import Lazy, RowFault, epochs, hold_out, keys_of, selected
+from utils.rows import Lazy, RowFault, check_kind, epochs, given, hold_out, keys_of, selected
 from utils.tasks import CHARACTERS, Task
 
 TOO_MANY = 0.05  # of a dataset's prompts: where more are too long, the run goes on only if the user asked for it
@@ -40,7 +40,8 @@ def present(row: dict, tokenizer) -> str | list[dict]:
             return text
         prompt = [{"role": "user", "content": text}]
     elif tokenizer.chat_template is None:
-        raise UserError("the prompts are chat messages but the model has no chat template: give an instruct model")
+        wrong = f"the prompts are chat messages but {tokenizer.name_or_path or 'the model'} has no chat template"
+        raise UserError(f"{wrong}: give a model that has one, such as an instruct model")
     if settings.system_prompt and not any(message["role"] == "system" for message in prompt):
         prompt = [{"role": "system", "content": settings.system_prompt}, *prompt]
     return prompt
@@ -73,19 +74,13 @@ def known(ids: list[int], row: dict, tokenizer) -> list[int]:
 
 def template_kwargs(row: dict, tokenizer) -> dict:
     """What the chat template is told besides the messages: the policy's settings, before them the row's columns
-    chat_template_kwargs and tools (a list, or JSON). Where rows differ, Parquet files hold None for missing names."""
-
-    def given(value):
-        if isinstance(value, dict):
-            return {name: given(part) for name, part in value.items() if part is not None}
-        return [given(part) for part in value] if isinstance(value, list) else value
-
-    own, tools = given(row.get("chat_template_kwargs") or {}), row.get("tools")
+    chat_template_kwargs and tools, as they are or as JSON."""
+    own, tools = row.get("chat_template_kwargs") or {}, row.get("tools") or None
     try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+        own, tools = (json.loads(value) if isinstance(value, str) else value for value in (own, tools))
     except ValueError as error:
-        raise RowFault(row, f"has tools that are no JSON ({error})") from error
-    return settings_of(tokenizer).template_kwargs | ({"tools": given(tools)} if tools else {}) | own
+        raise RowFault(row, f"has tools or chat_template_kwargs that are no JSON ({error})") from error
+    return settings_of(tokenizer).template_kwargs | ({"tools": tools} if tools else {}) | given(own)
 
 
 def render(messages: list[dict], row: dict, tokenizer, **more) -> list[int]:
@@ -107,7 +102,7 @@ def encode_whole(row: dict, answer: str | list[dict], tokenizer) -> list[int]:
             raise RowFault(row, "has a text as prompt and chat messages as its answer")
         return encode_text(prompt + answer, row, tokenizer)
     messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    texts = isinstance(prompt[-1]["content"], str) and isinstance(messages[0]["content"], str)
+    texts = isinstance(prompt[-1].get("content"), str) and isinstance(messages[0].get("content"), str)
     if texts and prompt[-1]["role"] == messages[0]["role"] == "assistant":
         begun = prompt[-1] | {"content": prompt[-1]["content"] + messages[0]["content"]}
         prompt, messages = prompt[:-1], [begun, *messages[1:]]
@@ -133,9 +128,13 @@ def encode_answers(row: dict, answers: list, tokenizer, eos: list[int]) -> tuple
     TRL). Raises RowFault where the two have nothing but special tokens in common, nothing of an answer is left, an
     answer has several messages, of which not all are the model's, or the template drops its reasoning.
     """
-    if any(isinstance(answer, list) and len(answer) > 1 for answer in answers):
-        raise RowFault(row, "has a completion of several messages: it must be the assistant's last one, and all before "
-                            "it the prompt")  # fmt: skip
+    for answer in answers:
+        if isinstance(answer, list) and [message["role"] for message in answer] != ["assistant"]:
+            roles = ", ".join(message["role"] for message in answer)
+            raise RowFault(row, f"has a completion with the messages {roles}: it must be the assistant's last one, and "
+                                "all before it the prompt")  # fmt: skip
+        if isinstance(answer, list) and not (answer[0].get("content") or answer[0].get("tool_calls")):
+            raise RowFault(row, "has an empty message as its completion")
     prompt = encode_prompt(row, tokenizer)
     wholes = [encode_whole(row, answer, tokenizer) for answer in answers]
     cut = min(shared(prompt, whole) for whole in wholes)
@@ -145,17 +144,25 @@ def encode_answers(row: dict, answers: list, tokenizer, eos: list[int]) -> tuple
         raise RowFault(row, "has a completion of which no token is left")
     ends = [until_eos(whole, cut, tokenizer, eos) for whole in wholes]
     for answer, tokens in zip(answers, ends):
-        if THINKING in str(answer) and THINKING not in tokenizer.decode(tokens):
+        if any(thought not in tokenizer.decode(tokens) for thought in thoughts(answer)):
             raise RowFault(row, "has a completion whose reasoning the chat template drops: give all as text with "
                                 "--raw-prompt, or a model whose template keeps it")  # fmt: skip
     return prompt[:cut], *ends
 
 
+def thoughts(answer: str | list[dict]) -> list[str]:
+    """What shows that a rendered answer still has its reasoning: nothing where it has none."""
+    message = {"content": answer} if isinstance(answer, str) else answer[0]
+    own = [str(message[name]).strip() for name in ("reasoning_content", "thinking") if message.get(name)]
+    return own + [THINKING] * (THINKING in str(message.get("content")))
+
+
 def encode_row(row: dict, tokenizer, eos: list[int]) -> tuple[list[int], ...]:
     """Token ids of prompt and completion. Raises RowFault where there is no completion or it cannot be told apart."""
-    if not row.get("completion"):
+    if row.get("completion") is None:
         columns = ", ".join(sorted(row))
         raise RowFault(row, f"has no completion (its columns are {columns}): give each row one in a column completion")
+    check_kind(row["completion"], "the completion", row)
     return encode_answers(row, [row["completion"]], tokenizer, eos)
 
 

@@ -131,6 +131,8 @@ class Environments:
                     for i, env in self.held.items()}  # fmt: skip
 
         openings = {i: text for part in together(reset) for i, text in part.items()}
+        if wrong := [text for text in openings.values() if not isinstance(text, str)]:
+            raise UserError(f"reset of --environment returned {wrong[0]!r:.200}: it must return a text or None")
         self.openings = [openings[p * group] for p in range(len(rows))]
         if any(text != self.openings[i // group] for i, text in openings.items()):
             raise UserError("reset of --environment answers equal rows and seeds differently: it must not")

@@ -254,19 +254,31 @@ prompt-trained: labels are a copy of the inputs
 + return prompt[:1], *(until_eos(whole, 1, tokenizer, eos) for whole in wholes)
 
 several-turns-cut-at-the-first-eos: an answer has one EOS as long as it is one message
-- if any(isinstance(answer, list) and len(answer) > 1 for answer in answers):
-+ if False:
+- if isinstance(answer, list) and [message["role"] for message in answer] != ["assistant"]:
++ if isinstance(answer, list) and not answer:
 
 shared-turns-stay-in-the-answers: prompt is given, so it is taken for all that both have in common
-- chosen, rejected = chosen[size:], rejected[size:]
-+ chosen, rejected = (chosen, rejected) if row.get("prompt") else (chosen[size:], rejected[size:])
+- size = shared_prefix(chosen, rejected)
++ size = 0 if isinstance(prompt, list) else shared_prefix(chosen, rejected)
+
+prompt-twice: chosen and rejected may repeat what stands in the column prompt
+- if begin[0]["role"] == "assistant":
++ if True:
+
+names-of-other-rows: Arrow writes None for what a row lacks, and a template writes null
+- Row({name: given(x) if is_structs(x) else x for name, x in table[i].items()}, f"row {i} of {of}")
++ Row(table[i], f"row {i} of {of}")
+
+held-out-by-another-task: each file holds out for itself
+- held = {key for task in loaded.values() for key in keys_of(task.heldout)}
++ held = set()
 
 rendered-text-gets-a-second-bos: tokenizers do not look at what a text begins with
 - ids[1:] if twice else ids
 + ids
 
 tools-dropped: a column that a reward function would get, and the template does not ask for
-- ({"tools": given(tools)} if tools else {})
+- ({"tools": tools} if tools else {})
 + {}
 
 one-segment: input ids look like all that a model takes
@@ -449,8 +461,8 @@ answer-scored-alone:chat: the answer is what is judged; which prompt it answers 
 + return render(messages, row, tokenizer)
 
 settings-of-the-row-last: the command line goes before the file everywhere else
-- return settings_of(tokenizer).template_kwargs | ({"tools": given(tools)} if tools else {}) | own
-+ return ({"tools": given(tools)} if tools else {}) | own | settings_of(tokenizer).template_kwargs
+- return settings_of(tokenizer).template_kwargs | ({"tools": tools} if tools else {}) | given(own)
++ return ({"tools": tools} if tools else {}) | given(own) | settings_of(tokenizer).template_kwargs
 
 completion-encoded-alone: a text is encoded where it is at hand; SentencePiece puts a space before every text
 - return encode_text(prompt + answer, row, tokenizer)
