@@ -44,6 +44,8 @@ Differences
     - Relabelled steps are stored with their goals, as in the paper's algorithm. OpenAI Baselines and SB3 draw goals
       with the minibatch. A single row has the same distribution, but there a step gets a new goal whenever it is drawn.
       SB3 also fixes the share of relabelled rows in each minibatch.
+    - An episode is stored when it has ended. Give an environment without an end a limit, such as --env-kwargs
+      max_episode_steps=200.
     - The paper clips targets to [-1 / (1 - gamma), 0] in its experiments with DDPG. Nothing is clipped here.
 """
 

@@ -23,8 +23,7 @@ class Goals(NamedTuple):
 
 
 def find_goals(env_id: str, make: Callable, title: str) -> Goals:
-    """Raises UserError where the environment has none. Warns where a wrapper changes rewards, and where no limit ends
-    an episode."""
+    """Raises UserError where the environment has none. Warns where a wrapper changes rewards."""
     wrapped = make()
     env = wrapped.unwrapped
     parts = getattr(env.observation_space, "spaces", {})
@@ -41,15 +40,7 @@ def find_goals(env_id: str, make: Callable, title: str) -> Goals:
     computed = env.compute_reward(obs[None, places["achieved_goal"]], obs[None, places["desired_goal"]], info)
     if not np.allclose(reward, computed, rtol=1e-3, atol=1e-3):
         wrong = f"warning: --env-id {env_id} gave the reward {reward} where compute_reward says {np.ravel(computed)[0]}"
-        print(
-            f"{wrong}: steps that are relabelled would have another kind of reward than steps that are played",
-            file=sys.stderr,
-        )
-    if wrapped.spec is None or wrapped.spec.max_episode_steps is None:
-        print(
-            f"warning: --env-id {env_id} has no max_episode_steps: {title} learns from an episode when it has ended",
-            file=sys.stderr,
-        )
+        print(f"{wrong}: played and relabelled steps would have rewards of two kinds", file=sys.stderr)
     return Goals(places["achieved_goal"], places["desired_goal"], partial(env.compute_reward, info={}),
                  partial(env.compute_terminated, info={}))  # fmt: skip
 
