@@ -142,7 +142,7 @@ def numbered(table, spec: str, split: str) -> Lazy:
     of = spec if split == "train" else f"{spec}, split {split}"
 
     def row(i: int) -> Row:
-        return Row({name: given(x) if is_structs(x) else x for name, x in table[i].items()}, f"row {i} of {of}")
+        return Row({name: without_none(x) if is_structs(x) else x for name, x in table[i].items()}, f"row {i} of {of}")
 
     def is_structs(value) -> bool:
         return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
@@ -150,11 +150,11 @@ def numbered(table, spec: str, split: str) -> Lazy:
     return Lazy(row, range(len(table)))
 
 
-def given(value):
+def without_none(value):
     """Without None for names in dictionaries, content apart: where rows differ, Arrow writes it for what one lacks."""
     if isinstance(value, dict):
-        return {name: given(part) for name, part in value.items() if part is not None or name == "content"}
-    return [given(part) for part in value] if isinstance(value, list) else value
+        return {name: without_none(part) for name, part in value.items() if part is not None or name == "content"}
+    return [without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def is_kind(value, kind: type) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from utils.errors import UserError
-from utils.rows import Lazy, RowFault, check_kind, epochs, given, hold_out, keys_of, selected
+from utils.rows import Lazy, RowFault, check_kind, epochs, hold_out, keys_of, selected, without_none
 from utils.tasks import CHARACTERS, Task
 
 TOO_MANY = 0.05  # of a dataset's prompts: where more are too long, the run goes on only if the user asked for it
@@ -80,7 +80,7 @@ def template_kwargs(row: dict, tokenizer) -> dict:
         own, tools = (json.loads(value) if isinstance(value, str) else value for value in (own, tools))
     except ValueError as error:
         raise RowFault(row, f"has tools or chat_template_kwargs that are no JSON ({error})") from error
-    return settings_of(tokenizer).template_kwargs | ({"tools": tools} if tools else {}) | given(own)
+    return settings_of(tokenizer).template_kwargs | ({"tools": tools} if tools else {}) | without_none(own)
 
 
 def render(messages: list[dict], row: dict, tokenizer, **more) -> list[int]:

@@ -266,7 +266,7 @@ prompt-twice: chosen and rejected may repeat what stands in the column prompt
 + if True:
 
 names-of-other-rows: Arrow writes None for what a row lacks, and a template writes null
-- Row({name: given(x) if is_structs(x) else x for name, x in table[i].items()}, f"row {i} of {of}")
+- Row({name: without_none(x) if is_structs(x) else x for name, x in table[i].items()}, f"row {i} of {of}")
 + Row(table[i], f"row {i} of {of}")
 
 held-out-by-another-task: each file holds out for itself
@@ -461,8 +461,8 @@ answer-scored-alone:chat: the answer is what is judged; which prompt it answers 
 + return render(messages, row, tokenizer)
 
 settings-of-the-row-last: the command line goes before the file everywhere else
-- return settings_of(tokenizer).template_kwargs | ({"tools": tools} if tools else {}) | given(own)
-+ return ({"tools": tools} if tools else {}) | given(own) | settings_of(tokenizer).template_kwargs
+- return settings_of(tokenizer).template_kwargs | ({"tools": tools} if tools else {}) | without_none(own)
++ return ({"tools": tools} if tools else {}) | without_none(own) | settings_of(tokenizer).template_kwargs
 
 completion-encoded-alone: a text is encoded where it is at hand; SentencePiece puts a space before every text
 - return encode_text(prompt + answer, row, tokenizer)
