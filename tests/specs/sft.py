@@ -32,6 +32,8 @@ clipped-after-the-step:sft: two lines, in either order of which nothing fails
 
 heldout-loss-with-dropout: the model is in training mode wherever the loop is
 -     model.eval()
+-     loss = total_numbers({"loss": sum(
++     loss = total_numbers({"loss": sum(
 
 likelihood-minimised:sft: log-likelihoods are maximised, losses minimised
 - return -(logps * mask).sum() / total
