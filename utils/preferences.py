@@ -1,9 +1,9 @@
 """Preference data: pairs of a chosen and a rejected completion of the same prompt, or single completions with a label.
 
-A pair is a row (utils/rows.py) with the columns prompt, chosen and rejected, TRL's names: all three are text, or
-all three are lists of chat messages. Where chosen and rejected are whole conversations or whole texts, and prompt is
-missing (or is text beside conversations), their common beginning is the prompt. An unpaired row has the columns prompt,
-completion, and label, which is true where the completion is desirable.
+A pair is a row (utils/rows.py) with the columns prompt, chosen and rejected, TRL's names: all three are text, or all
+three are lists of chat messages. Where prompt is missing, the common beginning of chosen and rejected is the prompt.
+Messages that both begin with belong to the prompt in any case, and may repeat it. Beside messages a prompt may be text.
+An unpaired row has the columns prompt, completion, and label, which is true where the completion is desirable.
 """
 
 from collections.abc import Callable
