@@ -173,6 +173,6 @@ def test_prompts_from_what_both_begin_with():
     for chosen, rejected in (([ask, yes], [ask, no]), ([ask, yes, ask, no], [ask, yes, ask, yes]),
                              ("Q: sky? A: blue", "Q: sky? A: green")):  # fmt: skip
         row = dict(chosen=chosen, rejected=rejected)
-        assert as_pair(row, "") == extract_prompt(row)
+        assert as_pair(row) == extract_prompt(row)
     row = dict(chosen="A: catnip", rejected="A: cats")  # here TRL's prompt is "A: cat"
-    assert as_pair(row, "") == dict(prompt="A:", chosen=" catnip", rejected=" cats") != extract_prompt(row)
+    assert as_pair(row) == dict(prompt="A:", chosen=" catnip", rejected=" cats") != extract_prompt(row)

@@ -242,7 +242,11 @@ def rows_asked_for(module, monkeypatch) -> list[int]:
     """Where a run of `module` on sort will write the number of each row that it takes."""
     task, rows = load_task("sort"), []
     train = lambda index, seed: rows.append(index) or task.train(index, seed)  # noqa: E731
-    monkeypatch.setattr(module, "load_task", lambda *_, **__: dataclasses.replace(task, train=train))
+    asked = dataclasses.replace(task, train=train)
+    if module is sft:
+        monkeypatch.setattr(module, "load_tasks", lambda *_: [asked])
+    else:
+        monkeypatch.setattr(module, "load_task", lambda *_, **__: asked)
     return rows
 
 

@@ -175,8 +175,9 @@ def test_a_stop_without_its_script_is_left_out(built):
     ("ppo-cartpole", 24_576, "environment steps"), ("dt-hopper", 1200, "updates"), ("grpo-countdown", 100, "steps"),
 ))  # fmt: skip
 def test_a_curve_ends_at_its_last_step(built, name, steps, unit):
-    """Not at the number of its evaluations or iterations."""
-    head, *_, last = (built / f"{name}.csv").read_text().splitlines()
+    """Not at the number of its evaluations or iterations. A peer's may be shorter."""
+    head, *rows = (built / f"{name}.csv").read_text().splitlines()
+    last = [row for row in rows if row.startswith("plainrl,")][-1]
     assert head.split(",")[2] == unit and int(last.split(",")[2]) == steps
 
 
