@@ -45,7 +45,7 @@ Differences
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -197,13 +197,13 @@ def train(args: Args) -> list[dict]:
     ]  # fmt: skip
     names = list(dict.fromkeys(task.name for task in tasks))
     scored = {task.name: task for task in tasks if task.score is not None}
-    unscored = {task.name: task for task in tasks if task.score is None and task.heldout}
+    unscored = {task.name: task for task in tasks if task.score is None}
     if scored:
         check_model(model, args.precision, noise_allowed=True)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
                                   fused=True)  # fmt: skip
 
-    def encoded(rows: list[dict]) -> list[tuple[list[int], list[int]]]:
+    def encoded(rows: Sequence[dict]) -> list[tuple[list[int], list[int]]]:
         tokens = [encode_row(row, tokenizer, eos) for row in rows]
         return [(prompt, completion[: args.max_length - len(prompt)]) for prompt, completion in tokens]
 
@@ -220,19 +220,16 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
     ((prompt, completion),) = encoded([tasks[0].train(0, args.seed)])
     run.print(show(tokenizer, prompt, [completion]))
-    heldout = {name: encoded(list(task.heldout[: args.eval_prompts])) for name, task in unscored.items()}
+    heldout = {name: encoded(task.heldout[: args.eval_prompts]) for name, task in unscored.items()}
+    prefixes = {name: f"eval/{name}/" if len(names) > 1 else "eval/" for name in names}
 
     def evaluation() -> dict[str, float]:
-        columns = {}
-        for name, rows in heldout.items():
-            prefix = f"eval/{name}/" if len(names) > 1 else "eval/"
-            columns[f"{prefix}loss"] = heldout_loss(model, rows, args)
+        columns = {f"{prefixes[name]}loss": heldout_loss(model, rows, args) for name, rows in heldout.items()}
         for task in scored.values():
             scores = evaluate(model, tokenizer, task, None, args.eval_prompts, args.eval_samples,
                               args.eval_max_new_tokens, 1.0, args.seed, rows_at_once=args.sample_batch_size,
                               precision=args.precision)  # fmt: skip
-            prefix = f"eval/{task.name}/" if len(names) > 1 else "eval/"
-            columns |= {name.replace("eval/", prefix, 1): value for name, value in scores.items()}
+            columns |= {name.replace("eval/", prefixes[task.name], 1): value for name, value in scores.items()}
         return columns
 
     def state() -> dict:

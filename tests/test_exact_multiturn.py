@@ -386,6 +386,13 @@ def test_episodes_of_a_group_share_their_seed_and_opening(tokenizer):
     with pytest.raises(UserError, match="answers equal rows and seeds differently"):
         play(small_model(), tokenizer, Drawn, ROWS, 2, 1.0, (1, "test"), args)
 
+    class Number(Seeded):
+        def reset(self, row, seed):
+            return 3
+
+    with pytest.raises(UserError, match="reset of --environment returned 3: it must return a text or None"):
+        play(small_model(), tokenizer, Number, ROWS, 4, 1.0, (1, "test"), args)
+
 
 def test_turns_draw_new_numbers(tokenizer):
     """Turns that were drawn by equal streams from equal states would repeat each other."""

@@ -163,6 +163,8 @@ def test_a_file_s_own_last_row(tmp_path):
         d4rl = load(write(tmp_path / "hopper_medium-v2.hdf5", **columns))
         assert not d4rl.known[-1] and d4rl.d4rl and (own.known[:-1] == d4rl.known[:-1]).all()
     refused(tmp_path / "hopper-mine.hdf5", "--env-id")
+    columns["rewards"] = np.zeros((60, 2))
+    refused(write(tmp_path / "two.hdf5", **columns), "rewards of shape (60, 2)", "one number for each step")
 
 
 def test_d4rl_s_last_trajectory_may_be_cut_off(tmp_path):

@@ -341,8 +341,8 @@ def test_prompt_for_each_kind_of_model(tmp_path):
 
 def test_prompt_column_is_the_prompt(tmp_path):
     """A dataset's own column called question is data: the model gets the prompt column, and nothing in place of it."""
-    rows = [{"prompt": f"Answer in one word: {i}?", "question": f"{i}?"} for i in range(10)]
-    row = load_task(write_rows(tmp_path / "file.jsonl", rows)).train(0, 1)
+    rows = [{"prompt": f"Answer in one word: {i}?", "question": f"{i}?", "plain_prompt": "another"} for i in range(10)]
+    row = load_task(write_rows(tmp_path / "file.JSONL", rows)).train(0, 1)
     assert present(row, tokenizer(big=True)) == row["prompt"]
     assert present(row, tokenizer(TEMPLATE, big=True)) == [{"role": "user", "content": row["prompt"]}]
 

@@ -184,6 +184,8 @@ def test_tools_of_a_row_are_shown_to_the_template():
         assert around({"prompt": USER, "tools": given}, tokenizer, "user")[1].endswith("assistant\n")
     own = {"prompt": USER, "tools": tools, "chat_template_kwargs": {"tools": [{"name": "own"}]}}
     assert decoded(tokenizer, own)[0].startswith('[{"name": "own"}] ')
+    as_text = {"prompt": USER, "chat_template_kwargs": '{"tools": [{"name": "own"}]}'}
+    assert decoded(tokenizer, as_text)[0].startswith('[{"name": "own"}] ')
     with pytest.raises(RowFault, match="no JSON"):
         encode_prompt({"prompt": USER, "tools": "add(x)"}, tokenizer)
 

@@ -199,9 +199,11 @@ def without(heldout: set[int], rows: Sequence[dict], keys: Sequence[int], spec: 
     """The rows whose keys are not in `heldout`."""
     kept = array("q", (i for i, key in enumerate(keys) if key not in heldout))
     if not kept:
-        raise UserError(f"the dataset {spec} trains on nothing but prompts of its test split: they must differ")
+        raise UserError(
+            f"the dataset {spec} trains on nothing but held-out prompts (of a test split): they must differ"
+        )
     if len(kept) < len(rows):
-        print(f"{spec}: {len(rows) - len(kept)} training rows are dropped because the test split has their prompts")
+        print(f"{spec}: {len(rows) - len(kept)} training rows are dropped because their prompts are held out")
     return Lazy(rows.__getitem__, kept)
 
 

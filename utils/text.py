@@ -144,15 +144,17 @@ def encode_answers(row: dict, answers: list, tokenizer, eos: list[int]) -> tuple
         raise RowFault(row, "has a completion of which no token is left")
     ends = [until_eos(whole, cut, tokenizer, eos) for whole in wholes]
     for answer, tokens in zip(answers, ends):
-        text = "".join(tokenizer.decode(tokens).split())  # tokenizers may change spaces
-        if any(thought not in text for thought in thoughts(answer)):
-            raise RowFault(row, "has a completion whose reasoning the chat template drops: give all as text with "
-                                "--raw-prompt, or a model whose template keeps it")  # fmt: skip
+        if wanted := thoughts(answer):
+            text = "".join(tokenizer.decode(tokens).split())
+            if any(thought not in text for thought in wanted):
+                raise RowFault(row, "has a completion whose reasoning the chat template drops: give all as text with "
+                                    "--raw-prompt, or a model whose template keeps it")  # fmt: skip
     return prompt[:cut], *ends
 
 
 def thoughts(answer: str | list[dict]) -> list[str]:
-    """What, without spaces, shows that a rendered answer still has its reasoning: nothing where it has none."""
+    """What shows that a rendered answer still has its reasoning; nothing where it has none. Without spaces, which
+    templates and tokenizers change."""
     message = {"content": answer} if isinstance(answer, str) else answer[0]
     own = ["".join(str(message[name]).split())[:20] for name in ("reasoning_content", "thinking") if message.get(name)]
     return own + [THINKING] * (THINKING in str(message.get("content")))
