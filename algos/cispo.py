@@ -1,4 +1,4 @@
-r"""Clipped Importance Sampling Policy Optimization (CISPO), and Gradient-Preserving Policy Optimization (GPPO).
+r"""Clipped IS-weight Policy Optimization (CISPO), and Gradient-Preserving clipping Policy Optimization (GPPO).
 
 CISPO: MiniMax 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention" (arXiv 2506.13585,
 equations 4 and 5). GPPO: Su et al. 2025, "Klear-Reasoner" (arXiv 2508.07629).

@@ -70,7 +70,7 @@ Differences
     - The EOS or stop token that ends a turn was sampled, and is trained. What the chat template writes around an
       observation is not; an EOS that it writes behind a turn without one is not, either.
     - A turn begins only if it has room for --max-completion-length tokens within --max-total-length. So an observation
-      that is too long ends the episode, is left out of it, and the episode counts as truncated; not so in TRL.
+      that is too long ends the episode and is left out of it, as in TRL. Here the episode counts as truncated.
     - The environment sees a turn that was cut off, too, and its reward counts; the episode ends there.
     - A chat template's text around an observation is the difference of dummy conversations (utils/turns.py). Thinking
       stays in earlier turns, which some templates drop: sampled tokens are what the next turn is conditioned on.

@@ -55,8 +55,8 @@ Metrics
 
 Differences
     - None in the update: the authors' code (JAX) is the source of every constant. CORL normalises states. It
-      scales rewards only for AntMaze and for Hopper's medium and medium-replay; with these two, tau is 0.001 and the
-      policy deterministic. Its advantages and targets of Q use V as it was before the update.
+      scales rewards only for Hopper's medium and medium-replay, where tau is 0.001 and the policy deterministic; for
+      AntMaze it takes 1 off each. Its advantages and targets of Q use V as it was before the update.
     - --normalize is CORL's, not the authors'. With it the return was higher in each of three pairs of runs on what SAC
       had seen of Hopper-v5 (100,000 updates): 1,937 for 1,207, 1,364 for 1,237, 3,263 for 2,723, where CORL has 1,126,
       1,501 and 3,268. On another such collection CORL had three times our return without it: Offline in

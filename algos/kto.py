@@ -21,7 +21,8 @@ reference point and lowers the others below it. An answer far from that point on
 
 With s for its sigmoid, a row's gradient is beta w s (1 - s) times that of h, with a minus where y is desirable. It is
 small for rows that are learnt and for hopeless ones. The paper advises weights with n_D w_D / (n_U w_U) from 1 to 3/2
-(equation 9); n_D and n_U count the rows. The script prints this ratio and balances nothing by itself.
+(equation 9; an older version and TRL have 4/3); n_D and n_U count the rows. The script prints this ratio and balances
+nothing by itself.
 
 Run
     python algos/kto.py                                                   the embedded model learns countdown

@@ -68,8 +68,8 @@ Metrics
 Differences
     - OAIF asks a language model which answer is better. Here rewards decide: functions, reward models or the task's
       score. Only their order counts.
-    - Two completions a prompt by default. More are G/2 disjoint pairs. open-instruct compares the best of G with the
-      worst.
+    - Two completions a prompt by default. More are G/2 disjoint pairs. open-instruct compared the best of G with
+      the worst, until it dropped this script.
     - Pairs without a preference (equal rewards, or None from all functions) give no gradient, but count in L's
       denominator. accuracy and margin leave them out. TRL prefers the first of equal ones, so noise counts as a
       preference; unknown rewards count as 0. XPO's term counts every pair, as in the paper.

@@ -20,7 +20,7 @@ Gymnasium's Taxi does. `pi_theta` is a policy like any other, so its gradient is
 Run
     python algos/ppo_mask.py                                                     Board-v0, 2 to 4 of 100 actions
     python algos/ppo_mask.py --env-kwargs mask=false --total-timesteps 40960     the same without its masks
-    python algos/ppo_mask.py --env-id Taxi-v4 --total-timesteps 300000           Gymnasium's, from 1.2 on
+    python algos/ppo_mask.py --env-id Taxi-v4 --total-timesteps 300000           Gymnasium's, from 1.3 on
 
 Expect
     Board-v0: sampled actions get -4.0 after 8,192 steps, in about 5 seconds (seed 1). 30 seeds get -4.6 (standard

@@ -48,7 +48,7 @@ Metrics
 
 Differences
     - The loss of the critics is half a sum over them, the authors' a mean (ikostrikov/rlpd,
-      rlpd/agents/sac/sac_learner.py): Adam hides the factor.
+      rlpd/agents/sac/sac_learner.py): Adam hides the factor. LayerNorm's epsilon is PyTorch's 1e-5, theirs 1e-6.
     - The authors draw one large minibatch per step and split it; ours are drawn one by one. Their --offline_ratio takes
       other shares than a half, but their `combine` interleaves the two halves (train_finetuning.py) and so needs equal
       ones. They clip the dataset's actions to 1 - 1e-5; nothing here needs it, since no density is taken of them.

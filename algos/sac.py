@@ -87,8 +87,8 @@ Differences
       Evaluation draws new noise in each step, and so do recorded collections.
     - HER stores relabelled steps, as in the paper's algorithm; SB3 draws goals when it draws a minibatch. An episode
       that would have ended at the new goal is stored as one. Gymnasium-Robotics' environments were never run.
-    - Swimmer needs a longer horizon than MuJoCo's other tasks: rl-baselines3-zoo takes gamma 0.9999 there, and 0.99
-      elsewhere. We have not run it.
+    - Swimmer needs a longer horizon than MuJoCo's other tasks: rl-baselines3-zoo takes gamma 0.999 there with SAC,
+      and 0.99 elsewhere. We have not run it.
     - The default is for Pendulum and starts learning earlier than the paper.
 """
 

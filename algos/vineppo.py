@@ -56,7 +56,7 @@ Metrics
 
 Differences
     - The advantages are not whitened, and the denominator is constant: both identities hold. The authors' code whitens
-      over the tokens of a micro-batch and takes the mean over its tokens (McGill-NLP/VinePPO,
+      over the tokens of all processes' micro-batches, and takes the mean over those of one (McGill-NLP/VinePPO,
       src/treetune/trainers/ppo_trainer.py). nano-aha-moment (nano_r1_script.py) does not whiten either.
     - A step ends behind a token, and what comes later does not move that end. The authors cut the text where a sentence
       or line ends, which they see in what follows, and merge short parts; V there is then not quite the expected

@@ -52,22 +52,23 @@ def make_inputs(seed: int = 0) -> dict[str, torch.Tensor]:
     return dict(rewards=rewards, mask=mask, ended=ended, ids=ids, logps=logps, old_logps=old, ref_logps=ref)
 
 
-def make_trainer(reward, rows: int, directory: str, rollout=None, **settings):
-    """A GRPOTrainer on the embedded model with one update of `rows` completions per step, on the CPU."""
+def make_trainer(reward, rows: int, directory: str, rollout=None, kind: str = "GRPO", **settings):
+    """A trainer of TRL's on the embedded model with one update of `rows` completions per step, on the CPU."""
     import datasets
+    import trl
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
     prompts = settings.pop("prompts", [{"prompt": "S312:"}] * rows)
-    config = GRPOConfig(
+    config = getattr(trl, f"{kind}Config")(
         output_dir=directory, per_device_train_batch_size=rows, report_to="none", logging_strategy="no",
         save_strategy="no", disable_tqdm=True, use_cpu=True, bf16=False, gradient_checkpointing=False,
         dataloader_pin_memory=False, shuffle_dataset=False, **settings,
     )  # fmt: skip
-    return GRPOTrainer(model, reward, config, datasets.Dataset.from_list(prompts), processing_class=tokenizer,
-                       rollout_func=rollout)  # fmt: skip
+    more = {"rollout_func": rollout} if kind == "GRPO" else {}
+    table = datasets.Dataset.from_list(prompts)
+    return getattr(trl, f"{kind}Trainer")(model, reward, config, table, processing_class=tokenizer, **more)
 
 
 class TRL:
@@ -90,7 +91,11 @@ class TRL:
     def __call__(self, case: dict) -> dict[str, torch.Tensor]:
         """`advantages` (B,), `mask` (B, T), `loss` () and `gradient` (B, T) of one case, in float64."""
         trainer, logps = self.trainer, self.inputs["logps"].clone().requires_grad_()
-        trainer.loss_type, trainer.scale_rewards = LOSS_TYPES[case["aggregation"]], case["scale"]
+        trainer.loss_type, trainer.scale_rewards = (
+            LOSS_TYPES.get(case["aggregation"], case["aggregation"]),
+            case["scale"],
+        )
+        trainer.importance_sampling_level = case.get("level", "token")
         trainer.epsilon_low, trainer.epsilon_high = case["epsilon"], case["epsilon_high"]
         trainer.mask_truncated_completions, trainer.args.use_bias_correction_kl = case["truncated"], False
         before = torch.get_default_dtype()

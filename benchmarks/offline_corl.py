@@ -282,14 +282,14 @@ def score(corl: Path, datasets: tuple[str, ...] = ("",), algos: tuple[Algo, ...]
     path = RESULTS / "score_offline.json"
     results = json.loads(path.read_text())["results"] if path.exists() else []
     for dataset, algo in itertools.product(datasets, algos):
-        sides = ("ours", *(("normalized",) if algo == "iql" else ()), "corl", *(("cloning",) if cloning else ()))
+        sides = ("ours", "corl", *(("cloning",) if cloning else ()), *(("normalized",) if algo == "iql" else ()))
         about: dict = {"algo": algo, "dataset": "/".join(Path(dataset).parts[-2:]) or "shipped",
                        "updates": {"iql": iql_steps, "dt": dt_steps}[algo], "episodes": episodes}  # fmt: skip
         row = next((row for row in results if row | about == row), None)
         if row is None:
             results.append(row := about)
         row["steps"] = len(read(dataset)[0].obs)
-        missing = [(seed, side) for seed, side in itertools.product(range(1, seeds + 1), sides)
+        missing = [(seed, side) for side, seed in itertools.product(sides, range(1, seeds + 1))
                    if seed > len(row.setdefault(side, []))]  # fmt: skip
         where = dataset and Path(dataset).resolve()
         words = ("score-worker", "--algo", algo, "--corl", corl.resolve(), "--dataset", where, "--steps",

@@ -1,5 +1,5 @@
-"""dt.py against numbers computed another way: returns-to-go and windows by hand, the transformer by transformers'
-GPT-2, one update by AdamW written out, the episodes of an evaluation by an environment whose rewards are known.
+"""dt.py against numbers computed another way: returns-to-go and windows by hand, one update by AdamW written out, the
+episodes of an evaluation by an environment whose rewards are known. The network: tests/test_parity_transformers.py.
 """
 
 import json
@@ -119,51 +119,6 @@ def test_padding_changes_nothing(more, fill):
     for name, slope in slopes.items():
         close(padded_slopes[name], slope)
         assert slope.any(), name
-
-
-def gpt2(model, num_heads: int):
-    from transformers import GPT2Config, GPT2Model
-
-    width, blocks = model.embed_rtg.out_features, len(model.blocks)
-    config = GPT2Config(vocab_size=1, n_positions=64, n_embd=width, n_layer=blocks, n_head=num_heads, n_inner=4 * width,
-                        activation_function="relu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-                        attn_implementation="eager")  # fmt: skip
-    theirs = GPT2Model(config).eval()
-    with torch.no_grad():
-        theirs.wpe.weight.zero_()
-        for ours, block in zip(model.blocks, theirs.h):
-            pairs = [(ours.norm1, block.ln_1), (ours.norm2, block.ln_2), (ours.qkv, block.attn.c_attn),
-                     (ours.out, block.attn.c_proj), (ours.up, block.mlp.c_fc), (ours.down, block.mlp.c_proj)
-                     ]  # fmt: skip
-            for layer, other in pairs:
-                weight = layer.weight
-                other.weight.copy_(weight.T if weight.dim() == 2 else weight)  # their linear layers are transposed
-                other.bias.copy_(layer.bias)
-        theirs.ln_f.weight.copy_(model.norm_out.weight)
-        theirs.ln_f.bias.copy_(model.norm_out.bias)
-    return theirs.to(torch.get_default_dtype())
-
-
-@float64()
-@pytest.mark.parametrize("num_heads", [1, 2, 4])
-@pytest.mark.parametrize("real", [(K,) * B, (K, 1, 3, K, 2, 4)], ids=["whole", "padded"])
-def test_forward_equals_gpt2(num_heads, real):
-    """As the authors put it together: tokens R, s, a of each step, each with the embedding of its time, LayerNorm,
-    GPT-2 given the mask, and Linear and tanh on the outputs at the states."""
-    model, batch = make_model(num_heads=num_heads), make_windows(1, real)
-    batch.timesteps[-1] += LONGEST - 2  # beyond the last embedding, which stands for all that follow
-    time = model.embed_timestep.weight[batch.timesteps.clamp(max=LONGEST - 1)]
-    tokens = torch.empty(B, 3 * K, W)
-    tokens[:, 0::3] = batch.rtg @ model.embed_rtg.weight.T + model.embed_rtg.bias + time
-    tokens[:, 1::3] = batch.obs @ model.embed_obs.weight.T + model.embed_obs.bias + time
-    tokens[:, 2::3] = batch.actions @ model.embed_action.weight.T + model.embed_action.bias + time
-    centred = tokens - tokens.mean(-1, keepdim=True)
-    tokens = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + 1e-5)
-    tokens = tokens * model.norm_in.weight + model.norm_in.bias
-    mask = batch.mask[:, :, None].expand(B, K, 3).reshape(B, 3 * K).long()
-    out = gpt2(model, num_heads)(inputs_embeds=tokens, attention_mask=mask).last_hidden_state
-    expected = torch.tanh(out.reshape(B, K, 3, W)[:, :, 1] @ model.predict_action.weight.T + model.predict_action.bias)
-    close(model(batch)[batch.mask], expected[batch.mask])
 
 
 def test_a_new_model_begins_as_gpt2():

@@ -1,0 +1,99 @@
+"""dt.py, sft.py and reward_model.py compute what transformers' own models compute from the same weights and batches."""
+
+import pytest
+import torch
+from control import close, float64
+from test_exact_dt import LONGEST, A, D, K, W, gradients, make_model, make_windows
+from test_sft import PAIRS, small_model
+from test_sft import gradients as sft_gradients
+from torch.nn.functional import logsigmoid
+from transformers import (
+    DecisionTransformerConfig,
+    DecisionTransformerModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
+
+from algos import reward_model
+
+
+def their_transformer(ours, num_heads: int) -> tuple[DecisionTransformerModel, list[tuple]]:
+    """transformers' Decision Transformer with our weights, and which of its layers is which of ours."""
+    config = DecisionTransformerConfig(
+        state_dim=D, act_dim=A, hidden_size=W, max_ep_len=LONGEST, n_layer=len(ours.blocks), n_head=num_heads,
+        activation_function="relu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    theirs = DecisionTransformerModel(config).to(torch.get_default_dtype()).train()
+    theirs.encoder.wpe.weight.data.zero_()  # an embedding of position 0 for all tokens, which the paper lacks
+    pairs = [(ours.embed_rtg, theirs.embed_return), (ours.embed_obs, theirs.embed_state),
+             (ours.embed_action, theirs.embed_action), (ours.embed_timestep, theirs.embed_timestep),
+             (ours.norm_in, theirs.embed_ln), (ours.norm_out, theirs.encoder.ln_f),
+             (ours.predict_action, theirs.predict_action[0])]  # fmt: skip
+    for own, block in zip(ours.blocks, theirs.encoder.h):
+        pairs += [(own.norm1, block.ln_1), (own.norm2, block.ln_2), (own.qkv, block.attn.c_attn),
+                  (own.out, block.attn.c_proj), (own.up, block.mlp.c_fc), (own.down, block.mlp.c_proj)]  # fmt: skip
+    for own, other in pairs:
+        other.load_state_dict({name: turned(other, x) for name, x in own.state_dict().items()})
+    return theirs, pairs
+
+
+def turned(layer, tensor: torch.Tensor) -> torch.Tensor:
+    """GPT-2's linear layers have transposed weights."""
+    return tensor.T if type(layer).__name__ == "Conv1D" and tensor.dim() == 2 else tensor
+
+
+@float64()
+@pytest.mark.parametrize("num_heads", [1, 4])
+@pytest.mark.parametrize("real", [(K,) * 6, (K, 1, 3, K, 2, 4)], ids=["whole", "padded"])
+def test_decision_transformer(num_heads, real):
+    """Predictions at real steps, and the gradient of the mean squared error over them."""
+    model, batch = make_model(num_heads=num_heads), make_windows(1, real)
+    theirs, pairs = their_transformer(model, num_heads)
+    predicted = theirs(states=batch.obs, actions=batch.actions, returns_to_go=batch.rtg, timesteps=batch.timesteps,
+                       attention_mask=batch.mask.long()).action_preds  # fmt: skip
+    close(model(batch)[batch.mask], predicted[batch.mask])
+    (predicted - batch.actions)[batch.mask].square().mean().backward()
+    _, slopes = gradients(model, batch)
+    names = {module: name for name, module in model.named_modules()}
+    for own, other in pairs:
+        for name, parameter in other.named_parameters():
+            slope = slopes[f"{names[own]}.{name}"]
+            close(slope, turned(other, parameter.grad))
+            assert slope.any()
+
+
+def test_sft_on_labels_of_completions():
+    """One step on the model's own loss: right padding, labels -100 on prompts."""
+    model = small_model()
+    width = max(len(p) + len(c) for p, c in PAIRS)
+    ids = torch.tensor([p + c + [0] * (width - len(p + c)) for p, c in PAIRS])
+    labels = torch.tensor([[-100] * len(p) + c + [-100] * (width - len(p + c)) for p, c in PAIRS])
+    lengths = torch.tensor([[len(p) + len(c)] for p, c in PAIRS])
+    loss = model(input_ids=ids, attention_mask=(torch.arange(width) < lengths).long(), labels=labels).loss
+    loss.backward()
+    ours, metrics = sft_gradients(PAIRS, 4)
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(ours[name], p.grad, rtol=1e-6, atol=1e-7)
+
+
+def classifier() -> LlamaForSequenceClassification:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_labels=1,
+                         num_attention_heads=2, pad_token_id=0)  # fmt: skip
+    return LlamaForSequenceClassification(config).double()
+
+
+def test_reward_model_on_single_sequences():
+    """One step on pairs of several lengths in micro-batches, beside each sequence on its own, without padding."""
+    pairs = [reward_model.Pair(p + c, PAIRS[i - 1][0] + PAIRS[i - 1][1], 0.3 * i) for i, (p, c) in enumerate(PAIRS)]
+    model, theirs = classifier(), classifier()
+    args = reward_model.Args(micro_batch_size=2, max_grad_norm=1e9, precision="float32", center_coef=0.05)
+    reward_model.update(model, torch.optim.SGD(model.parameters(), 1.0), pairs, args)
+    for pair in pairs:
+        chosen, rejected = (theirs(input_ids=torch.tensor([ids])).logits[0, 0] for ids in pair[:2])
+        loss = -logsigmoid(chosen - rejected - pair.margin) + 0.05 * (chosen + rejected) ** 2
+        (loss / len(pairs)).backward()
+    moved = dict(model.named_parameters())
+    for name, p in theirs.named_parameters():
+        torch.testing.assert_close(p.detach() - moved[name].detach(), p.grad, rtol=1e-9, atol=1e-12)
