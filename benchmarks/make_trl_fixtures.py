@@ -52,6 +52,11 @@ def make_inputs(seed: int = 0) -> dict[str, torch.Tensor]:
     return dict(rewards=rewards, mask=mask, ended=ended, ids=ids, logps=logps, old_logps=old, ref_logps=ref)
 
 
+def own_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """Those of the mask (B, T) that are the policy's own, if every third token is a tool's."""
+    return mask & (torch.arange(mask.shape[1]) % 3 != 1)
+
+
 def make_trainer(reward, rows: int, directory: str, rollout=None, kind: str = "GRPO", **settings):
     """A trainer of TRL's on the embedded model with one update of `rows` completions per step, on the CPU."""
     import datasets
@@ -109,6 +114,8 @@ class TRL:
             trainer.beta, batch["ref_per_token_logps"] = case["beta"], self.inputs["ref_logps"]
             if case["off_policy"]:
                 batch["old_per_token_logps"] = self.inputs["old_logps"]
+            if case.get("own"):
+                batch["tool_mask"] = own_tokens(self.inputs["mask"]).long()
             trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logps, torch.zeros_like(logps), None)
             loss = trainer._compute_loss(None, batch)
         finally:

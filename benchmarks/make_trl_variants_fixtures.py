@@ -4,8 +4,8 @@
 
 writes tests/fixtures/trl_variants.safetensors: the inputs of make_trl_fixtures.py, and for every case of CASES the
 advantages of _generate_and_score_completions, and the loss of _compute_loss with its gradient with respect to the
-per-token log-probabilities: of GRPOTrainer for GSPO, CISPO and DAPO, of RLOOTrainer for RLOO. And what TRL's
-get_soft_overlong_punishment gives for each length. Their code runs unchanged, in float64; completions and
+per-token log-probabilities: of GRPOTrainer for GSPO, CISPO, DAPO and tools, of RLOOTrainer for RLOO. And what
+TRL's get_soft_overlong_punishment gives for each length. Their code runs unchanged, in float64; completions and
 log-probabilities are given. The test calls the same functions live where TRL is installed.
 """
 
@@ -30,9 +30,11 @@ CASES = [
       for high in (5.0, 1.1) for beta in (0.0, 0.04)),
     *(dict(SAME, algo="dapo", aggregation="dapo", epsilon=0.2, epsilon_high=high, beta=0.0, truncated=cut)
       for high in (0.2, 0.5) for cut in (False, True)),
+    *(dict(SAME, algo="grpo_multiturn", aggregation="grpo", own=True, epsilon=0.2, epsilon_high=0.2, beta=beta)
+      for beta in (0.0, 0.04)),
     *(dict(algo="rloo", epsilon=low, epsilon_high=high, beta=beta)
       for low, high in ((0.2, 0.2), (0.1, 0.6)) for beta in (0.0, 0.05)),
-]  # epsilon_high of CISPO: the largest ratio  # fmt: skip
+]  # epsilon_high of CISPO: the largest ratio; own: with tokens of tools  # fmt: skip
 
 
 class RLOO:

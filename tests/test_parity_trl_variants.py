@@ -1,4 +1,4 @@
-"""GSPO, CISPO, DAPO and RLOO compute what TRL computes: advantages, loss and gradient, and DAPO's penalty of length.
+"""GSPO, CISPO, DAPO, RLOO and GRPO with tools compute TRL's advantages, loss and gradient, and DAPO its penalty.
 
 Against recorded numbers (benchmarks/make_trl_variants_fixtures.py) always, against the installed TRL where there is
 one. CISPO's ratio has no lower bound in TRL, nor here by default.
@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from algos import cispo, dapo, gspo, rloo
-from benchmarks.make_trl_fixtures import MAX_LENGTH, G, P, make_inputs
+from algos import cispo, dapo, grpo_multiturn, gspo, rloo
+from benchmarks.make_trl_fixtures import MAX_LENGTH, G, P, make_inputs, own_tokens
 from benchmarks.make_trl_variants_fixtures import BUFFER, CASES, PATH, results
 from utils.lm import Samples
 
@@ -20,7 +20,7 @@ TOLERANCE = 1e-10  # float64
 
 def ours(inputs: dict, case: dict) -> dict[str, torch.Tensor]:
     """Advantages (B,), loss () and gradient (B, T) as each `update` composes them from the functions of its script."""
-    script = {"gspo": gspo, "cispo": cispo, "dapo": dapo, "rloo": rloo}[case["algo"]]
+    script = {module.NAME: module for module in (gspo, cispo, dapo, rloo, grpo_multiturn)}[case["algo"]]
     mask, old, ref = (inputs[name] for name in ("mask", "old_logps", "ref_logps"))
     logps, bounds = inputs["logps"].clone().requires_grad_(), (case["epsilon"], case["epsilon_high"])
     if script is rloo:
@@ -40,8 +40,9 @@ def ours(inputs: dict, case: dict) -> dict[str, torch.Tensor]:
                 args = cispo.Args(ratio_high=case["epsilon_high"])
                 per_token = cispo.policy_loss(logps, old, advantage, args)[0]
             else:
-                per_token = dapo.policy_loss(logps, old, advantage, *bounds)[0]
-            weights = script.token_weights(mask.to(logps.dtype), "token", MAX_LENGTH)
+                per_token = script.policy_loss(logps, old, advantage, *bounds)[0]
+            mask, aggregation = (own_tokens(mask), "sequence") if script is grpo_multiturn else (mask, "token")
+            weights = script.token_weights(mask.to(logps.dtype), aggregation, MAX_LENGTH)
         loss = ((per_token + case["beta"] * script.k3(logps, ref)) * weights).sum()
     (gradient,) = torch.autograd.grad(loss, logps)
     return dict(advantages=advantage[:, 0], loss=loss.detach(), gradient=gradient)
