@@ -74,7 +74,7 @@ Differences
     - The environment sees a turn that was cut off, too, and its reward counts; the episode ends there.
     - A chat template's text around an observation is the difference of dummy conversations (utils/turns.py). Thinking
       stays in earlier turns, which some templates drop: sampled tokens are what the next turn is conditioned on.
-    - An environment that raises, hangs (--environment-seconds) or floods ends its episode. That step's reward is 0. The
+    - A step that raises, hangs (--environment-seconds) or floods ends its episode. Its reward is 0. The
       run goes on, shows the first such error of a step, and counts them in cut/fault.
     - Each turn reads the whole episode anew, without the cache of the turn before: exact, and slower.
     - Everything else is as in grpo.py, whose Differences hold here, too. With one turn the two are equal bit for bit.
@@ -120,6 +120,7 @@ from utils.text import encode_prompt, usable_task
 from utils.turns import (
     Environments,
     around,
+    check_tools,
     encode_observation,
     load_environment,
     opened,
@@ -340,6 +341,9 @@ def play(model, tokenizer, make: Any, rows: Sequence[dict], num_samples: int, te
     games = Environments(make, rows, num_samples, key, args.environment_seconds, args.max_total_length)
     rows = [opened(row, text, getattr(make, "tools", [])) for row, text in zip(rows, games.openings)]
     prompts = [encode_prompt(row, tokenizer) for row in rows]
+    if (longest := max(map(len, prompts))) + args.max_completion_length > args.max_total_length:
+        raise UserError(f"with what reset of --environment adds, a prompt has {longest} tokens: raise "
+                        "--max-total-length, or lower --max-completion-length")  # fmt: skip
     frames = [around(row, tokenizer, getattr(make, "role", "user")) for row in rows]
     stop = args.stop or getattr(make, "stop", ())
     eos = eos_ids(model, tokenizer)
@@ -458,6 +462,8 @@ def check_groups(args: Args) -> None:
     """Raises UserError for groups that cannot be compared or split, and for a reference that cannot be reset."""
     if args.num_generations < 2:
         raise UserError("--num-generations must be at least 2: a group of one has no other reward to compare with")
+    if "" in args.stop:
+        raise UserError("--stop has an empty text, which would end every turn: leave it out")
     if args.num_prompts % args.num_minibatches:
         raise UserError(f"--num-minibatches {args.num_minibatches} must divide --num-prompts {args.num_prompts}")
     if args.reset_reference_every and (args.lora_rank or args.beta == 0):
@@ -475,6 +481,7 @@ def train(args: Args) -> list[dict]:
         raise UserError(f"--environment {args.environment} has no prompts of its own: give --task")
     task = load_task(args.task, args.prompt_column) if args.task else make.task()
     model, tokenizer = load_policy(args, device)
+    check_tools(make, tokenizer)
     settings = resolve_for(model, args, PRESETS)
     without_dropout(model)
     check_groups(args)
@@ -483,7 +490,7 @@ def train(args: Args) -> list[dict]:
     if (args.max_total_length or 0) > context:
         raise UserError(f"--max-total-length {args.max_total_length} is beyond the {context} tokens that --model takes")
     args.max_total_length = args.max_total_length or int(min(context, 4096))
-    task = usable_task(task, lambda row: (encode_prompt(row, tokenizer),),
+    task = usable_task(task, lambda row: (encode_prompt(opened(row, "", getattr(make, "tools", [])), tokenizer),),
                        args.max_total_length - args.max_completion_length, args.max_prompt_length,
                        "lower --max-completion-length")  # fmt: skip
     ref_model = load_reference(args, device) if args.beta > 0 else None

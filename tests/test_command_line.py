@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import inspect
 import shutil
+import sys
 from pathlib import Path
 
 import datasets  # noqa: F401  here, for its log goes to the stderr of its first import, which a test closes
@@ -176,6 +177,23 @@ def test_seen_in_the_run(function, words, files, capsys):
 def test_unwritable_output_folder(files, capsys):
     with user_error(capsys, "--output-dir", "one.jsonl/runs"):
         command_line(grpo, *SMALL["grpo"], "--output-dir", "one.jsonl/runs")
+
+
+def test_a_run_of_another_script(files, capsys):
+    """Even where all its arguments are known to this one. What is there stays."""
+    command_line(grpo, *SMALL["grpo"], "--max-steps", 1, "--output-dir", "made")
+    (folder,) = runs_in(Path("made"))
+    before = (folder / "config.json").read_bytes()
+    with user_error(capsys, "run of grpo.py, not of dapo.py"):
+        command_line(importlib.import_module("algos.dapo"), "--resume", folder, "--max-steps", 2)
+    assert (folder / "config.json").read_bytes() == before
+
+
+def test_tracking_without_wandb(files, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with user_error(capsys, "--track", "pip install wandb"):
+        command_line(grpo, *SMALL["grpo"], "--track", "--output-dir", "made")
+    assert not Path("made").exists()
 
 
 def test_good_files_are_accepted(files):

@@ -3,6 +3,7 @@ what happens between two turns."""
 
 import itertools
 import math
+import sys
 import time
 
 import pytest
@@ -24,6 +25,7 @@ from utils.turns import (
     around,
     encode_observation,
     load_environment,
+    opened,
     results,
     stop_ids,
     transcript,
@@ -311,6 +313,8 @@ def test_an_episode_stays_within_its_length(tokenizer):
     assert lengths.max() <= total and "total" in episodes.cut
     last = episodes.samples.completion_mask.sum(1) - 1
     assert episodes.own[range(8), last].all()  # every episode ends with a turn
+    with pytest.raises(UserError, match="what reset of --environment adds, a prompt has 13 tokens: raise"):
+        played(tokenizer, [("", 0.0, True)], opening="+" * 9, max_total_length=14, max_completion_length=2)
     lone = played(tokenizer, [("+" * 500, 0.0, False)], max_completion_length=1, stop=tuple("0123456789+-*/=,:CS"))
     assert set(lone.cut) <= {"total", "turn"} and set(lone.turns) == {1}
 
@@ -318,6 +322,7 @@ def test_an_episode_stays_within_its_length(tokenizer):
 @pytest.mark.parametrize("answer, words", [
     (lambda text: 1 / 0, "ZeroDivisionError"),
     (lambda text: time.sleep(30), "TimeoutError"),
+    (lambda text: sys.exit(3), "SystemExit: 3"),
     (("+" * 10**6, 1.0, False), "1000000 characters"),
 ])  # fmt: skip
 def test_an_environment_that_fails_ends_its_episode(tokenizer, capsys, answer, words):
@@ -483,6 +488,7 @@ def test_the_text_around_an_observation(role, letter):
     assert frame == (f"<eos>{letter}", ",*")
     assert tokenizer.decode(encode_observation("7", 1, [1], tokenizer, frame)) == f"{letter}7,*"
     assert tokenizer.decode(encode_observation("7", 5, [1], tokenizer, frame)) == f"<eos>{letter}7,*"
+    assert tokenizer.decode(encode_observation("7", 2, [1, 2], tokenizer, frame)) == f"{letter}7,*"  # another EOS
     assert around({"prompt": "12"}, templated(None), role) == ("", "")
 
 
@@ -596,8 +602,26 @@ def test_an_environment_that_is_none_is_refused(spec, words):
         load_environment(spec)
 
 
+@pytest.mark.parametrize("stop", ["</search>", ("</search>", ""), (1,)])
+def test_stop_strings_that_are_none_are_refused(stop, monkeypatch):
+    monkeypatch.setattr(Scripted, "stop", stop)
+    monkeypatch.setitem(BUILT_IN, "scripted", Scripted)
+    with pytest.raises(UserError, match="must be texts in a tuple"):
+        load_environment("scripted")
+
+
+def test_an_opening_behind_any_content():
+    """Messages may hold parts, or nothing."""
+    part = {"type": "text", "text": "3"}
+    for content, opened_content in (("3", "3+"), ([part], [part, {"type": "text", "text": "+"}]), (None, "+")):
+        row = {"prompt": [{"role": "user", "content": content}]}
+        assert opened(row, "", []) == row
+        assert opened(row, "+", [])["prompt"] == [{"role": "user", "content": opened_content}]
+
+
 @pytest.mark.parametrize("more, words", [
     (dict(environment="@turns.py:Graded"), "has no prompts of its own: give --task"),
+    (dict(stop=("+", "")), "--stop has an empty text"),
     (dict(max_total_length=65), "--max-total-length 65 is beyond the 64 tokens"),
     (dict(max_total_length=9), "prompts of guess have up to 2 tokens, and 1 are allowed"),
 ])  # fmt: skip

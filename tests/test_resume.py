@@ -243,7 +243,7 @@ def test_finished_run(uninterrupted, tmp_path):
 
 
 def test_run_of_another_script_is_refused(uninterrupted, capsys):
-    with user_error(capsys, "another script"):
+    with user_error(capsys, "a run of sft.py, not of grpo.py"):
         command_line(grpo, "--resume", uninterrupted("sft"))
     with user_error(capsys, "config.json"):
         command_line(grpo, "--resume", uninterrupted("sft") / "checkpoints")

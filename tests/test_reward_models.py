@@ -19,6 +19,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from algos import reward_model, rloo
@@ -368,6 +370,21 @@ def test_an_encoder_as_reward(tmp_path):
     assert abs(ours[0] - ours[1]) > 1e-2
     with pytest.raises(UserError, match="takes 24"):
         RewardModel(str(tmp_path / "bert"), "", "", "cpu")(rows, ["0", "1" * 30])
+
+
+def test_the_limit_of_roberta(tmp_path):
+    """Of its positions the first two are padding's."""
+    tokenizer = tokenizer_of("<s>", "<pad>", "</s>", "<unk>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
+                             cls_token="<s>", sep_token="</s>")  # fmt: skip
+    config = RobertaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                           intermediate_size=32, num_labels=1, max_position_embeddings=24)  # fmt: skip
+    RobertaForSequenceClassification(config).save_pretrained(tmp_path / "roberta")
+    tokenizer.save_pretrained(tmp_path / "roberta")
+    model = RewardModel(str(tmp_path / "roberta"), "", "", "cpu")
+    longest = 22 - len(encode_answer({"prompt": "S10:"}, "", model.tokenizer))
+    assert len(model([{"prompt": "S10:"}], ["1" * longest])) == 1
+    with pytest.raises(UserError, match="has 23 tokens and the reward model roberta takes 22"):
+        model([{"prompt": "S10:"}], ["1" * (longest + 1)])
 
 
 def test_many_answers_are_scored_in_batches(single, monkeypatch):

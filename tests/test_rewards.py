@@ -67,12 +67,12 @@ def test_what_a_function_gets(chat, tmp_path):
         "def spy(prompts, completions, completion_ids, gold, log_extra, log_metric, trainer_state, **rest):\n"
         "    log_extra('note', (str(g) for g in gold)); log_metric('share', 1); log_metric('share', 0)\n"
         "    seen = dict(rest, prompts=prompts, completions=completions, ids=completion_ids, gold=gold)\n"
-        "    log_extra('seen', [seen | {'step': trainer_state.global_step, 'last': trainer_state.max_steps}])\n"
+        "    log_extra('seen', [seen | {'step': trainer_state.global_step, 'last': trainer_state.max_steps}] * 4)\n"
         "    return [0, 1, True, 0.5]\n",
     )
     rows = [{"prompt": p, "gold": g, "completion": "secret", "more": [g]} for p, g in (("one?", 1), ("two?", 2))]
     result = scored([f"{path}:spy"], rows=rows, chat=chat)
-    (seen,) = result.extra.pop("seen")
+    seen = result.extra.pop("seen")[0]
     prompts = [p for p in (CHAT if chat else ["one?", "two?"]) for _ in range(2)]
     assert seen == {
         "prompts": prompts,
@@ -189,6 +189,12 @@ def test_not_a_number_is_refused(value, tmp_path):
 def test_what_is_no_list_of_numbers_is_shown(value, tmp_path):
     path = write(tmp_path, f"import torch\ndef f(completions, **columns): return {value}")
     with pytest.raises(UserError, match="function f returned .*list of numbers"):
+        scored([f"{path}:f"])
+
+
+def test_attached_columns_of_another_length_are_refused(tmp_path):
+    path = write(tmp_path, "def f(completions, log_extra, **columns): log_extra('x', [1]); return [0.0] * 4")
+    with pytest.raises(UserError, match="log_extra got 1 values for 'x' and 4 completions"):
         scored([f"{path}:f"])
 
 

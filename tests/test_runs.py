@@ -22,6 +22,7 @@ import utils.run
 from algos import grpo, ppo_lm, sft
 from utils.checkpoint import restore, rng_state, set_rng_state
 from utils.envs import EnvArgs
+from utils.errors import UserError
 from utils.evaluation import advice, evaluate, show
 from utils.lm import completion_logps, sample
 from utils.models import TINY_MODEL, load_model, resolve_for
@@ -397,7 +398,7 @@ def test_what_a_failure_leaves_behind(columns):
 
 def test_restore():
     """Modules, optimizers and generators, also several under one name, of which some may be missing. Weights that were
-    not saved stay; weights that the model lacks are an error."""
+    not saved stay; weights that do not fit the model are an error."""
 
     def parts(seed: int) -> dict:
         torch.manual_seed(seed)
@@ -417,7 +418,8 @@ def test_restore():
     assert torch.equal(ours["model"].weight, saved["model"].weight) and ours["model"].bias.item() == bias
     assert torch.equal(ours["members"][0].weight, saved["members"][0].weight)
     assert ours["optimizer"].param_groups[0]["lr"] == 1 and ours["generator"].initial_seed() == 1
-    with pytest.raises(AssertionError, match="unknown"):
-        restore({"model": {"unknown": torch.ones(1)}}, model=ours["model"])
+    for name, shape in (("unknown", (1,)), ("bias", (2,))):
+        with pytest.raises(UserError, match=f"{name} do not fit: is --model another one"):
+            restore({"model": {name: torch.ones(shape)}}, model=ours["model"])
     with pytest.raises(ValueError):
         restore({"members": []}, members=ours["members"])

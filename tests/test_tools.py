@@ -3,6 +3,7 @@
 import inspect
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from utils.errors import UserError
 from utils.models import TINY_MODEL
 from utils.text import encode_prompt
 from utils.tools import Search, exact_match, from_trl, run_python
-from utils.turns import load_environment, opened
+from utils.turns import check_tools, load_environment, opened
 
 PASSAGES = ["Paris is the capital of France.", "Rome is the capital of Italy.", "The Tiber flows through Rome."]
 
@@ -36,6 +37,16 @@ def test_exact_match(text, score):
     assert exact_match({"answer": "rome"}, "<answer>Rome</answer>") == 1.0
 
 
+@pytest.mark.parametrize("gold, right, wrong", [
+    ("A", ["A", "a."], ["", "the", "...", "B"]), ("-3", ["-3", "-3."], ["3"]), ("3.5", ["3.5"], ["35"]),
+    ("1/2", ["1/2"], ["12"]), ("1,000", ["1000"], ["1.000"]), ("x=-1", ["x=-1"], ["x=1"]),
+])  # fmt: skip
+def test_exact_match_of_choices_and_numbers(gold, right, wrong):
+    assert all(exact_match({"answer": gold}, f"<answer>{text}</answer>") == 1 for text in right)
+    assert not any(exact_match({"answer": gold}, f"<answer>{text}</answer>") for text in wrong)
+    assert exact_match({"answer": gold}, f"{gold}</answer>") == 1  # the prompt may hold the first tag
+
+
 def test_search(corpus, monkeypatch):
     """A call is answered with the passages that share its words, best first; an answer ends the episode."""
     monkeypatch.setattr(Search, "top", 2)
@@ -51,7 +62,7 @@ def test_search(corpus, monkeypatch):
         environment.reset({"prompt": "?"}, 0)
 
 
-@pytest.mark.parametrize("content", [None, "text\n", "[1]\n"])
+@pytest.mark.parametrize("content", [None, "text\n", "[1]\n", "\n", '{"text": null}\n', '{"text": "the"}\n'])
 def test_a_corpus_that_cannot_be_read(content, corpus):
     path = Path(corpus).with_name("other.jsonl")
     if content:
@@ -144,6 +155,31 @@ def test_a_class_of_trl_s():
     assert environment.step("I am done.") == ("", 0.0, True)
 
 
+def test_a_class_is_looked_at_without_an_episode():
+    """A property may need reset, a tool may be static, a reward may be None, and model code may call exit()."""
+
+    class Static:
+        def reset(self, **kwargs):
+            self.words = ["yes"]
+
+        def get_reward(self):
+            return None
+
+        @property
+        def word(self):
+            return self.words[0]
+
+        @staticmethod
+        def leave() -> None:
+            """Ends it all."""
+            sys.exit(3)
+
+    environment = from_trl(Static)()
+    environment.reset({}, 0)
+    assert environment.step(call("leave")) == ("{'error': '3'}", 0.0, False)
+    assert environment.step("word") == ("", 0.0, True)
+
+
 def test_groups_begin_alike():
     """reset draws from `random`, which is left as it was."""
     before, make = random.getstate(), from_trl(Increment)
@@ -182,6 +218,13 @@ def test_the_model_is_told_of_its_tools(tmp_path):
     (row, *_) = make.task().heldout
     ids = encode_prompt(opened(row, "34", make.tools), tokenizer)
     assert tokenizer.decode(ids) == "0,1,S34,*"  # double, which takes nothing, and increment
+    ids = encode_prompt(opened(row | {"chat_template_kwargs": "{}"}, "34", make.tools), tokenizer)
+    assert tokenizer.decode(ids) == "0,1,S34,*"
+    check_tools(make, tokenizer)
+    tokenizer.chat_template, before = "{{ messages }}", tokenizer.chat_template
+    with pytest.raises(UserError, match="does not show them"):
+        check_tools(make, tokenizer)
+    tokenizer.chat_template = before
     args = arguments(max_completion_length=3, max_turns=2, num_generations=4, task="")
     rows = [{"prompt": [{"role": "user", "content": "1"}]}]
 

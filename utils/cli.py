@@ -57,7 +57,7 @@ def main(args_class: type, train: Callable) -> None:
         given = tyro.cli(early, return_unknown_args=True, add_help=False, args=sys.argv[1:])[0]
         default = args_class()
         if folder := given.resume or given.evaluate:
-            saved = saved_args(Path(folder))
+            saved = saved_args(Path(folder), train.__globals__.get("NAME"))
             if foreign := saved.keys() - {field.name for field in dataclasses.fields(args_class)}:
                 raise UserError(f"{folder} is a run of another script or version: it has {', '.join(sorted(foreign))}")
             default = args_class(**saved)
@@ -90,11 +90,15 @@ def out_of_memory(args_class: type) -> str:
     return f"the memory of the device is full: {go_on}start afresh with less by {afresh}"
 
 
-def saved_args(folder: Path) -> dict:
+def saved_args(folder: Path, script: str | None = None) -> dict:
+    """The arguments of the run in `folder`. Raises UserError where there is none, or another script's than `script`."""
     try:
-        args = json.loads((folder / "config.json").read_text())["args"]
+        config = json.loads((folder / "config.json").read_text())
+        algo, args = config["algo"], config["args"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder} is not the folder of a run: it has no readable config.json") from error
+    if script is not None and script != algo:
+        raise UserError(f"{folder} is a run of {algo}.py, not of {script}.py: give it to that script")
     return {k: tuple(v) if isinstance(v, list) else v for k, v in args.items() if k != "resume"}  # the folder may move
 
 

@@ -269,13 +269,15 @@ def placed(value: Tensor | None, like: Any) -> Tensor:
 
 
 def load_module(module: torch.nn.Module, saved: dict[str, Tensor]) -> None:
-    """Brings the weights that rank 0 has in `saved` into `module`; those it lacks stay as they are."""
+    """Brings the weights that rank 0 has in `saved` into `module`; those it lacks stay as they are. Raises UserError
+    where the module has no such weights."""
     at_rest(module)
     own = module.state_dict(keep_vars=True)
-    names = on_rank_0(lambda: list(saved))
-    assert own.keys() >= set(names), f"the checkpoint has weights that the model lacks: {set(names) - own.keys()}"
+    kept = on_rank_0(lambda: {name: tensor.shape for name, tensor in saved.items()})
+    if foreign := [name for name, shape in kept.items() if name not in own or own[name].shape != shape]:
+        raise UserError(f"the checkpoint's weights {foreign[0]} do not fit: is --model another one than at the start?")
     with torch.no_grad():
-        for name in names:
+        for name in kept:
             own[name].copy_(placed(saved.get(name), own[name]))
 
 

@@ -139,7 +139,11 @@ class RewardModel:
     def __call__(self, rows: list[dict], texts: list[str]) -> list[float]:
         sequences = [encode_answer(row, text, self.tokenizer) for row, text in zip(rows, texts)]
         config, longest = self.members[0].config.get_text_config(), max(map(len, sequences))
-        if longest > (limit := getattr(config, "max_position_embeddings", None) or math.inf):
+        limit = getattr(config, "max_position_embeddings", None) or math.inf
+        for name, module in self.members[0].named_modules():
+            if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+                limit -= module.padding_idx + 1  # RoBERTa counts positions from behind that of padding
+        if longest > limit:
             wrong = f"a prompt with its answer has {longest} tokens and the reward model {self.__name__} takes {limit}"
             raise UserError(f"{wrong}: lower --max-completion-length, or drop long prompts")
         batches = [sequences[i : i + SCORED_AT_ONCE] for i in range(0, len(sequences), SCORED_AT_ONCE)]

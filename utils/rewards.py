@@ -121,6 +121,10 @@ def make_scorer(task: Task, specs: tuple[str, ...], weights: tuple[float, ...], 
         returned = [f(rows, texts) if isinstance(f, RewardModel) else f(**keywords) for f in functions]
         if any(map(inspect.isawaitable, returned)):
             returned = asyncio.run(awaited(returned))
+        for column, values in extra.items():
+            if len(values) != len(texts):
+                raise UserError(f"log_extra got {len(values)} values for {column!r} and {len(texts)} completions: give "
+                                "one for each")  # fmt: skip
         table = torch.full((len(texts), len(functions)), torch.nan)
         for j, (name, answer) in enumerate(zip(names, returned)):
             wrong = f"the reward function {name} returned"

@@ -44,6 +44,11 @@ class Run:
                  schedule_depends_on_budget: bool = False):  # fmt: skip
         if getattr(args, "eval_every", 0) is None:
             args.eval_every = min(max(total // 5, 1), args.longest_gap)
+        if args.track:
+            try:
+                import wandb  # an extra, and never needed for anything but --track
+            except ImportError as error:
+                raise UserError("--track needs wandb: pip install wandb") from error
         self.args, self.total, self.headline, self.writes = args, total, headline, rank() == 0
         self.shown: dict[str, str] = {}  # the newest value of each headline column
         self.signal: int | None = None
@@ -64,8 +69,6 @@ class Run:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
         if args.track and self.writes:
-            import wandb  # an extra, and never needed for anything but --track
-
             name = self.dir.name  # also the id, so that a resumed run goes on where it was
             self.wandb = wandb.init(
                 project="plainrl", name=name, id=name, resume="allow", dir=self.dir, config=vars(args)

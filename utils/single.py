@@ -70,8 +70,10 @@ def placed(value: Tensor, like: Tensor) -> Tensor:
 
 
 def load_module(module: torch.nn.Module, saved: dict[str, Tensor]) -> None:
-    unknown = module.load_state_dict(saved, strict=False).unexpected_keys
-    assert not unknown, f"the checkpoint has weights that the model lacks: {unknown}"
+    own = module.state_dict()
+    if foreign := [name for name, x in saved.items() if name not in own or own[name].shape != x.shape]:
+        raise UserError(f"the checkpoint's weights {foreign[0]} do not fit: is --model another one than at the start?")
+    module.load_state_dict(saved, strict=False)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:

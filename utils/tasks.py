@@ -189,8 +189,10 @@ def sort_score(row: dict, text: str) -> dict[str, float]:
 
 
 def answer_of(text: str) -> str:
-    """The text between the last pair of answer tags, or all of it if there is none."""
-    return re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)[-1].strip() if "</answer>" in text else text.strip()
+    """The text between the last pair of answer tags; without a pair what stands before a closing tag, else all: a
+    prompt may hold the opening tag."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return (found[-1] if found else text.partition("</answer>")[0]).strip()
 
 
 def final_answer(text: str) -> str | None:

@@ -25,6 +25,7 @@ from typing import Any
 from utils.errors import UserError
 from utils.tasks import Task, answer_of
 
+NO_SIGN = re.compile(rf"(?![-.]\d|(?<=\d)/\d)[{re.escape(string.punctuation)}]")  # punctuation but in numbers
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 LIMITED = """import resource, sys
 cpu, memory, size = map(int, sys.argv[1:])
@@ -36,11 +37,12 @@ exec(compile(sys.stdin.read(), "<python>", "exec"), {"__name__": "__main__"})
 
 def exact_match(row: dict, text: str) -> float:
     """1 if the text between the last answer tags equals row["answer"], or one of them, but for case, punctuation,
-    articles and white space (the rule of SQuAD, arXiv 1606.05250)."""
+    articles and white space (the rule of SQuAD, arXiv 1606.05250). Unlike there, -3, 3.5 and 1/2 keep their signs, and
+    an answer that is nothing but an article or punctuation, such as the choice A, stays."""
 
     def plain(text: str) -> list[str]:
-        kept = "".join(c for c in text.lower() if c not in string.punctuation)
-        return [word for word in kept.split() if word not in ("a", "an", "the")]
+        words = NO_SIGN.sub("", text.lower()).split()
+        return [word for word in words if word not in ("a", "an", "the")] or words or text.split()
 
     golds = [row["answer"]] if isinstance(row["answer"], str) else row["answer"]
     return float("</answer>" in text and plain(answer_of(text)) in [plain(str(gold)) for gold in golds])
@@ -89,11 +91,11 @@ def corpus_index(corpus: str) -> tuple[Any, list[str]]:
     try:
         with open(corpus) as file:
             passages = [json.loads(line)["text"] for line in file if line.strip()]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        retriever = bm25s.BM25()
+        retriever.index(bm25s.tokenize(passages, show_progress=False), show_progress=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         wrong = f'--environment search:{corpus} must name a file with lines {{"text": ...}}'
         raise UserError(f"{wrong} ({error!r})") from error
-    retriever = bm25s.BM25()
-    retriever.index(bm25s.tokenize(passages, show_progress=False), show_progress=False)
     return retriever, passages
 
 
@@ -155,12 +157,11 @@ def from_trl(kind: Callable) -> type:
     """
     from transformers.utils import get_json_schema
 
-    def methods_of(environment: Any) -> dict[str, Callable]:
-        found = dict(inspect.getmembers(environment, inspect.ismethod))
-        return {name: m for name, m in found.items() if name[0] != "_" and name not in ("reset", "get_reward")}
-
+    names = [name for name, _ in inspect.getmembers(kind, inspect.isroutine)  # of the class: a property may need reset
+             if name[0] != "_" and name not in ("reset", "get_reward")]  # fmt: skip
     try:
-        schemas = [get_json_schema(method) for method in methods_of(kind()).values()]
+        first = kind()
+        schemas = [get_json_schema(getattr(first, name)) for name in names]
     except Exception as error:  # of transformers, which has its own kinds, or of the class
         raise UserError(f"--environment: {error}") from error
 
@@ -184,18 +185,18 @@ def from_trl(kind: Callable) -> type:
         def step(self, text: str) -> tuple[str, float, bool]:
             call = CALL.search(text)
             answer = self.answer(call[1]) if call else ""
-            total = float(waited_for(self.inner.get_reward()))
+            total = waited_for(self.inner.get_reward())
+            total = self.paid if total is None else float(total)
             reward, self.paid = total - self.paid, total
             return answer, reward, call is None
 
         def answer(self, call: str) -> str:
             try:
                 asked = json.loads(call)
-                tool = methods_of(self.inner).get(asked["name"])
-                if tool is None:
+                if asked["name"] not in names:
                     raise ValueError(f"Tool {asked['name']} not found.")
-                return str(waited_for(tool(**asked["arguments"])))
-            except Exception as error:  # a model writes what it likes, and a tool refuses it by raising
+                return str(waited_for(getattr(self.inner, asked["name"])(**asked["arguments"])))
+            except (Exception, SystemExit) as error:  # a model writes what it likes, and a tool refuses it by raising
                 return str({"error": str(error)})
 
     return FromTRL

@@ -12,6 +12,7 @@ An environment is a class; each episode has an object of its own:
 
 A step that raises, takes longer than `seconds`, or answers with more than FLOOD characters for each token of room ends
 its episode; its reward is 0, rewards of earlier turns stay. A call that hangs goes on in its thread until the run ends.
+A reset that raises ends the run. The text of a turn has no special tokens.
 
 utils/tools.py has examples with tools. A class with get_reward is taken for one of TRL's (`from_trl` there).
 """
@@ -30,7 +31,7 @@ from utils.distributed import share, together
 from utils.errors import UserError
 from utils.rewards import load_function
 from utils.tasks import Task, countdown_score, load_task
-from utils.text import present, template_kwargs
+from utils.text import present, settings_of, template_kwargs
 from utils.tools import Python, Search, corpus_index, from_trl
 
 FLOOD = 100  # characters; no tokenizer's tokens hold that many on average
@@ -115,7 +116,18 @@ def load_environment(spec: str) -> Any:
         found = from_trl(found)
     if not all(callable(getattr(found, name, None)) for name in ("reset", "step")):
         raise UserError(f"--environment {spec} must have the methods reset(row, seed) and step(text)")
+    stop = getattr(found, "stop", ())
+    if isinstance(stop, str) or not all(isinstance(string, str) and string for string in stop):
+        raise UserError(f"stop of --environment {spec} is {stop!r}: it must be texts in a tuple, as in ('</search>',)")
     return found
+
+
+def check_tools(environment: Any, tokenizer) -> None:
+    """Raises UserError where the model would not be told of the environment's tools."""
+    hidden = settings_of(tokenizer).raw_prompt or "tools" not in str(tokenizer.chat_template)
+    if getattr(environment, "tools", ()) and hidden:
+        raise UserError("--environment has tools, and the chat template of --model does not show them: give a model "
+                        "whose template knows tools, without --raw-prompt")  # fmt: skip
 
 
 class Environments:
@@ -149,7 +161,7 @@ class Environments:
 
     def judged(self, answer: Any) -> Step:
         """What a call gave as a Step. Raises UserError where it is no answer at all."""
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             return Step("", 0.0, True, "".join(traceback.format_exception(answer)))
         try:
             observation, reward, done = answer
@@ -174,7 +186,7 @@ def results(calls: list[Callable], seconds: float) -> list[Any]:
                 return
             try:
                 queue.put(call())
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 queue.put(error)
 
     while len(found) < len(calls):
@@ -195,12 +207,15 @@ def results(calls: list[Callable], seconds: float) -> list[Any]:
 def opened(row: dict, text: str, tools: list) -> dict:
     """The row with `text` behind its prompt: behind the last message's content, where it has messages. A chat template
     is told of `tools`."""
-    if tools:
-        row = row | {"chat_template_kwargs": (row.get("chat_template_kwargs") or {}) | {"tools": tools}}
+    row = row | {"tools": tools} if tools else row
+    if not text:
+        return row
     if isinstance(row["prompt"], str):
         return row | {name: row[name] + text for name in ("prompt", "plain_prompt") if name in row}
     *before, last = row["prompt"]
-    return row | {"prompt": [*before, last | {"content": last["content"] + text}]}
+    content = last.get("content") or ""
+    content = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    return row | {"prompt": [*before, last | {"content": content}]}
 
 
 @lru_cache
@@ -261,8 +276,9 @@ def encode_observation(text: str, last: int, ends: list[int], tokenizer, frame: 
     """Token ids between two of the model's turns, encoded alone, so that nothing merges with the model's own. A turn
     that ended with an EOS (`last` is one of `ends`) has what the template would write there."""
     before, behind = frame
-    if last in ends:
-        before = before.removeprefix(tokenizer.decode([last]))
+    if last in ends:  # perhaps with another EOS than the template's
+        written = (text for text in map(tokenizer.decode, ([end] for end in ends)) if before.startswith(text))
+        before = before.removeprefix(next(written, ""))
     return tokenizer(before + text + behind, add_special_tokens=False)["input_ids"]
 
 
