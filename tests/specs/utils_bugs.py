@@ -64,7 +64,7 @@ copies-share-their-array: a view is written to, and the original loses its goal
 + episode.obs, episode.next_obs
 
 eos-written-twice: the template writes a whole conversation, and part of it was sampled
--         before = before.removeprefix(tokenizer.decode([last]))
+-         before = before.removeprefix(next(written, ""))
 +         pass
 
 groups-with-different-games: each episode has a seed of its own (RAGEN seeds by group)
@@ -628,8 +628,16 @@ processes-of-processes-live-on: the child itself is dead
 + child.kill()
 
 hidden-methods-are-tools: what a class keeps for itself begins with an underscore
-- if name[0] != "_" and name not in ("reset", "get_reward")}
-+ if name not in ("reset", "get_reward")}
+- if name[0] != "_" and name not in ("reset", "get_reward")]
++ if name[:2] != "__" and name not in ("reset", "get_reward")]
+
+signs-are-punctuation: SQuAD's rule drops all punctuation, and so takes 3 for -3
+- (?![-.]\\d|(?<=\\d)/\\d)[
++ [
+
+runs-of-any-script: their arguments often have the same names
+- if script is not None and script != algo:
++ if False:
 
 rewards-add-up-twice: get_reward says what the whole episode is worth so far
 - reward, self.paid = total - self.paid, total
