@@ -77,6 +77,7 @@ Differences
       the clip lets it.
     - Tulu 3's critic starts from a reward model, and a completion without EOS has the reward -10, right or wrong.
     - V after a completion without EOS is 0, as after any other.
+    - verl also cuts ratios above 3 where A < 0 (dual clip, arXiv 1912.09729). The papers and this script do not.
     - Dropout is off, so that the updated policy is the one that sampled.
     - Sampling and scoring both divide logits by --temperature. There is no top-k or top-p.
     - A sample whose reward functions all return None is left out.

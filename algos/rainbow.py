@@ -50,6 +50,7 @@ Differences
     - Settings for CartPole; the paper's are for Atari (alpha, beta, n and sigma are the paper's). Where the paper has
       convolutions stands one layer; the streams have one hidden layer each, as there.
     - That returns are a distribution cannot be taken out: dqn.py --double is what is left then.
+    - A new row has the largest priority that there is; other code keeps the largest that there ever was.
     - d is the divergence itself. Kaixhin/Rainbow takes the cross-entropy, which is above 0 where all is learned.
     - Q(s_t+n) and p(s_t) have the same noise in an update, as in Kaixhin/Rainbow; the paper of noisy networks draws one
       for each. CleanRL's rainbow_atari.py draws noise for each weight, though its comment says factorised.

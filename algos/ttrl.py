@@ -54,13 +54,14 @@ Differences
     - The authors train on the very prompts that they evaluate: train.json and test.json of PRIME-RL/TTRL are one file.
       Here reward/true is the accuracy on the prompts that are trained, eval/* that on held-out ones.
     - answer(y) of a file or a hub dataset is the text between the last pair of answer tags, else in the last \boxed{},
-      else none; that of gsm8k is the number after ####. The authors' extractor reads \boxed{}.
+      else none; that of gsm8k is the number after ####. The authors' extractor reads \boxed{}, else the last number,
+      else the empty text, which then has votes, too. Votes are counted by spelling, as here, but rewards are by value.
     - On countdown the text votes, not the number at its end. The target stands in the prompt: answers that end there
       would agree whatever stands before. Right answers are many, so votes are split.
     - M = G unless --num-votes says more. The authors take twice G.
     - PRIME-RL/TTRL (verl/workers/reward_manager/ttrl.py) writes each reward at the token where the prompt's last answer
       ends. GRPO sums rewards over tokens, so nothing changes there; per-token returns would be wrong.
-    - Without a single vote in a group all its rewards are 0, so it teaches nothing. The authors' code stops there.
+    - Without a single vote in a group all its rewards are 0, so it teaches nothing.
 """
 
 import sys
