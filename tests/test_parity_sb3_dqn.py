@@ -27,23 +27,23 @@ def recorded() -> tuple[dict, dict, dict]:
     return inputs, {name: t for name, t in tensors.items() if not name.startswith("input/")}, about
 
 
-def ours(inputs: dict, tau: float) -> list[dict[str, torch.Tensor]]:
+def ours(inputs: dict, tau: float, script) -> list[dict[str, torch.Tensor]]:
     """The parameters after each of our updates, whose gradients SB3 would not clip."""
-    args = dqn.Args(gamma=sb3.GAMMA, tau=tau, target_network_frequency=sb3.EVERY, hidden_size=sb3.H)
-    agent, states = dqn.Agent(sb3.D, sb3.A, args), []
+    args = script.Args(gamma=sb3.GAMMA, tau=tau, target_network_frequency=sb3.EVERY, hidden_size=sb3.H)
+    agent, states = script.Agent(sb3.D, sb3.A, args), []
     agent.load_state_dict({k.removeprefix("weights/"): t for k, t in inputs.items() if k.startswith("weights/")})
     optimizer = torch.optim.Adam(agent.q.parameters(), sb3.RATE, fused=True)
     for i in range(sb3.UPDATES):
-        batch = dqn.Transitions(*(inputs[name][i] for name in dqn.Transitions._fields))
-        assert dqn.update(agent, optimizer, batch, i + 1, args)["grad_norm"] < 10
+        batch = script.Transitions(*(inputs[name][i] for name in script.Transitions._fields))
+        assert script.update(agent, optimizer, batch, i + 1, args)["grad_norm"] < 10
         states.append({name: t.detach().clone() for name, t in agent.state_dict().items()})
     return states
 
 
-def compare(inputs: dict, theirs: dict) -> None:
+def compare(inputs: dict, theirs: dict, script=dqn) -> None:
     """All of them against SB3's results."""
     for i, case in enumerate(sb3.CASES):
-        for update, state in enumerate(ours(inputs, case["tau"])):
+        for update, state in enumerate(ours(inputs, case["tau"], script)):
             gaps = {name: (t - theirs[f"update/{i}/{name}"][update]).abs().max() for name, t in state.items()}
             assert len(gaps) == 12 and max(gaps.values()) < EXACT, f"after update {update + 1}, {case}: {gaps}"
 

@@ -25,7 +25,7 @@ SPEC = Spec(
     "HER, arXiv 1707.01495",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_her exact_dqn problems command_line_control resume_control",
+    tests="exact_her exact_dqn parity_sb3_her problems command_line_control resume_control",
     curves={
         "her-bitflip": Curve(FLIP, "eval/success", numbers={"mean eval/success": "share"}),
     },

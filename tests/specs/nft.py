@@ -55,7 +55,7 @@ SPEC = Spec(
     "NFT, arXiv 2505.18116",
     PARENT.family,
     small=PARENT.small + " --num-minibatches 2",
-    tests="exact_nft wiring::test_the_update_scores_as_the_sampler_did "
+    tests="exact_nft parity_verl wiring::test_the_update_scores_as_the_sampler_did "
           "invariance::test_reference_logps_are_the_scorers "
           "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
           "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",

@@ -77,7 +77,7 @@ SPEC = Spec(
     "VinePPO, arXiv 2410.01679",
     PARENT.family,
     small=f"{PARENT.small} --num-continuations 2".replace("--task sort", "--task countdown"),
-    tests="exact_vineppo exact_grpo wiring::test_the_update_scores_as_the_sampler_did "
+    tests="exact_vineppo exact_grpo parity_verl wiring::test_the_update_scores_as_the_sampler_did "
           "invariance::test_reference_logps_are_the_scorers "
           "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
           "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
