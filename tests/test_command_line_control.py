@@ -233,7 +233,7 @@ def test_evaluate_needs_a_run(trained, tmp_path, capsys):
     folder = shutil.copytree(trained("ppo-cartpole"), tmp_path / "copy")
     with user_error(capsys, str(folder / "model"), "config.json"):
         command_line(ppo, "--evaluate", folder / "model")
-    with user_error(capsys, str(folder), "another script", "clip_coef"):
+    with user_error(capsys, str(folder), "a run of ppo.py, not of sac.py"):
         command_line(SCRIPTS["sac"], "--evaluate", folder)
     assert checkpoints(folder) == [128, 160]
     (folder / "checkpoints/step-00000160.pt").write_bytes(b"half")

@@ -10,7 +10,7 @@ from utils.errors import UserError
 
 def write(folder, rows: list[dict], **config):
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"args": config}))
+    (folder / "config.json").write_text(json.dumps({"algo": "grpo", "args": config}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
