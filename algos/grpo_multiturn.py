@@ -74,8 +74,8 @@ Differences
     - The environment sees a turn that was cut off, too, and its reward counts; the episode ends there.
     - A chat template's text around an observation is the difference of dummy conversations (utils/turns.py). Thinking
       stays in earlier turns, which some templates drop: sampled tokens are what the next turn is conditioned on.
-    - A step that raises, hangs (--environment-seconds) or floods ends its episode. Its reward is 0. The
-      run goes on, shows the first such error of a step, and counts them in cut/fault.
+    - A step that raises, hangs (--environment-seconds) or floods ends its episode. Its reward is 0. The run goes on,
+      shows the first such error, and counts them in cut/fault. A reset that raises ends the run.
     - Each turn reads the whole episode anew, without the cache of the turn before: exact, and slower.
     - Everything else is as in grpo.py, whose Differences hold here, too. With one turn the two are equal bit for bit.
 """

@@ -3,9 +3,9 @@
     pip install trl==1.16.0 && python benchmarks/make_trl_variants_fixtures.py
 
 writes tests/fixtures/trl_variants.safetensors: the inputs of make_trl_fixtures.py, and for every case of CASES the
-advantages of _generate_and_score_completions, and the loss of _compute_loss with its gradient with respect to the
-per-token log-probabilities: of GRPOTrainer for GSPO, CISPO, DAPO and tools, of RLOOTrainer for RLOO. And what
-TRL's get_soft_overlong_punishment gives for each length. Their code runs unchanged, in float64; completions and
+advantages of _generate_and_score_completions, and the gradient of _compute_loss with respect to the per-token
+log-probabilities: of GRPOTrainer for GSPO, CISPO, DAPO and tools, of RLOOTrainer for RLOO. And what TRL's
+get_soft_overlong_punishment gives for each length. Their code runs unchanged, in float64; completions and
 log-probabilities are given. The test calls the same functions live where TRL is installed.
 """
 
@@ -38,7 +38,7 @@ CASES = [
 
 
 class RLOO:
-    """TRL's own advantages, loss and gradient of RLOO on given inputs."""
+    """TRL's own advantages and gradient of RLOO on given inputs."""
 
     def __init__(self, inputs: dict[str, torch.Tensor], directory: str):
         lengths, ids, self.inputs = inputs["mask"].sum(1).tolist(), inputs["ids"].tolist(), inputs
@@ -50,7 +50,7 @@ class RLOO:
         self.trainer.model.train()
 
     def __call__(self, case: dict) -> dict[str, torch.Tensor]:
-        """`advantages` (B,), `loss` () and `gradient` (B, T) of one case, in float64."""
+        """`advantages` (B,) and `gradient` (B, T) of one case, in float64."""
         trainer, logps = self.trainer, self.inputs["logps"].clone().requires_grad_()
         trainer.epsilon_low, trainer.epsilon_high, trainer.beta = case["epsilon"], case["epsilon_high"], case["beta"]
         before = torch.get_default_dtype()
@@ -63,7 +63,7 @@ class RLOO:
         finally:
             torch.set_default_dtype(before)
         (gradient,) = torch.autograd.grad(loss, logps)
-        return dict(advantages=batch["advantages"], loss=loss.detach(), gradient=gradient)
+        return dict(advantages=batch["advantages"], gradient=gradient)
 
 
 def results(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -74,7 +74,7 @@ def results(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         peers = {"rloo": RLOO(inputs, directory), "grpo": TRL(inputs, directory)}
         found = [peers.get(case["algo"], peers["grpo"])(case) for case in CASES]
     penalties = get_soft_overlong_punishment(MAX_LENGTH, BUFFER)([[3] * n for n in range(MAX_LENGTH + 3)])
-    tensors = {name: torch.stack([one[name] for one in found]) for name in ("advantages", "loss", "gradient")}
+    tensors = {name: torch.stack([one[name] for one in found]) for name in ("advantages", "gradient")}
     return tensors | {"penalties": torch.tensor(penalties, dtype=torch.float64)}
 
 

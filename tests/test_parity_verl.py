@@ -1,7 +1,7 @@
 """Eight scripts of language models compute what verl or the authors' code computes (benchmarks/make_verl_fixtures.py).
 
 Recorded numbers are compared. `update` runs on a table of log-probabilities in place of a model, and its gradients are
-theirs to rounding: 1e-8 of a token in their denominators. What differs is shown exactly. The scripts name:
+theirs to rounding: 1e-8 of a token in their denominators. What differs is shown exactly:
     - nft: theirs divides by 1000, holds r within 0.02 and 0.98, and log rho below 10.
     - nsr: theirs drops the rows without weight for PSR and NSR, not for W-REINFORCE.
     - raft: theirs has rewards of 0 and 1 for Reinforce-Rej, too. With 1 and -1 it is --select all.
@@ -9,7 +9,6 @@ theirs to rounding: 1e-8 of a token in their denominators. What differs is shown
     - topr: ROLL hands its function the ratios of single tokens. With those of completions it is the paper's and ours.
     - vineppo: their k3 is clipped to 10 and summed over a completion, which is beta times the mean length here.
     - ttrl: theirs writes a reward where the prompt's last answer ends.
-And they do not name:
     - ppo_lm: verl's dual clip (arXiv 1912.09729), which the papers do not have, cuts ratios above 3 at A < 0.
     - ttrl: theirs reads other answers out of the texts (the last test).
 """
@@ -17,9 +16,10 @@ And they do not name:
 import pytest
 import torch
 from safetensors.torch import load_file
+from table import Table, updated
 
 from algos import nft, nsr, ppo_lm, raft, tba, topr, ttrl, vineppo
-from benchmarks.make_verl_fixtures import BASELINE, BETA, EPSILON, HIGH, NFT, NSR, PATH, PPO, RAFT, VOTES, B, G, P, T
+from benchmarks.make_verl_fixtures import BASELINE, BETA, EPSILON, HIGH, NFT, NSR, PATH, PPO, RAFT, VOTES, B, G, T
 from benchmarks.make_verl_fixtures import inputs as make_inputs
 from utils.lm import Samples
 from utils.rewards import Scored
@@ -32,38 +32,16 @@ DATA, THEIRS = make_inputs(), load_file(PATH)
 MASK, ROWS, MIXED = DATA["mask"], torch.arange(B), slice(2 * G, B)
 
 
-class Table(torch.nn.Module):
-    """Log-probabilities and values by row, which the completions' ids are."""
-
-    device = torch.device("cpu")
-
-    def __init__(self):
-        super().__init__()
-        self.logps = torch.nn.Parameter(DATA["logps"].masked_fill(~MASK, -7.0))  # in padding: none may count
-        self.values = torch.nn.Parameter(DATA["values"].clone())
-
-
 def gradients(monkeypatch, module, *batch, old=DATA["old"], **settings) -> Table:
     """The table after one `update`, for the gradients that it got. `batch`: what follows the samples in a Batch."""
 
-    def scored(model, prompt_ids, prompt_mask, ids, mask, temperature):
-        logps = model.logps[ids[:, 0], : ids.shape[1]]
-        return logps, torch.zeros_like(logps)
+    def of_critic(table, optimizer, batch, args):
+        return ppo_lm.update(table, table.critic, optimizer, batch, torch.Generator(), args)
 
-    def critic(prompt_ids, prompt_mask, ids, mask):
-        return table.values[ids[:, 0], : ids.shape[1]]
-
-    monkeypatch.setattr(module, "completion_logps", scored)
-    table, prompts = Table(), torch.zeros(P, 1, dtype=torch.long)
-    samples = Samples(prompts, prompts == 0, ROWS[:, None].expand(B, T), MASK, old, ROWS % 2 == 0)
-    defaults = dict(num_generations=G, micro_batch_size=2 * G, num_minibatches=1, num_iterations=1, epsilon=EPSILON,
-                    max_completion_length=LENGTH, precision="float32", max_grad_norm=1e9, beta=0.0)  # fmt: skip
-    known = module.Args.__dataclass_fields__
-    args = module.Args(**{name: value for name, value in (defaults | settings).items() if name in known})
-    optimizer, of_critic = torch.optim.SGD(table.parameters(), 1.0), module is ppo_lm
-    module.update(table, *[critic] * of_critic, optimizer, module.Batch(samples, *batch),
-                  *[torch.Generator()] * of_critic, args)  # fmt: skip
-    return table
+    settings = dict(epsilon=EPSILON, max_completion_length=LENGTH) | settings
+    data = DATA | {"old": old, "ended": ROWS % 2 == 0}
+    return updated(monkeypatch, module, data, *batch, group=G, call=of_critic if module is ppo_lm else None,
+                   **settings)  # fmt: skip
 
 
 def close(ours, theirs) -> None:

@@ -40,6 +40,7 @@ def test_exact_match(text, score):
 @pytest.mark.parametrize("gold, right, wrong", [
     ("A", ["A", "a."], ["", "the", "...", "B"]), ("-3", ["-3", "-3."], ["3"]), ("3.5", ["3.5"], ["35"]),
     ("1/2", ["1/2"], ["12"]), ("1,000", ["1000"], ["1.000"]), ("x=-1", ["x=-1"], ["x=1"]),
+    ("F-16", ["F16", "the F-16."], ["F-1"]), ("5-3", ["5-3"], ["53"]),
 ])  # fmt: skip
 def test_exact_match_of_choices_and_numbers(gold, right, wrong):
     assert all(exact_match({"answer": gold}, f"<answer>{text}</answer>") == 1 for text in right)

@@ -25,7 +25,8 @@ from typing import Any
 from utils.errors import UserError
 from utils.tasks import Task, answer_of
 
-NO_SIGN = re.compile(rf"(?![-.]\d|(?<=\d)/\d)[{re.escape(string.punctuation)}]")  # punctuation but in numbers
+# punctuation but in numbers: that of -3, .5 and 1/2, not of F-16
+NO_SIGN = re.compile(rf"(?!(?<![^\W\d_])[-.]\d|(?<=\d)/\d)[{re.escape(string.punctuation)}]")
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 LIMITED = """import resource, sys
 cpu, memory, size = map(int, sys.argv[1:])

@@ -277,8 +277,8 @@ def encode_observation(text: str, last: int, ends: list[int], tokenizer, frame: 
     that ended with an EOS (`last` is one of `ends`) has what the template would write there."""
     before, behind = frame
     if last in ends:  # perhaps with another EOS than the template's
-        written = (text for text in map(tokenizer.decode, ([end] for end in ends)) if before.startswith(text))
-        before = before.removeprefix(next(written, ""))
+        written = [eos for eos in map(tokenizer.decode, ends) if before.startswith(eos)]
+        before = before.removeprefix(written[0]) if written else before
     return tokenizer(before + text + behind, add_special_tokens=False)["input_ids"]
 
 

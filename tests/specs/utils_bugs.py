@@ -64,7 +64,7 @@ copies-share-their-array: a view is written to, and the original loses its goal
 + episode.obs, episode.next_obs
 
 eos-written-twice: the template writes a whole conversation, and part of it was sampled
--         before = before.removeprefix(next(written, ""))
+-         before = before.removeprefix(written[0]) if written else before
 +         pass
 
 groups-with-different-games: each episode has a seed of its own (RAGEN seeds by group)
@@ -632,7 +632,7 @@ hidden-methods-are-tools: what a class keeps for itself begins with an underscor
 + if name[:2] != "__" and name not in ("reset", "get_reward")]
 
 signs-are-punctuation: SQuAD's rule drops all punctuation, and so takes 3 for -3
-- (?![-.]\\d|(?<=\\d)/\\d)[
+- (?!(?<![^\\W\\d_])[-.]\\d|(?<=\\d)/\\d)[
 + [
 
 runs-of-any-script: their arguments often have the same names
