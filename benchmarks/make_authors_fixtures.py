@@ -7,8 +7,8 @@
     python benchmarks/make_authors_fixtures.py /tmp/iql /tmp/rlpd
 
 writes tests/fixtures/authors.safetensors: minibatches, RLPD's noise and random subsets, and, under the authors' names,
-every parameter at the start and after each update of `_update_jit` and `SACLearner.update`. Their code runs unchanged,
-in float64 and not compiled; what it draws at random is given.
+every parameter at the start and after each update of `_update_jit` and `SACLearner.update`. `bc/` is IQL's actor at
+temperature 0. Their code runs unchanged, in float64 and not compiled; what it draws at random is given.
 """
 
 import sys
@@ -99,8 +99,11 @@ def main(iql: str, rlpd: str) -> None:
               mock.patch("jax.random.choice", lambda *_, **__: inputs["subset"][i])):  # fmt: skip
             return learner.update(batch, 1)[0]
 
-    learner = Learner(0, inputs["obs"][0], inputs["actions"][0], RATE, RATE, RATE, (H, H), GAMMA, TAU, EXPECTILE,
-                      TEMPERATURE, opt_decay_schedule="none")  # fmt: skip
+    def learner_of_iql(temperature: float):
+        return Learner(0, inputs["obs"][0], inputs["actions"][0], RATE, RATE, RATE, (H, H), GAMMA, TAU, EXPECTILE,
+                       temperature, opt_decay_schedule="none")  # fmt: skip
+
+    learner = learner_of_iql(TEMPERATURE)
     found = record(learner, ("actor", "critic", "value", "target_critic"), perturbed, update_iql)
     tensors = {f"iql/{name}": x for name, x in found.items()}
     box = gym.spaces.Box
@@ -108,6 +111,8 @@ def main(iql: str, rlpd: str) -> None:
                                 SUBSET, critic_layer_norm=True, init_temperature=ALPHA)  # fmt: skip
     found = record(learner, ("actor", "critic", "temp", "target_critic"), perturbed, update_rlpd)
     tensors |= {f"rlpd/{name}": x for name, x in found.items()}
+    found = record(learner_of_iql(0.0), ("actor",), perturbed, update_iql)
+    tensors |= {f"bc/{name}": x for name, x in found.items()}
     save_file({name: np.ascontiguousarray(x) for name, x in (inputs | tensors).items()}, PATH)
     print(f"{PATH.stat().st_size / 1024:.0f} KB in {PATH}")
 

@@ -1,11 +1,12 @@
-"""Records what Tianshou's C51 and RainbowDQN compute on fixed inputs, for tests/test_parity_tianshou.py.
+"""Records what Tianshou's C51, RainbowDQN and Reinforce compute on fixed inputs, for tests/test_parity_tianshou.py.
 
     pip install tianshou==2.0.1 safetensors && python benchmarks/make_tianshou_fixtures.py
 
 writes tests/fixtures/tianshou.safetensors: the inputs, and for each case of CASES the returns of n steps of a whole
-buffer and five of Tianshou's own updates, from drawing rows to renewing priorities. Its code runs in float64: its cast
-of observations to float32 is left out. Uniform numbers and noise are given: one number for each of B equal parts of the
-priorities' sum, where Tianshou draws all of them from the whole.
+buffer and five of Tianshou's own updates, from drawing rows to renewing priorities. Of Reinforce the gradients of one
+update with the whole buffer. Its code runs in float64: its cast of observations to float32 is left out. Uniform numbers
+and noise are given: one number for each of B equal parts of the priorities' sum, where Tianshou draws all of them from
+the whole.
 """
 
 import contextlib
@@ -105,11 +106,20 @@ def named(net, script: str):
             yield f"{ours}.{kind}", getattr(layer, KINDS[kind] if hasattr(layer, "mu_W") else kind)
 
 
+def steps_of(inputs: dict[str, torch.Tensor]) -> list:
+    """The stream as Tianshou's batches of one step."""
+    from tianshou.data import Batch
+
+    obs, actions, rewards, terminated, truncated, next_obs = (inputs[f"stream/{name}"].numpy() for name in COLUMNS)
+    return [Batch(obs=obs[t], act=actions[t], rew=rewards[t], terminated=terminated[t], truncated=truncated[t],
+                  done=terminated[t] or truncated[t], obs_next=next_obs[t], info={}) for t in range(T)]  # fmt: skip
+
+
 def run_updates(inputs: dict[str, torch.Tensor], case: dict) -> dict[str, torch.Tensor]:
     """The returns of all rows (T, N); after each update the parameters; of rainbow also the rows that it drew, their
     weights, what it renews their priorities with, all priorities, and at the end that of a new row."""
     from tianshou.algorithm.algorithm_base import policy_within_training_step
-    from tianshou.data import Batch, PrioritizedReplayBuffer, ReplayBuffer
+    from tianshou.data import PrioritizedReplayBuffer, ReplayBuffer
     from tianshou.utils.net.common import MLP
 
     algorithm, prioritized = make_algorithm(**case), case["script"] == "rainbow"
@@ -118,9 +128,7 @@ def run_updates(inputs: dict[str, torch.Tensor], case: dict) -> dict[str, torch.
             for name, part in named(net, case["script"]):
                 part.copy_(inputs[f"weights/{name}"])
     buffer = PrioritizedReplayBuffer(T + 1, ALPHA, BETA) if prioritized else ReplayBuffer(T + 1)
-    obs, actions, rewards, terminated, truncated, next_obs = (inputs[f"stream/{name}"].numpy() for name in COLUMNS)
-    steps = [Batch(obs=obs[t], act=actions[t], rew=rewards[t], terminated=terminated[t], truncated=truncated[t],
-                   done=terminated[t] or truncated[t], obs_next=next_obs[t], info={}) for t in range(T)]  # fmt: skip
+    steps = steps_of(inputs)
     for step in steps:
         buffer.add(step)
     every, states, drawn, sample = np.arange(T), [], {}, buffer.sample
@@ -153,9 +161,40 @@ def run_updates(inputs: dict[str, torch.Tensor], case: dict) -> dict[str, torch.
     return tensors | {"returns": returns.returns}
 
 
+def policy_weights(inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Weight and bias of a hidden layer (D -> H) and of a layer of logits (H -> A)."""
+    names = [f"weights/{layer}.{kind}" for layer in ("net.0", "value.4") for kind in ("weight", "bias")]
+    return [inputs[name] if "net.0" in name else inputs[name][:A] for name in names]
+
+
+def reinforce_gradients(inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Of the mean over all T steps of -G log pi, in the order of `policy_weights`."""
+    from tianshou.algorithm.algorithm_base import policy_within_training_step
+    from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, Reinforce
+    from tianshou.algorithm.optim import AdamOptimizerFactory
+    from tianshou.data import ReplayBuffer
+    from tianshou.utils.net.common import MLP, Net
+
+    net = Net(state_shape=D, action_shape=A, hidden_sizes=[H], activation=torch.nn.Tanh)
+    policy = DiscreteActorPolicy(actor=net, action_space=gym.spaces.Discrete(A),
+                                 dist_fn=lambda logits: torch.distributions.Categorical(logits=logits))  # fmt: skip
+    with torch.no_grad():
+        for part, value in zip(net.parameters(), policy_weights(inputs), strict=True):
+            part.copy_(value)
+    algorithm, buffer = Reinforce(policy=policy, optim=AdamOptimizerFactory(lr=RATE), gamma=GAMMA), ReplayBuffer(T)
+    for step in steps_of(inputs):
+        buffer.add(step)
+    with (
+        mock.patch.object(MLP, "forward", lambda self, obs: self.model(torch.as_tensor(obs))),  # no cast
+        policy_within_training_step(policy),
+    ):
+        algorithm.update(buffer, None, 1)
+    return [part.grad for part in net.parameters()]
+
+
 def results(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     torch.set_default_dtype(torch.float64)
-    tensors = {}
+    tensors = {f"reinforce/{i}": gradient for i, gradient in enumerate(reinforce_gradients(inputs))}
     for i, case in enumerate(CASES):
         tensors |= {f"case{i}/{name}": value for name, value in run_updates(inputs, case).items()}
     return tensors

@@ -1,11 +1,11 @@
-"""Records what verl and the authors of eight algorithms compute, for tests/test_parity_verl.py.
+"""Records what verl and the authors of seven algorithms compute, for tests/test_parity_verl.py.
 
     python benchmarks/make_verl_fixtures.py FOLDER      checkouts: FOLDER/verl, FOLDER/NFT, ...
 
 writes tests/fixtures/verl.safetensors: the inputs, and the gradients and rewards of each project. Their functions run
 unchanged, cut out of their files; where the loss stands in the middle of a loop, those of its lines. Recorded with
-verl b178a3c (ppo_lm), NFT b358fae, Minimal-RL e3b49f0 (raft), RLVR-Decomposed a5d4e7c (nsr), TBA c6075e2, VinePPO
-efe7228, ROLL 8eb27cc (topr) and TTRL 3e2cc93, which needs latex2sympy2, pylatexenc and word2number.
+verl b178a3c (ppo_lm, reinforce_lm), NFT b358fae, Minimal-RL e3b49f0 (raft), RLVR-Decomposed a5d4e7c (nsr), TBA c6075e2,
+VinePPO efe7228, ROLL 8eb27cc (topr) and TTRL 3e2cc93, which needs latex2sympy2, pylatexenc and word2number.
 """
 
 import ast
@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Optional
 
 import numpy as np
 import torch
@@ -97,23 +98,28 @@ def tools(path: Path, *more: str) -> dict:
 
 
 def by_verl(folder: Path, data: dict) -> dict[str, torch.Tensor]:
-    names = "rewards", "gae_advantage_return", "policy_loss_vanilla", "value_loss"
+    names = "rewards", "gae_advantage_return", "policy_loss_vanilla", "value_loss", "rloo_outcome_advantage"
     scope = tools(folder / "verl/utils/torch_functional.py", "masked_sum", "clip_by_value")
-    scope["AlgoConfig"] = ModuleType
+    scope |= {"AlgoConfig": ModuleType, "Optional": Optional, "np": np}
     core = folder / "verl/trainer/ppo/core_algos.py"
     cut_out(core, ("agg_loss",), scope)
-    penalise, gae, policy, value = cut_out(core, tuple(f"compute_{name}" for name in names), scope)
+    penalise, gae, policy, value, leave_one_out = cut_out(core, tuple(f"compute_{name}" for name in names), scope)
     mask, found = data["mask"].double(), {}
+
+    def gradient(old: torch.Tensor, advantages: torch.Tensor, mode: str, bound: float) -> torch.Tensor:
+        settings = dict(clip_ratio=None, clip_ratio_low=EPSILON, clip_ratio_high=HIGH, global_batch_info={})
+        config, logps = SimpleNamespace(**settings, get={"clip_ratio_c": bound}.get), leaf(data)
+        return slope(policy(old, logps, advantages, mask, mode, config)[0], logps)
+
     for i, (gamma, gae_lambda, mode, bound) in enumerate(PPO):
         rewards = penalise(at_the_end(data["rewards"], mask), data["old"], data["ref"], BETA) * mask
         advantages, returns = gae(rewards, data["old_values"], mask, gamma, gae_lambda)
-        settings = dict(clip_ratio=None, clip_ratio_low=EPSILON, clip_ratio_high=HIGH, global_batch_info={})
-        config = SimpleNamespace(**settings, get={"clip_ratio_c": bound}.get)
-        logps, values = leaf(data), leaf(data, "values")
-        loss = policy(data["old"], logps, advantages, mask, mode, config)[0]
+        values = leaf(data, "values")
         error = value(values, returns, data["old_values"], mask, EPSILON, mode)[0]
-        found |= {f"ppo_lm/{i}": slope(loss, logps), f"ppo_lm/{i}/values": slope(error, values)}
-    return found
+        found |= {f"ppo_lm/{i}": gradient(data["old"], advantages, mode, bound),
+                  f"ppo_lm/{i}/values": slope(error, values)}  # fmt: skip
+    advantages = leave_one_out(at_the_end(data["graded"], mask), mask, [0] * B)[0]  # as if all had one prompt
+    return found | {"reinforce_lm": gradient(data["logps"], advantages, "seq-mean-token-sum", 3.0)}
 
 
 def by_nft(folder: Path, data: dict) -> dict[str, torch.Tensor]:

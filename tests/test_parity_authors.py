@@ -1,8 +1,10 @@
-"""iql.py's and rlpd.py's updates compute what the authors' own code computes, from the same weights and minibatches.
+"""Updates of iql.py, bc.py and rlpd.py compute what the authors' code of IQL and RLPD computes, from the same weights
+and minibatches.
 
-Recorded by benchmarks/make_authors_fixtures.py from the JAX code of IQL (commit 09d7002) and RLPD (c90fd4b). RLPD's
-critics minimise a mean over them where ours minimise half a sum, a factor that Adam's epsilon alone sees, and its
-LayerNorm has flax's epsilon of 1e-6 where ours has PyTorch's 1e-5: here both are as theirs.
+Recorded by benchmarks/make_authors_fixtures.py from the JAX code of IQL (commit 09d7002), whose actor clones behaviour
+at temperature 0, and of RLPD (c90fd4b). RLPD's critics minimise a mean over them where ours minimise half a sum, a
+factor that Adam's epsilon alone sees, and its LayerNorm has flax's epsilon of 1e-6 where ours has PyTorch's 1e-5: here
+both are as theirs.
 """
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from algos import iql, rlpd
+from algos import bc, iql, rlpd
 from benchmarks import make_authors_fixtures as authors
 
 EXACT = 1e-9  # float64, four steps of Adam
@@ -90,6 +92,21 @@ def test_iql(recorded):
     agent.actor.log_std.data.copy_(log_stds[0])
     follow(agent, theirs(recorded, agent, IQL), update)
     assert 0 < max(clipped) < 1 and log_stds[-1, 0] != log_stds[0, 0] and log_stds[-1, 1] == log_stds[0, 1] < -5
+
+
+def test_bc(recorded):
+    """IQL's actor at temperature 0. One standard deviation is below its bound."""
+    recorded = {name.removeprefix("bc/"): x for name, x in recorded.items()}
+    agent = bc.Agent(authors.D, authors.A, bc.Args(hidden_size=authors.H))
+    optimizer, log_stds = torch.optim.Adam(agent.actor.parameters(), authors.RATE), recorded["actor/log_stds"]
+
+    def update(i: int) -> None:
+        bc.update(agent, optimizer, bc.Transitions(*(recorded[name][i] for name in bc.Transitions._fields)))
+        assert (agent.actor.log_std - log_stds[i + 1]).abs().max() < EXACT
+
+    agent.actor.log_std.data.copy_(log_stds[0])
+    follow(agent, theirs(recorded, agent, {"actor.net": IQL["actor.net"]}), update)
+    assert log_stds[-1, 0] != log_stds[0, 0] and log_stds[-1, 1] == log_stds[0, 1] < -5
 
 
 def test_rlpd(recorded, monkeypatch):

@@ -1,5 +1,5 @@
-"""Updates of C51 with --double and of Rainbow compute what Tianshou's C51 and RainbowDQN do: rows and weights that are
-drawn, returns of n steps, parameters, priorities, from the same steps, weights and random numbers.
+"""Updates of C51 with --double, of Rainbow and of REINFORCE compute what Tianshou's C51, RainbowDQN and Reinforce do:
+rows and weights that are drawn, returns, parameters, priorities, from the same steps, weights and random numbers.
 
 Against recorded numbers (benchmarks/make_tianshou_fixtures.py). Tianshou 2.0.1 differs in what follows. Each difference
 is put into ours here, and then the numbers are the same. Tianshou
@@ -9,7 +9,8 @@ is put into ours here, and then the numbers are the same. Tianshou
 - copies the noise with the weights where the target network is renewed, so that in this update both have the same;
 - renews a priority with the cross-entropy plus 1.2e-7, not with the divergence plus 1e-6;
 - gives a new row the largest priority that there ever was, not the largest that there is;
-- has no C51 without Double.
+- has no C51 without Double;
+- has no baseline in Reinforce, and takes the mean over steps, which is our sum / N times N / T.
 """
 
 import json
@@ -23,7 +24,7 @@ import torch
 from helpers import new_run
 from safetensors import safe_open
 
-from algos import c51, rainbow
+from algos import c51, rainbow, reinforce
 from benchmarks import make_tianshou_fixtures as tianshou
 from benchmarks.make_tianshou_fixtures import CASES, EVERY, GAMMA, UPDATES, V_MAX, V_MIN, A, B, D, H, N, T, given
 from utils.replay import ReplayBuffer
@@ -181,3 +182,18 @@ def test_rainbow(case, tmp_path):
     copied = range(0, UPDATES, EVERY)  # where the target network has just been renewed
     states = rainbow_updates(INPUTS, columns, RESULTS[f"case{case}/weights"], theirs, EPSILON, copied)
     compare(states, RESULTS, f"case{case}", INPUTS, EXACT)
+
+
+def test_reinforce():
+    """Discounted returns to go, where episodes terminate and where they are cut off, and the gradients of a policy."""
+    columns = zip(*(INPUTS[f"stream/{name}"].split(tianshou.LENGTHS) for name in ("obs", "actions", "rewards")))
+    obs, actions, rewards = (torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True) for rows in zip(*columns))
+    mask = torch.arange(obs.shape[1]) < torch.tensor(tianshou.LENGTHS)[:, None]
+    policy = torch.nn.Sequential(torch.nn.Linear(D, H), torch.nn.Tanh(), torch.nn.Linear(H, A))
+    for part, value in zip(policy.parameters(), tianshou.policy_weights(INPUTS), strict=True):
+        part.data.copy_(value)
+    args = reinforce.Args(gamma=GAMMA, baseline=False)
+    reinforce.update(policy, torch.optim.Adam(policy.parameters()), reinforce.Batch(obs, actions, rewards, mask), args)
+    for i, part in enumerate(policy.parameters()):
+        assert RESULTS[f"reinforce/{i}"].abs().max() > 1e6 * EXACT
+        close(part.grad * len(mask) / T, RESULTS[f"reinforce/{i}"])

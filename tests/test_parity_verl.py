@@ -1,9 +1,10 @@
-"""Eight scripts of language models compute what verl or the authors' code computes (benchmarks/make_verl_fixtures.py).
+"""Nine scripts of language models compute what verl or the authors' code computes (benchmarks/make_verl_fixtures.py).
 
 Recorded numbers are compared. `update` runs on a table of log-probabilities in place of a model, and its gradients are
 theirs to rounding: 1e-8 of a token in their denominators. What differs is shown exactly:
     - nft: theirs divides by 1000, holds r within 0.02 and 0.98, and log rho below 10.
     - nsr: theirs drops the rows without weight for PSR and NSR, not for W-REINFORCE.
+    - reinforce_lm: verl's RLOO, with all prompts in one group.
     - raft: theirs has rewards of 0 and 1 for Reinforce-Rej, too. With 1 and -1 it is --select all.
     - tba: their loss is ours times 2 / beta.
     - topr: ROLL hands its function the ratios of single tokens. With those of completions it is the paper's and ours.
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from table import Table, updated
 
-from algos import nft, nsr, ppo_lm, raft, tba, topr, ttrl, vineppo
+from algos import nft, nsr, ppo_lm, raft, reinforce_lm, tba, topr, ttrl, vineppo
 from benchmarks.make_verl_fixtures import BASELINE, BETA, EPSILON, HIGH, NFT, NSR, PATH, PPO, RAFT, VOTES, B, G, T
 from benchmarks.make_verl_fixtures import inputs as make_inputs
 from utils.lm import Samples
@@ -70,6 +71,11 @@ def test_ppo_lm(monkeypatch, i):
     assert cut.any() == (bound == 3)
     close(size * ours.logps.grad.masked_fill(cut, 0.0), THEIRS[f"ppo_lm/{i}"])
     close(size * ours.values.grad / 0.1, THEIRS[f"ppo_lm/{i}/values"])
+
+
+def test_reinforce_lm(monkeypatch):
+    """The mean of the others, a sum over tokens and a mean over completions, also in two micro-batches."""
+    close(gradients(monkeypatch, reinforce_lm, DATA["graded"]).logps.grad, THEIRS["reinforce_lm"])
 
 
 @pytest.mark.parametrize("i", range(len(NFT)))

@@ -44,7 +44,7 @@ SPEC = Spec(
     "Language models: rewards",
     small="--device cpu --task sort --num-prompts 16 --sample-batch-size 4 --max-steps 6 --eval-prompts 4 "
           "--eval-every 2 --save-every 2",
-    tests="exact_reinforce_lm wiring::test_the_update_scores_as_the_sampler_did "
+    tests="exact_reinforce_lm parity_verl wiring::test_the_update_scores_as_the_sampler_did "
           "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
           "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
     curves={
