@@ -31,8 +31,9 @@ Metrics
 
 Differences
     - A lost life ends bootstrapping and the advantage recursion, not the game. A game's score is over all its lives.
-      Gymnasium's terminal_on_life_loss would start a new game at every lost life. After one, we press FIRE, and what
-      that earns counts. SB3 plays a no-op, FIRE and the third action, unrewarded; the last two at a game's start, too.
+      Gymnasium's terminal_on_life_loss would start a new game at every lost life.
+    - After a lost life we press FIRE, and what that earns counts. SB3 plays a no-op, FIRE and the third action, without
+      their rewards. At a game's start it plays FIRE and the third action, we FIRE alone.
     - From CleanRL and baselines: 4 epochs of 4 minibatches, entropy 0.01, value loss 0.5 of half squares. Both also
       clip the change of the value (--clip-vloss). From the paper: learning rate and clip. The paper anneals both, makes
       3 epochs and weighs the value loss by 1. It names the network of Mnih et al. 2016; that of 2015 is from baselines.

@@ -168,7 +168,7 @@ def policy_weights(inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 def reinforce_gradients(inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Of the mean over all T steps of -G log pi, in the order of `policy_weights`."""
+    """Gradients of the mean over all T steps of -G log pi, in the order of `policy_weights`."""
     from tianshou.algorithm.algorithm_base import policy_within_training_step
     from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, Reinforce
     from tianshou.algorithm.optim import AdamOptimizerFactory

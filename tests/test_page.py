@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks import processes
 from benchmarks.page import ROOT, page, pages
+from tests.specs import SPECS
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -14,3 +15,8 @@ def test_the_tables_are_fresh(path):
 
 def test_the_computed_table_is_fresh():
     assert "\n".join(processes.computed()) in processes.README.read_text(), "run: python benchmarks/processes.py paper"
+
+
+def test_every_comparison_with_a_peer_is_on_a_script_s_page():
+    listed = {name.partition("::")[0] for spec in SPECS.values() for name in spec.tests.split()}
+    assert {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_parity_*.py")} <= listed

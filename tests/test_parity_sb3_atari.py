@@ -1,9 +1,9 @@
 """ppo_atari.py computes what Stable-Baselines3's PPO with a CnnPolicy computes, and sees what its AtariWrapper shows.
 
-Live, against the installed SB3. It differs in what follows, here and in algos/ppo_atari.py. SB3
+Live, against the installed SB3. It differs in two points. SB3
 
-- ends an episode at a lost life, begins the next with a no-op, and presses FIRE and then the third action, unrewarded;
-- counts grey from a frame's colours, where Gymnasium asks the emulator: single pixels differ a little.
+- ends an episode at a lost life, and begins the next with a no-op, FIRE and the third action, without their rewards;
+- computes grey from a frame's colours, where Gymnasium asks the emulator: single pixels differ a little.
 """
 
 import gymnasium as gym
@@ -14,7 +14,7 @@ import torch
 from algos import ppo_atari
 from utils.envs import make_vector
 
-ale_py = pytest.importorskip("ale_py", reason="not run: ale-py is not installed")
+pytest.importorskip("ale_py", reason="not run: ale-py is not installed")
 WHY = "stable-baselines3 cannot be imported: pip install stable-baselines3==2.9.0"
 sb3 = pytest.importorskip("stable_baselines3", reason=WHY, exc_type=ImportError)
 T, N, H, ROUNDS = 8, 2, 16, 2
@@ -94,14 +94,14 @@ def test_rollouts_and_updates():
 
 @pytest.mark.parametrize("game, gap", [("Breakout", 0.0), ("SpaceInvaders", 0.0), ("Freeway", 0.1), ("Qbert", 0.1)])
 def test_frames(game, gap):
-    """Frames, signs of rewards and the lost life, up to the first one: the same no-ops and button at the start."""
+    """Up to the first lost life: frames, signs of rewards, and when it is lost. `gap`: between frames, in the mean."""
     from stable_baselines3.common.atari_wrappers import AtariWrapper
 
     ours = ppo_atari.make_atari(f"ALE/{game}-v5")
     theirs = AtariWrapper(gym.make(f"ALE/{game}-v5", frameskip=1, repeat_action_probability=0.0))
     frame, obs = theirs.reset(seed=3)[0], ours.reset(seed=3)[0]
     if "FIRE" in ours.unwrapped.get_action_meanings():
-        obs = ours.step(2)[0]
+        obs = ours.step(2)[0]  # as SB3 did behind FIRE
     rng, done, total = np.random.default_rng(0), False, 0.0
     for _ in range(200):
         assert np.abs(obs[-1] - frame[..., 0].astype(float)).mean() <= gap

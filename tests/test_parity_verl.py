@@ -4,7 +4,7 @@ Recorded numbers are compared. `update` runs on a table of log-probabilities in 
 theirs to rounding: 1e-8 of a token in their denominators. What differs is shown exactly:
     - nft: theirs divides by 1000, holds r within 0.02 and 0.98, and log rho below 10.
     - nsr: theirs drops the rows without weight for PSR and NSR, not for W-REINFORCE.
-    - reinforce_lm: verl's RLOO, with all prompts in one group.
+    - reinforce_lm: theirs is RLOO with all prompts in one group.
     - raft: theirs has rewards of 0 and 1 for Reinforce-Rej, too. With 1 and -1 it is --select all.
     - tba: their loss is ours times 2 / beta.
     - topr: ROLL hands its function the ratios of single tokens. With those of completions it is the paper's and ours.
