@@ -291,8 +291,11 @@ def test_numbers_that_are_not_finite(how, size, kind, tmp_path):
 
 @pytest.mark.parametrize("obs, reward", [(1e39, 0.0), (0.0, -1e39), (np.nan, 0.0), (0.0, np.inf)])
 def test_numbers_that_float32_cannot_hold(obs, reward):
-    """They would be infinite in the buffer."""
+    """They would be infinite in the buffer. Numbers whose squares no float of their size can hold are not meant."""
     check_finite(np.array([[3e38]]), np.array([-3e38]), 1)
+    for obs_dtype in (np.float16, np.float32, np.int64):
+        largest = np.iinfo(obs_dtype).max if obs_dtype is np.int64 else np.finfo(obs_dtype).max
+        check_finite(np.array([[largest], [0]], obs_dtype), np.zeros(2), 1)
     with pytest.raises(UserError, match="environment 1 .* finite in float32"):
         check_finite(np.array([[0.0], [obs]]), np.array([0.0, reward]), 1)
 

@@ -112,8 +112,8 @@ class Log:
         self.episode[index], self.total[index] = episode, total
         self.length[index], self.actions[index] = len(actions), np.array(actions)
 
-    def step(self, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> list[tuple[float, int]]:
-        """Adds a step that all have taken. Returns (return, length) of the episodes that it ended."""
+    def step(self, actions: np.ndarray, rewards: np.ndarray, ended: list[int]) -> list[tuple[float, int]]:
+        """Adds a step that all have taken and that ended the episodes of `ended`. Returns their (return, length)."""
         for i, kept in enumerate(self.length.tolist() if self.replay else ()):
             if kept > LONGEST_LOG:
                 continue
@@ -122,8 +122,8 @@ class Log:
             self.actions[i][kept] = actions[i]
         self.total += rewards
         self.length += ~self.idle
-        self.idle = done & self.next_step
-        ended = done.nonzero()[0].tolist()
+        if self.next_step:
+            self.idle = np.isin(np.arange(len(self.idle)), ended)
         episodes = [(self.total[i].item(), self.length[i].item()) for i in ended]
         for i in ended:
             self.begin(i, self.episode[i] + 1)
@@ -259,20 +259,21 @@ def step_vector(envs: Vector, actions: np.ndarray, step: int, lives: bool = Fals
     """
     taken = actions.copy()  # an environment may change its own in place
     obs, rewards, terminated, truncated, infos = envs.step(actions)
-    true_obs, done = obs, terminated | truncated
+    true_obs, ended = obs, (terminated | truncated).nonzero()[0].tolist()
     if lives and "life_lost" in infos:
         terminated = terminated | infos["life_lost"]
-    if done.any() and not envs.log.next_step:
+    if ended and not envs.log.next_step:
         true_obs = obs.copy()
-        for i in np.flatnonzero(done):
+        for i in ended:
             true_obs[i] = infos["final_obs"][i]
         check_finite(obs, rewards, step)
     check_finite(true_obs, rewards, step)
-    return obs, true_obs, rewards, terminated, truncated, envs.log.step(taken, rewards, done)
+    return obs, true_obs, rewards, terminated, truncated, envs.log.step(taken, rewards, ended)
 
 
 def check_finite(obs: np.ndarray, rewards: np.ndarray, step: int) -> None:
-    if (obs.dtype.kind != "f" or (abs(obs) <= LARGEST).all()) and (abs(rewards) <= LARGEST).all():  # as nearly always
+    squares = np.vdot(rewards, rewards) + (np.vdot(obs, obs) if obs.dtype.kind == "f" else 0)
+    if squares <= LARGEST:  # as nearly always: then each number is finite; one call is faster than a look at each
         return
     finite = (abs(rewards) <= LARGEST) & (abs(obs) <= LARGEST).reshape(len(obs), -1).all(1)
     for bad in np.flatnonzero(~finite):

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,15 +31,21 @@ class ReplayBuffer:
 
     def add(self, *parts: np.ndarray) -> None:
         """Appends rows: one (N, size) array for each of `sizes`."""
-        rows, count = torch.from_numpy(np.concatenate(parts, 1, dtype=np.float32)), len(parts[0])
+        rows: Any = np.concatenate(parts, 1, dtype=np.float32)
+        memory: Any = self.rows
+        count = len(rows)
+        if memory.is_cpu:  # NumPy copies one row three times as fast as torch
+            memory = memory.numpy()
+        else:
+            rows = torch.from_numpy(rows)
         if count > self.capacity:  # the newest stay
             self.total += count - self.capacity
             rows, count = rows[-self.capacity :], self.capacity
         start = self.total % self.capacity
         first = min(count, self.capacity - start)
-        self.rows[start : start + first] = rows[:first]
+        memory[start : start + first] = rows[:first]
         if first < count:
-            self.rows[: count - first] = rows[first:]
+            memory[: count - first] = rows[first:]
         self.total += count
 
     def sample(self, batch_size: int, generator: torch.Generator) -> tuple[Tensor, ...]:

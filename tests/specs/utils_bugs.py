@@ -334,15 +334,15 @@ images-reshaped: channels last and channels first hold as many numbers
 no-bootstrap-at-truncation:envs: one flag `done` of the old interface: time limits look like failures
 (vwxyzjn/cleanrl#198)
 - return obs, true_obs, rewards, terminated, truncated, envs.log
-+ return obs, true_obs, rewards, done, truncated, envs.log
++ return obs, true_obs, rewards, terminated | truncated, truncated, envs.log
 
 new-episode-counts-as-a-step: rows of a vector are steps
 - self.length += ~self.idle
 + self.length += 1
 
 idle-where-it-ended: the flag of the row is at hand, that of the row before is meant
-- self.idle = done & self.next_step
-+ self.idle = ~done & self.next_step
+- len(self.idle)), ended)
++ len(self.idle)), ended, invert=True)
 
 own-vector-begins-as-before: a seed is given once
 - [log.seed % 2**64, *log.episode]
