@@ -348,6 +348,7 @@ def test_the_teacher_is_evaluated_beside_the_start(tmp_path):
         (["--jsd-beta", "1"], ["--jsd-beta", "above 0 and below 1"]),
         (["--teacher", "/nowhere/model"], ["--teacher /nowhere/model", "config.json"]),
         (["--teacher", "OTHER"], ["--teacher", "other tokens than --model", "same tokenizer"]),
+        (["--teacher", "NARROW"], ["10 tokens, and 3 are allowed", "lower --max-completion-length"]),
         (["--model", "COPY"], ["--teacher is missing"]),
         (["--task", "rows.jsonl", "--reward", "r.py:one"], ["--teacher is missing"]),
         (["--task", "rows.jsonl", "--reward", "r.py:one", "--student-share", "0"], ["no completion"]),
@@ -366,7 +367,11 @@ def test_wrong_input_is_one_sentence(arguments, words, tmp_path, capsys, monkeyp
         tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(text)
         model.save_pretrained("OTHER")
         tokenizer.save_pretrained("OTHER")
-    given = [f"{tmp_path}/{word}" if word in ("COPY", "OTHER") else word for word in arguments]
+    if "NARROW" in arguments:
+        model.config.max_position_embeddings = 23
+        model.save_pretrained("NARROW")
+        tokenizer.save_pretrained("NARROW")
+    given = [f"{tmp_path}/{word}" if word in ("COPY", "OTHER", "NARROW") else word for word in arguments]
     with user_error(capsys, *words):
         command_line(gkd, *SHORT, *given, "--output-dir", tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
