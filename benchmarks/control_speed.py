@@ -426,6 +426,7 @@ def main(
         sys.exit(f"--cases {', '.join(sorted(unknown))}: there are {', '.join(CASES)}")
     if cleanrl and not (cleanrl / "cleanrl" / "ppo.py").exists():
         sys.exit(f"--cleanrl {cleanrl} is not a clone of https://github.com/vwxyzjn/cleanrl")
+    commits = {"commit": commit(ROOT), "cleanrl_commit": commit(cleanrl)}  # before results make the tree dirty
     for name in cases:
         before, results = machine(), []
         sides = [side for side in CASES[name].sides if side != "cleanrl" or cleanrl]
@@ -442,7 +443,7 @@ def main(
         result = {
             "case": name, "results": results,
             "versions": {package: importlib.metadata.version(package) for package in packages},
-            "commit": commit(ROOT), "cleanrl_commit": commit(cleanrl), "command": sys.argv, "machine": before,
+            **commits, "command": sys.argv, "machine": before,
             "load_after": machine()["load"], "python": sys.version.split()[0],
         }  # fmt: skip
         if cleanrl and rounds >= 3:
