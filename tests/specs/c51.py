@@ -61,6 +61,10 @@ SPEC = Spec(
             PARENT.curves["dqn-cartpole"].settings, "eval/return",
             numbers={"mean eval/return": "plain"},
         ),
+        "c51-cartpole-500k": Curve(
+            PARENT.curves["dqn-cartpole-500k"].settings | dict(num_atoms=101, v_min=-100.0, v_max=100.0), "return",
+            numbers={"late return": "plain"}, slow=True,
+        ),
     },
     recipes=(
         replace(CLEANRL, source="CleanRL, cleanrl/c51.py (its arguments)",

@@ -95,6 +95,12 @@ SPEC = Spec(
             eval_every=2000), "eval/return",
             numbers={"mean eval/return": "plain"},
         ),
+        "dqn-cartpole-500k": Curve(  # CleanRL's settings and steps; benchmarks/published.py
+            dict(total_timesteps=500_000, learning_rate=2.5e-4, batch_size=128, buffer_size=10_000,
+            learning_starts=10_000, train_frequency=10, gradient_steps=1, target_network_frequency=50,
+            exploration_fraction=0.5, hidden_size=120, eval_every=0), "return",
+            numbers={"late return": "plain"}, slow=True,
+        ),
     },
     effects={
         "dqn-bias": Effect(  # every Q is 0: the mean of an estimate is its bias
