@@ -12,7 +12,8 @@ it that is renewed now and then, so that they do not move with every step. Minim
     y        = r + gamma (1 - terminated) max_a' Qbar(s', a')                                                   DQN
     y        = r + gamma (1 - terminated) Qbar(s', argmax_a' Q(s', a'))                          Double DQN: --double
 
-    huber(x)  x^2 / 2 for |x| < 1, |x| - 1/2 beyond: the paper clips the error that multiplies the gradient to [-1, 1]
+    huber(x)  x^2 / 2 for |x| < 1, |x| - 1/2 beyond: the paper clips the error that multiplies the gradient to [-1, 1].
+              --no-huber: x^2
     Qbar      target network: every --target-network-frequency updates Qbar <- (1 - tau) Qbar + tau Q; tau 1 copies
     a         while it explores, uniform with probability epsilon, else argmax_a Q(s, a); epsilon falls linearly
     s'        the true next observation, never that of a reset; truncation does not end the bootstrap
@@ -26,7 +27,7 @@ Run
     python algos/dqn.py --double
     python algos/dqn.py --total-timesteps 500000 --learning-rate 2.5e-4 --batch-size 128 --buffer-size 10000 \
         --learning-starts 10000 --train-frequency 10 --gradient-steps 1 --target-network-frequency 50 \
-        --exploration-fraction 0.5 --end-e 0.05 --hidden-size 120                       CleanRL's settings; never run
+        --exploration-fraction 0.5 --end-e 0.05 --hidden-size 120 --no-huber            CleanRL's settings
     python algos/dqn.py --env-id package.module:Name-v0 --env-kwargs size=5             your own environment
     python algos/dqn.py --evaluate RUN --eval-episodes 100 --capture-video              scores a saved agent
 
@@ -52,8 +53,8 @@ Metrics
 Differences
     - Adam for the paper's RMSProp, and settings for CartPole. The paper's are for Atari, whose wrappers and network are
       not here. CleanRL's network for CartPole has layers of 120 and 84.
-    - The loss is the paper's, also in SB3; CleanRL's dqn.py takes the squared error. SB3 clips gradients at norm 10,
-      the paper does not.
+    - The loss is the paper's, also in SB3; CleanRL's dqn.py takes the squared error (--no-huber). SB3 clips gradients
+      at norm 10, the paper does not.
     - The target network is renewed by counting updates, as in the paper; CleanRL and SB3 count environment steps.
 """
 
@@ -108,6 +109,8 @@ class Args(EnvArgs):
     """discount"""
     double: bool = False
     """Double DQN: the online network chooses the action that the target network values"""
+    huber: bool = True
+    """the loss of Nature, whose rewards are clipped and whose Q is small; --no-huber: the squared error"""
     target_network_frequency: PositiveInt = 100
     """updates between renewals of the target network"""
     tau: UnitInterval = 1.0
@@ -170,7 +173,8 @@ def q_loss(agent: Agent, batch: Transitions, args: Args) -> tuple[Tensor, Tensor
         chosen = (agent.q(batch.next_obs) if args.double else next_values).argmax(1, keepdim=True)
         target = batch.rewards + args.gamma * (1 - batch.terminated) * next_values.gather(1, chosen)
     q = agent.q(batch.obs).gather(1, batch.actions.long())
-    return F.huber_loss(q, target), q.detach(), target
+    loss = F.huber_loss(q, target) if args.huber else F.mse_loss(q, target)
+    return loss, q.detach(), target
 
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, count: int, args: Args,

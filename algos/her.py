@@ -103,6 +103,8 @@ class Args(EnvArgs):
     """Double DQN: the online network chooses the action that the target network values"""
     her_k: NonNegativeInt = 4
     """further goals for each step, reached later in its episode; 0: none, which is DQN"""
+    huber: bool = True
+    """the loss of Nature, whose rewards are clipped and whose Q is small; --no-huber: the squared error"""
     target_network_frequency: PositiveInt = 100
     """updates between renewals of the target network"""
     tau: UnitInterval = 1.0
@@ -165,7 +167,8 @@ def q_loss(agent: Agent, batch: Transitions, args: Args) -> tuple[Tensor, Tensor
         chosen = (agent.q(batch.next_obs) if args.double else next_values).argmax(1, keepdim=True)
         target = batch.rewards + args.gamma * (1 - batch.terminated) * next_values.gather(1, chosen)
     q = agent.q(batch.obs).gather(1, batch.actions.long())
-    return F.huber_loss(q, target), q.detach(), target
+    loss = F.huber_loss(q, target) if args.huber else F.mse_loss(q, target)
+    return loss, q.detach(), target
 
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, count: int, args: Args,

@@ -230,7 +230,7 @@ def offline_scores() -> str:
 
 def published_budget() -> str:
     """For benchmarks/README.md."""
-    return f"{published.table()}\n\n{published.off_policy()}"
+    return f"{published.table()}\n\n{published.off_policy()}\n\n{published.discrete()}"
 
 
 def family_on_countdown() -> str:

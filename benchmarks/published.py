@@ -1,5 +1,5 @@
 """At the budgets that the field publishes, beside the numbers of others: PPO on five MuJoCo tasks, SAC, TD3 and DDPG on
-Hopper.
+Hopper, DQN and C51 on CartPole.
 
     python benchmarks/curves.py record ppo-hopper-1m --seeds 10      ppo-walker2d-1m, ...; 4 to 6 minutes for each seed
     python benchmarks/record_suite.py --folder data --envs Hopper-v5 --seed 1        SAC, two hours and a quarter; then
@@ -11,7 +11,7 @@ PPO: ours is the mean return of sampled actions in the last tenth of training. A
 for the PPO paper. IQM: the mean of the middle half of all seeds' scores over all tasks, with a bootstrap interval that
 draws seeds within tasks (Agarwal et al. 2021, arXiv 2108.13264, section 4).
 
-SAC, TD3, DDPG: the mean return of the evaluations in the last tenth of the steps, without noise.
+SAC, TD3, DDPG: the mean return of the evaluations in the last tenth of the steps, without noise. DQN, C51: as PPO.
 """
 
 import json
@@ -43,6 +43,10 @@ HOPPER = (  # curve, steps, the paper's and Tianshou's (v3) at 1M steps, as Tian
     ("sac-hopper-1m", 1_000_000, 3370, 3542),  # arXiv 1801.01290, read off its figure
     ("td3-hopper-300k", 300_000, 3564, 3472),  # arXiv 1802.09477
     ("ddpg-hopper-300k", 300_000, 1860, 2197),  # OurDDPG in arXiv 1802.09477
+)
+CARTPOLE = (  # curve, and CleanRL's mean and standard deviation (docs/rl-algorithms of its commit fe8d8a0)
+    ("dqn-cartpole-500k", 488.69, 16.11),
+    ("c51-cartpole-500k", 481.20, 20.53),
 )
 
 
@@ -119,8 +123,17 @@ def off_policy() -> str:
     return "\n".join(lines)
 
 
+def discrete() -> str:
+    """Markdown: what DQN and C51 reach on CartPole."""
+    lines = ["| CartPole-v1, 500,000 steps | plainrl, seeds | CleanRL, seeds |", "|---|---|---|"]
+    for name, mean, spread in CARTPOLE:
+        ours = cell([row["late return"] for row in recorded(name)])
+        lines.append(f"| {name.partition('-')[0].upper()} | {ours} | {mean:.0f} +- {spread:.0f}, 3 |")
+    return "\n".join(lines)
+
+
 def show() -> None:
-    print(table(), off_policy(), sep="\n\n")
+    print(table(), off_policy(), discrete(), sep="\n\n")
 
 
 if __name__ == "__main__":

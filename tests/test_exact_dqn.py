@@ -48,20 +48,22 @@ def own_target(p: dict, batch, double: bool) -> torch.Tensor:
     return torch.where(batch.terminated == 1, batch.rewards, batch.rewards + GAMMA * values).detach()
 
 
-def own_loss(p: dict, batch, target) -> tuple[torch.Tensor, torch.Tensor]:
+def own_loss(p: dict, batch, target, huber: bool) -> tuple[torch.Tensor, torch.Tensor]:
     q = torch.stack([row[int(a)] for row, a in zip(mlp(p, "q", batch.obs), batch.actions)])[:, None]
     gap = (q - target).abs()
-    return torch.where(gap < 1, gap**2 / 2, gap - 0.5).sum() / len(q), q.detach()
+    losses = torch.where(gap < 1, gap**2 / 2, gap - 0.5) if huber else gap**2
+    return losses.sum() / len(q), q.detach()
 
 
 @alone
 @float64()
 @pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("huber", [True, False])
 @pytest.mark.parametrize("tau", [1.0, 0.3])
-def test_update_equals_a_second_implementation(double, tau):
+def test_update_equals_a_second_implementation(double, huber, tau):
     """Seven updates: all parameters and metrics. The target network moves after the third and the sixth, and no
     gradient reaches it."""
-    args = dqn.Args(gamma=GAMMA, double=double, hidden_size=H, target_network_frequency=3, tau=tau)
+    args = dqn.Args(gamma=GAMMA, double=double, huber=huber, hidden_size=H, target_network_frequency=3, tau=tau)
     agent = randomise(dqn.Agent(D, A, args), 5, 0.6, 0.1)
     optimizer, p, moments = torch.optim.Adam(agent.q.parameters(), RATE, fused=True), named(agent), {}
     far, differs = 0, 0
@@ -70,7 +72,7 @@ def test_update_equals_a_second_implementation(double, tau):
         numbers = dqn.update(agent, optimizer, batch, count, args)
         target = own_target(p, batch, double)
         differs += (own_target(p, batch, not double) != target).sum()
-        loss, q = own_loss(p, batch, target)
+        loss, q = own_loss(p, batch, target, huber)
         far += ((q - target).abs() > 1).sum()
         gradients = adam(p, moments, "q", loss, RATE)
         if count in (3, 6):

@@ -62,13 +62,15 @@ SPEC = Spec(
             numbers={"mean eval/return": "plain"},
         ),
         "c51-cartpole-500k": Curve(
-            PARENT.curves["dqn-cartpole-500k"].settings | dict(num_atoms=101, v_min=-100.0, v_max=100.0), "return",
+            {name: value for name, value in PARENT.curves["dqn-cartpole-500k"].settings.items() if name != "huber"}
+            | dict(num_atoms=101, v_min=-100.0, v_max=100.0), "return",
             numbers={"late return": "plain"}, slow=True,
         ),
     },
     recipes=(
         replace(CLEANRL, source="CleanRL, cleanrl/c51.py (its arguments)",
-                paper=CLEANRL.paper | dict(num_atoms=101, v_min=-100.0, v_max=100.0)),
+                paper={name: value for name, value in CLEANRL.paper.items() if name != "huber"}
+                | dict(num_atoms=101, v_min=-100.0, v_max=100.0)),
     ),
     flags=PARENT.flags | dict(num_atoms=11),
     special=PARENT.special | {"v_min": ({}, -10.0)},

@@ -30,8 +30,12 @@ smallest-next-value: a cost is minimised, a reward is not
 + else next_values).argmin(1, keepdim=True)
 
 squared-error: CleanRL's loss
-- F.huber_loss(q, target)
-+ F.mse_loss(q, target)
+- loss = F.huber_loss(q, target) if
++ loss = F.mse_loss(q, target) if
+
+huber-whatever-the-flag-says: the second branch is a copy of the first
+- else F.mse_loss(q, target)
++ else F.huber_loss(q, target)
 
 target-network-stands-still: the copy is forgotten
 - list(agent.q.parameters()), args.tau)
@@ -98,7 +102,7 @@ SPEC = Spec(
         "dqn-cartpole-500k": Curve(  # CleanRL's settings and steps; benchmarks/published.py
             dict(total_timesteps=500_000, learning_rate=2.5e-4, batch_size=128, buffer_size=10_000,
             learning_starts=10_000, train_frequency=10, gradient_steps=1, target_network_frequency=50,
-            exploration_fraction=0.5, hidden_size=120, eval_every=0), "return",
+            exploration_fraction=0.5, hidden_size=120, huber=False, eval_every=0), "return",
             numbers={"late return": "plain"}, slow=True,
         ),
     },
@@ -115,7 +119,7 @@ SPEC = Spec(
             paper=dict(env_id="CartPole-v1", total_timesteps=500_000, learning_rate=2.5e-4, batch_size=128,
                        buffer_size=10_000, learning_starts=10_000, train_frequency=10, gradient_steps=1,
                        target_network_frequency=500, tau=1.0, gamma=0.99, start_e=1.0, end_e=0.05,
-                       exploration_fraction=0.5, hidden_size=(120, 84), double=False, num_envs=1),
+                       exploration_fraction=0.5, hidden_size=(120, 84), double=False, huber=False, num_envs=1),
             differs=dict(target_network_frequency=(50, "renewed by counting updates"),
                          hidden_size=(120, "layers of 120 and 84")),
         ),
