@@ -104,14 +104,6 @@ class Args(EnvArgs):
     """discount"""
     double: bool = False
     """Double DQN: the online network chooses the action that the target network values"""
-<<<<<<< c51.py
-||||||| dqn.py as c51.py last had it
-    huber: bool = True
-    """the paper's loss, made for rewards of at most 1 in size and small Q; --no-huber: the squared error"""
-=======
-    huber: bool = True
-    """the loss of Nature, whose rewards are clipped and whose Q is small; --no-huber: the squared error"""
->>>>>>> dqn.py
     target_network_frequency: PositiveInt = 100
     """updates between renewals of the target network"""
     tau: UnitInterval = 1.0
