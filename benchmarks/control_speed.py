@@ -10,8 +10,8 @@ Cases. All on the CPU, all with CleanRL's settings and the same update work on e
     ppo-halfcheetah    HalfCheetah-v5, 1 x 2048, 32 minibatches, 10 epochs, value clipping, normalised
     sac-halfcheetah    HalfCheetah-v5, batch 256, two hidden layers of 256, one update per step; learning starts at 1000
     td3-halfcheetah    the same, the actor every second step
-    dqn-cartpole       CartPole-v1, batch 128, an update every 10 steps; two layers of 100, which are as many
-                       products as cleanrl's 120 and 84
+    dqn-cartpole       CartPole-v1, batch 128, an update every 10 steps, squared error (sb3: Huber's); two layers of
+                       100, which are as many products as cleanrl's 120 and 84
 Sides.
     ours      algos/*.py as they are, rows of metrics included, without evaluation and checkpoints
     compiled  the same with --compile (PPO)
@@ -93,7 +93,7 @@ CASES = {
                          {"cleanrl": (1.0, 1.5), "sb3": (1.0, 1.5)},
                          dict(num_envs=1, batch_size=128, hidden_size=100, learning_starts=1000, train_frequency=10,
                               gradient_steps=1, buffer_size=10_000, target_network_frequency=50, learning_rate=2.5e-4,
-                              exploration_fraction=0.5)),
+                              exploration_fraction=0.5, huber=False)),
 }  # fmt: skip
 
 # What gymnasium 1.x demands of CleanRL's scripts: (old, new), each found exactly once. None changes what is computed.
