@@ -23,7 +23,7 @@ Run
     python algos/c51.py --total-timesteps 500000 --learning-rate 2.5e-4 --batch-size 128 --buffer-size 10000 \
         --learning-starts 10000 --train-frequency 10 --gradient-steps 1 --target-network-frequency 50 \
         --exploration-fraction 0.5 --end-e 0.05 --hidden-size 120 --num-atoms 101 --v-min -100 --v-max 100
-                                                                                        CleanRL's settings; never run
+                                                                                        CleanRL's settings
     python algos/c51.py --env-id package.module:Name-v0 --env-kwargs size=5             your own environment
     python algos/c51.py --evaluate RUN --eval-episodes 100 --capture-video              scores a saved agent
 
@@ -31,6 +31,8 @@ Expect
     CartPole-v1: greedy returns rise from 118 after 10,000 steps to 460 at the end (seed 1, 54 seconds on two cores).
     In 20,000 steps with the settings of the recorded curve the mean of ten evaluations is 203 with a standard
     deviation of 26, of dqn.py 175 with 31 (30 seeds each).
+    With CleanRL's settings (8 to 19 minutes on one busy core) the return in the last 50,000 steps is 384, 500 and 500
+    (3 seeds), where CleanRL has 481 +- 21.
     That the distribution is learned and not only its mean is shown by a test with known probabilities
     (test_exact_c51.py). That this helps, as the paper finds on Atari, is not shown here.
 
@@ -45,7 +47,8 @@ Metrics
     grad_norm           of the loss
 
 Differences
-    - Adam's epsilon is torch's, 1e-8; the paper's is 0.01 / 32, CleanRL's 0.01 / --batch-size.
+    - Adam's epsilon is torch's, 1e-8; the paper's is 0.01 / 32, CleanRL's 0.01 / --batch-size. With the latter the seed
+      that ends at 384 with CleanRL's settings ends at 496.
     - Settings for CartPole: atoms from 0 to 100, the range of its discounted return. The paper's are for Atari, from
       -10 to 10 with clipped rewards; its wrappers and network are not here. CleanRL's network for CartPole has layers
       of 120 and 84.
