@@ -47,8 +47,8 @@ Metrics
     grad_norm           of the loss
 
 Differences
-    - Adam's epsilon is torch's, 1e-8; the paper's is 0.01 / 32, CleanRL's 0.01 / --batch-size. With the latter the seed
-      that ends at 384 with CleanRL's settings ends at 496.
+    - Adam's epsilon is torch's, 1e-8; the paper's is 0.01 / 32, CleanRL's 0.01 / --batch-size. With the latter, the
+      seed that reaches 384 with CleanRL's settings reaches 496.
     - Settings for CartPole: atoms from 0 to 100, the range of its discounted return. The paper's are for Atari, from
       -10 to 10 with clipped rewards; its wrappers and network are not here. CleanRL's network for CartPole has layers
       of 120 and 84.

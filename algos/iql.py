@@ -57,9 +57,10 @@ Differences
     - None in the update: the authors' code (JAX) is the source of every constant. CORL normalises states. It
       scales rewards only for Hopper's medium and medium-replay, where tau is 0.001 and the policy deterministic; for
       AntMaze it takes 1 off each. Its advantages and targets of Q use V as it was before the update.
-    - --normalize is CORL's, not the authors'. On what SAC had seen of Hopper-v5 in 80,000 steps it makes a mean return of
-      1,715 out of 1,131, where CORL has 1,572 (100,000 updates, five seeds; the gain is 585, Student's 95 %: 74 to
-      1,096). On another such collection CORL had three times our return without it: Offline in benchmarks/README.md.
+    - --normalize is CORL's, not the authors'. On what SAC had seen of Hopper-v5 in 80,000 steps the mean return is
+      1,715 with it, 1,131 without it, and CORL's is 1,572 (100,000 updates, five seeds). The gain is 585 (Student's
+      95 %: 74 to 1,096). On another such collection CORL had three times our return without it: Offline in
+      benchmarks/README.md.
     - The authors draw minibatches on the CPU; ours are drawn on the device.
 """
 
