@@ -460,7 +460,8 @@ def train(args: Args) -> list[dict]:
         task = usable_task(task, lambda row: encode_row(row, tokenizer, eos)[:1], math.inf, None, "")
     task = usable_prompts(task, model, tokenizer, args)
     teacher = load_teacher(tokenizer, task, args, device)
-    task = usable_prompts(task, teacher or model, tokenizer, args)  # the teacher's context may be shorter
+    if teacher:  # its context may be shorter
+        task = usable_prompts(task, teacher, tokenizer, args)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
     prompts = [encode_prompt(row, tokenizer) for row in task.heldout]

@@ -354,8 +354,10 @@ own-vector-of-any-spaces: the environment is evaluated alone, and nobody compare
 
 next-observation-of-the-reset:envs: the last observation matters where the episode was cut off, and is asked for where
 it ended
--         for i in np.flatnonzero(done):
+-         for i in ended:
+-             true_obs[i] = infos
 +         for i in np.flatnonzero(terminated):
++             true_obs[i] = infos
 
 a-life-does-not-end-the-bootstrap: info is passed on and nobody reads it
 -         terminated = terminated | infos["life_lost"]
