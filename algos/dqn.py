@@ -38,8 +38,8 @@ Expect
     curve proves little: with the smallest next value in place of the largest, the mean is 305 (3 seeds).
     With CleanRL's settings (two minutes on one core) the return in the last 50,000 steps is 492 +- 9 (10 seeds), where
     CleanRL has 489 +- 16. They need --no-huber: without it Q exceeds a million, in CleanRL's code, too, and returns
-    are 10 after 300,000 steps (seed 1). The clipped error lets the few rows that end an episode pull no harder than
-    all others.
+    are 10 after 300,000 steps (seed 1). A likely cause: with the error clipped, the few rows that end an episode cannot
+    outweigh the many that raise Q.
     NoiseMDP-v0, where every Q is 0: the mean estimate is 0.49 +- 0.15 by DQN, 0.05 +- 0.03 by Double DQN, and
     -0.01 +- 0.06 by DQN where there is one action and so no maximum (10 seeds; benchmarks/effects.py, dqn-bias).
 
@@ -114,7 +114,7 @@ class Args(EnvArgs):
     double: bool = False
     """Double DQN: the online network chooses the action that the target network values"""
     huber: bool = True
-    """the loss of Nature, whose rewards are clipped and whose Q is small; --no-huber: the squared error"""
+    """the Nature paper's loss, where rewards are clipped and Q is small; --no-huber: the squared error"""
     target_network_frequency: PositiveInt = 100
     """updates between renewals of the target network"""
     tau: UnitInterval = 1.0

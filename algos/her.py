@@ -104,7 +104,7 @@ class Args(EnvArgs):
     her_k: NonNegativeInt = 4
     """further goals for each step, reached later in its episode; 0: none, which is DQN"""
     huber: bool = True
-    """the loss of Nature, whose rewards are clipped and whose Q is small; --no-huber: the squared error"""
+    """the Nature paper's loss, where rewards are clipped and Q is small; --no-huber: the squared error"""
     target_network_frequency: PositiveInt = 100
     """updates between renewals of the target network"""
     tau: UnitInterval = 1.0

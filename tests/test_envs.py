@@ -291,7 +291,7 @@ def test_numbers_that_are_not_finite(how, size, kind, tmp_path):
 
 @pytest.mark.parametrize("obs, reward", [(1e39, 0.0), (0.0, -1e39), (np.nan, 0.0), (0.0, np.inf)])
 def test_numbers_that_float32_cannot_hold(obs, reward):
-    """They would be infinite in the buffer. Numbers whose squares no float of their size can hold are not meant."""
+    """They would be infinite in the buffer. The largest that it can hold pass."""
     check_finite(np.array([[3e38]]), np.array([-3e38]), 1)
     for obs_dtype in (np.float16, np.float32, np.int64):
         largest = np.iinfo(obs_dtype).max if obs_dtype is np.int64 else np.finfo(obs_dtype).max

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tests.specs import Curve, Spec, parse_bugs
+from tests.specs.dqn import CLEANRL, LIKE_CLEANRL
 from tests.specs.dqn import SPEC as PARENT
 
 BUGS = """
@@ -49,7 +50,7 @@ softmax-over-actions: three dimensions, and the last but one is taken
 - .log_softmax(-1)
 + .log_softmax(1)
 """
-CLEANRL = PARENT.recipes[0]
+ATOMS = dict(num_atoms=101, v_min=-100.0, v_max=100.0)  # CleanRL's
 
 SPEC = Spec(
     "C51, arXiv 1707.06887",
@@ -62,15 +63,12 @@ SPEC = Spec(
             numbers={"mean eval/return": "plain"},
         ),
         "c51-cartpole-500k": Curve(
-            {name: value for name, value in PARENT.curves["dqn-cartpole-500k"].settings.items() if name != "huber"}
-            | dict(num_atoms=101, v_min=-100.0, v_max=100.0), "return",
+            LIKE_CLEANRL | ATOMS, "return",
             numbers={"late return": "plain"}, slow=True,
         ),
     },
     recipes=(
-        replace(CLEANRL, source="CleanRL, cleanrl/c51.py (its arguments)",
-                paper={name: value for name, value in CLEANRL.paper.items() if name != "huber"}
-                | dict(num_atoms=101, v_min=-100.0, v_max=100.0)),
+        replace(PARENT.recipes[0], source="CleanRL, cleanrl/c51.py (its arguments)", paper=CLEANRL | ATOMS),
     ),
     flags=PARENT.flags | dict(num_atoms=11),
     special=PARENT.special | {"v_min": ({}, -10.0)},

@@ -84,6 +84,11 @@ one-update-per-step: the loop is lost
 NOISE = dict(env_id="NoiseMDP-v0", total_timesteps=192_000, num_envs=32, train_frequency=32, gradient_steps=1,
              buffer_size=32, batch_size=32, learning_starts=32, gamma=0.95, start_e=1.0, end_e=1.0, learning_rate=1e-3,
              target_network_frequency=500, hidden_size=64, log_every=3200, eval_every=0, eval_episodes=1)  # fmt: skip
+SHARED = dict(total_timesteps=500_000, learning_rate=2.5e-4, batch_size=128, buffer_size=10_000, learning_starts=10_000,
+              train_frequency=10, gradient_steps=1, exploration_fraction=0.5)  # fmt: skip
+CLEANRL = SHARED | dict(env_id="CartPole-v1", target_network_frequency=500, tau=1.0, gamma=0.99, start_e=1.0,
+                        end_e=0.05, hidden_size=(120, 84), double=False, num_envs=1)  # its arguments  # fmt: skip
+LIKE_CLEANRL = SHARED | dict(target_network_frequency=50, hidden_size=120, eval_every=0)  # ours
 
 SPEC = Spec(
     "DQN, arXiv 1312.5602; Double DQN, arXiv 1509.06461",
@@ -99,10 +104,8 @@ SPEC = Spec(
             eval_every=2000), "eval/return",
             numbers={"mean eval/return": "plain"},
         ),
-        "dqn-cartpole-500k": Curve(  # CleanRL's settings and steps; benchmarks/published.py
-            dict(total_timesteps=500_000, learning_rate=2.5e-4, batch_size=128, buffer_size=10_000,
-            learning_starts=10_000, train_frequency=10, gradient_steps=1, target_network_frequency=50,
-            exploration_fraction=0.5, hidden_size=120, huber=False, eval_every=0), "return",
+        "dqn-cartpole-500k": Curve(  # benchmarks/published.py
+            LIKE_CLEANRL | dict(huber=False), "return",
             numbers={"late return": "plain"}, slow=True,
         ),
     },
@@ -116,10 +119,7 @@ SPEC = Spec(
     recipes=(
         Recipe(
             "--total-timesteps 500000", "CleanRL, cleanrl/dqn.py (its arguments)",
-            paper=dict(env_id="CartPole-v1", total_timesteps=500_000, learning_rate=2.5e-4, batch_size=128,
-                       buffer_size=10_000, learning_starts=10_000, train_frequency=10, gradient_steps=1,
-                       target_network_frequency=500, tau=1.0, gamma=0.99, start_e=1.0, end_e=0.05,
-                       exploration_fraction=0.5, hidden_size=(120, 84), double=False, huber=False, num_envs=1),
+            paper=CLEANRL | dict(huber=False),
             differs=dict(target_network_frequency=(50, "renewed by counting updates"),
                          hidden_size=(120, "layers of 120 and 84")),
         ),
