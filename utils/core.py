@@ -1,0 +1,298 @@
+"""A run: its arguments, folder, numbers and checkpoints. Knows no algorithm.
+
+RUN/config.json      arguments as resolved, versions, command
+RUN/metrics.jsonl    one row a step; only columns that start with time/ may differ after a resume
+RUN/checkpoint.pt    what --resume continues from
+RUN/curve.png, RUN/model/
+"""
+
+import dataclasses
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from fnmatch import fnmatch
+from importlib.metadata import version
+from pathlib import Path
+from signal import SIGINT, SIGTERM, signal
+
+import numpy as np
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+AT_LEAST_0 = ("beta", "epsilon", "ent_coef", "vf_coef")  # outside of these bounds a run would train in silence, wrongly
+FROM_0_TO_1 = ("gamma", "gae_lambda", "tau", "start_e", "end_e")
+
+
+class UserError(Exception):
+    """Wrong input. One sentence: what was wrong and what would be right (exit code 2, no traceback)."""
+
+
+@dataclasses.dataclass
+class RunArgs:
+    most_threads = 64  # that --threads 0 takes
+    seed: int = 1
+    """seed of every generator"""
+    device: str = "auto"
+    """cpu, cuda, mps, or auto: cuda where there is one"""
+    threads: int = 0
+    """CPU threads; 0: OMP_NUM_THREADS where set, else one per core"""
+    output_dir: str = "runs"
+    """the run's folder is made in here"""
+    save_every: int = 50
+    """steps between checkpoints"""
+    resume: str = ""
+    """folder of a run to continue, with its arguments"""
+    track: bool = False
+    """also log to Weights & Biases"""
+
+
+def main(args_class: type, train: Callable, algo: str) -> None:
+    """The command line of a script. With --resume or --evaluate the defaults are the saved run's arguments."""
+    early = dataclasses.make_dataclass("Early", [("resume", str, ""), ("evaluate", str, "")])
+    try:
+        given = tyro.cli(early, return_unknown_args=True, add_help=False)[0]
+        folder = given.resume or given.evaluate
+        default = args_class(**saved_args(folder, algo)) if folder else args_class()
+        train(tyro.cli(args_class, default=default, description=sys.modules["__main__"].__doc__))
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def saved_args(folder: str, algo: str) -> dict:
+    """The arguments of the run in `folder`. Raises UserError where there is none, or another script's."""
+    if not (path := Path(folder) / "config.json").is_file():
+        raise UserError(f"{folder} is not the folder of a run: it has no config.json")
+    config = json.loads(path.read_text())
+    if config["algo"] != algo:
+        raise UserError(f"{folder} is a run of {config['algo']}.py, not of {algo}.py: give it to that script")
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in config["args"].items() if k != "resume"}
+
+
+def prepare(args: RunArgs) -> torch.device:
+    """Seeds every global generator and chooses threads and device. Raises UserError for a number out of its bounds."""
+    for name, value in vars(args).items():
+        bounds = "from 0 to 1" if name in FROM_0_TO_1 else "at least 0"
+        if name in FROM_0_TO_1 or name in AT_LEAST_0 or type(value) is int:  # negative counts would do nothing
+            if value is not None and not 0 <= value <= (1 if name in FROM_0_TO_1 else math.inf):
+                raise UserError(f"--{name.replace('_', '-')} is {value}: it must be {bounds}")
+    args.threads = args.threads or min(torch.get_num_threads(), args.most_threads)
+    torch.set_num_threads(args.threads)
+    random.seed(args.seed)
+    np.random.seed(args.seed % 2**32)
+    torch.manual_seed(args.seed)
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(args.device)
+
+
+def preset(args: RunArgs, presets: dict[str, dict], row: str) -> str:
+    """Fills in every argument that was left at None from that row of `presets`. Returns a line for the terminal."""
+    filled = {name: value for name, value in presets[row].items() if getattr(args, name) is None}
+    for name, value in filled.items():
+        setattr(args, name, value)
+    return f"settings for {row}: {filled}"
+
+
+def find_users_code(folder: str | Path) -> None:
+    """Lets `import` find what is in `folder`. If it has a package called `utils`, this name is from now on that one's:
+    all of ours is loaded."""
+    folder = Path(folder).resolve()
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    if folder != ROOT and ((folder / "utils").is_dir() or (folder / "utils.py").is_file()):
+        sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
+            del sys.modules[name]
+
+
+def rng_state() -> list:
+    """The states of Python's, NumPy's and torch's global generators, in types that weights_only loading accepts."""
+    kind, keys, *rest = np.random.get_state()
+    version, words, gauss = random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return [[version, list(words), gauss], [kind, keys.tolist(), *rest], torch.get_rng_state(), cuda]
+
+
+def set_rng_state(state: list) -> None:
+    (version, words, gauss), (kind, keys, *rest), cpu, cuda = state
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    torch.set_rng_state(cpu)
+    if cuda and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(cuda)
+
+
+def crosses(step: int, before: int, every: int) -> bool:
+    """Whether a multiple of `every` lies in (before, step]: an iteration may be more than one step."""
+    return every > 0 and step // every > before // every
+
+
+class Run:
+    """Made when all input has been checked, so that wrong input leaves no folder behind.
+
+    total: steps in the budget. headline: the columns of the progress bar. state: with --resume what was saved, else {}.
+    """
+
+    def __init__(self, args, algo: str, task: str, total: int, headline: tuple[str, ...]):
+        from tqdm import tqdm
+
+        if getattr(args, "eval_every", 0) is None:
+            args.eval_every = min(max(total // 5, 1), 50_000)
+        self.args, self.total, self.headline = args, total, headline
+        self.writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        self.state, self.history, self.shown, self.signal, self.wandb, changed = {}, [], {}, 0, None, {}
+        if args.resume:
+            self.dir = Path(args.resume).resolve()
+            if not (path := self.dir / "checkpoint.pt").is_file():
+                raise UserError(f"{self.dir} has no checkpoint yet: start afresh without --resume")
+            self.state = torch.load(path, "cpu", weights_only=True)
+            before = saved_args(args.resume, algo)
+            changed = {k: v for k, v in vars(args).items() if k != "resume" and before.get(k, v) != v}
+        else:
+            name = f"{algo}-{task}-{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+            name = "".join(c if c.isalnum() or c in "_.-" else "_" for c in name)
+            self.dir = Path(args.output_dir).expanduser().resolve() / name
+        if args.track and self.writes:
+            try:
+                import wandb
+            except ImportError as error:
+                raise UserError("--track needs wandb: pip install wandb") from error
+            how = dict(project="plainrl", name=self.dir.name, id=self.dir.name, resume="allow")
+            self.wandb = wandb.init(config=vars(args), **how)
+        if self.writes:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            versions = {name: version(name) for name in ("torch", "numpy", "transformers", "gymnasium")}
+            config = {"algo": algo, "task": task, "args": vars(args), "versions": versions, "command": sys.argv}
+            replace(self.dir / "config.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
+            self.metrics = open(self.dir / "metrics.jsonl", "a+")
+            self.metrics.truncate(self.state.get("metrics_size", 0))  # rows behind the checkpoint are computed again
+            self.metrics.seek(0)
+            self.history = [json.loads(line) for line in self.metrics]
+        for number in (SIGINT, SIGTERM):  # the first one ends the run after its step
+            signal(number, self.on_signal)
+        self.step = self.logged = self.state.get("step", 0)  # where the last iteration ended; the step of the last row
+        self.begun = time.perf_counter()
+        off = None if self.writes else True  # None: where there is no terminal
+        self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True, disable=off)
+        self.print(f"run folder: {self.dir}" + (f"\nchanged on --resume: {changed}" if changed else ""))
+
+    def on_signal(self, number: int, _frame) -> None:
+        if self.signal:
+            sys.exit(128 + number)
+        self.signal = number
+
+    def print(self, text: str) -> None:
+        if self.writes:
+            self.bar.write(text)
+
+    def log(self, step: int, **columns: float) -> None:
+        """Appends one row to metrics.jsonl. A number that is not finite, which JSON does not have, is left out."""
+        if left_out := [name for name, value in columns.items() if not math.isfinite(value)]:
+            self.print(f"step {step}: not finite, so not logged: {', '.join(left_out)}")
+        row = {"step": step, **{name: value for name, value in columns.items() if name not in left_out}}
+        self.history.append(row)
+        if self.writes:
+            print(json.dumps(row), file=self.metrics, flush=True)
+        if self.wandb:
+            self.wandb.log(row, step=step)
+        self.shown |= {name: f"{row[name]:.3g}" for name in self.headline if name in row}
+        self.bar.set_postfix(self.shown, refresh=False)
+        if self.bar.disable and (step >= self.total or crosses(step, self.logged, max(1, self.total // 10))):
+            self.print(f"step {step}/{self.total}  " + "  ".join(f"{k} {v}" for k, v in self.shown.items()))
+        self.bar.update(step - self.logged)
+        self.logged, self.begun = step, time.perf_counter()
+
+    def speed(self, step: int) -> float:
+        """Steps a second since the row before."""
+        return (step - self.logged) / (time.perf_counter() - self.begun)
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether something is due after this iteration: at the end, and every `every` steps (0: at the end only)."""
+        return step >= self.total or crosses(step, self.step, every)
+
+    def end_step(self, step: int, parts: dict) -> None:
+        """At the end of an iteration. Saves if it is due, and exits if a signal asked any process for it. parts: by name
+        modules, optimizers, generators, all that has a state_dict; numbers, lists and tensors are saved as they are."""
+        asked = self.signal
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(signals := torch.tensor(asked), torch.distributed.ReduceOp.MAX)
+            asked = int(signals)
+        if asked or self.due(step, self.args.save_every):
+            state = {name: state_of(part) for name, part in parts.items()}
+            if self.writes:
+                state |= {"step": step, "rng": rng_state(), "metrics_size": self.metrics.tell()}
+                replace(self.dir / "checkpoint.pt", lambda file: torch.save(state, file))
+        self.step = step
+        if asked and step < self.total:
+            self.bar.close()
+            print(f"stopped after step {step}; continue with --resume {self.dir}", flush=True)
+            sys.exit(128 + asked)
+
+    def restore(self, **parts) -> bool:
+        """With --resume: brings `parts` and the global generators back to the checkpoint. Else returns False. Call it
+        behind everything that draws random numbers before the loop."""
+        if self.state:
+            load({name: self.state.pop(name) for name in parts}, parts)
+            set_rng_state(self.state["rng"])
+        return bool(self.state)
+
+    def finish(self, weights: dict | Callable[[Path], None], curves: dict[str, tuple[str, ...]], title: str) -> list:
+        """Writes RUN/model (weights, or a function that fills the folder) and RUN/curve.png. Returns the history."""
+        from safetensors.torch import save_file
+
+        self.bar.close()
+        if self.writes:
+            (self.dir / "model").mkdir(exist_ok=True)
+        weights(self.dir / "model") if callable(weights) else save_file(weights, self.dir / "model/model.safetensors")
+        if self.writes:
+            plot(self.history, curves, title, self.dir / "curve.png")
+            print(f"model: {self.dir / 'model'}\ncurve: {self.dir / 'curve.png'}", flush=True)
+        return self.history
+
+
+def replace(path: Path, write: Callable) -> None:
+    """`write(file)`, flushed to the disk, then renamed: a kill leaves the old file or the new."""
+    with open(path.with_name(path.name + ".tmp"), "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, path)
+
+
+def state_of(part):
+    if isinstance(part, torch.Generator):
+        return part.get_state()
+    return part.state_dict() if hasattr(part, "state_dict") else part
+
+
+def load(state: dict, parts: dict) -> None:
+    for name, part in parts.items():
+        (part.set_state if isinstance(part, torch.Generator) else part.load_state_dict)(state[name])
+
+
+def plot(history: list[dict], curves: dict[str, tuple[str, ...]], title: str, path: Path) -> None:
+    """One panel for each entry of `curves`: its title and its columns, `eval/*` for all that begin so."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(curves), figsize=(5 * len(curves), 3.6), squeeze=False)
+    for axis, (panel, names) in zip(axes[0], curves.items()):
+        for column in dict.fromkeys(c for row in history for c in row if any(fnmatch(c, name) for name in names)):
+            points = [(row["step"], row[column]) for row in history if column in row]
+            axis.plot(*zip(*points), marker="o" if len(points) < 40 else None, markersize=3, label=column)
+            axis.legend(fontsize=8)
+        axis.set(title=panel, xlabel="step")
+        axis.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
