@@ -218,7 +218,7 @@ class Run:
         return step >= self.total or crosses(step, self.step, every)
 
     def end_step(self, step: int, parts: dict) -> None:
-        """At the end of an iteration. Saves if it is due, and exits if a signal asked any process for it. parts: by name
+        """At the end of an iteration: saves if it is due, and exits if a signal asked any process to. parts: by name
         modules, optimizers, generators, all that has a state_dict; numbers, lists and tensors are saved as they are."""
         asked = self.signal
         if torch.distributed.is_initialized():
