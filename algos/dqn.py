@@ -77,71 +77,68 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.cli import main, prepare
-from utils.envs import (
+from utils.control import (
     EnvArgs,
+    ReplayBuffer,
     episode_columns,
+    evaluate,
+    make_env,
     make_vector,
-    open_env,
-    reset_vector,
-    restore_vector,
+    score_saved,
     step_vector,
 )
-from utils.errors import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
-from utils.replay import ReplayBuffer
-from utils.rollouts import evaluate, score_saved
-from utils.run import Run, crosses
+from utils.core import Run, UserError, main, prepare
 
 NAME, TITLE = "dqn", "DQN"
 
 
 @dataclass
 class Args(EnvArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
+    # inherited: seed, device, threads, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "CartPole-v1"
     """a Gymnasium environment with discrete actions, or MODULE:NAME of one that MODULE registers"""
-    total_timesteps: PositiveInt = 50_000
+    total_timesteps: int = 50_000
     """environment steps, over all environments"""
-    num_envs: PositiveInt = 1
+    num_envs: int = 1
     """environments that are stepped together"""
     vector: Literal["sync", "async"] = "sync"
     """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: float = 1e-3
     """learning rate of Adam"""
-    gamma: UnitInterval = 0.99
+    gamma: float = 0.99
     """discount"""
     double: bool = False
     """Double DQN: the online network chooses the action that the target network values"""
     huber: bool = True
     """the Nature paper's loss, where rewards are clipped and Q is small; --no-huber: the squared error"""
-    target_network_frequency: PositiveInt = 100
+    target_network_frequency: int = 100
     """updates between renewals of the target network"""
-    tau: UnitInterval = 1.0
+    tau: float = 1.0
     """step of the target network towards the network at a renewal; 1: a copy"""
-    start_e: UnitInterval = 1.0
+    start_e: float = 1.0
     """probability of a random action at the start"""
-    end_e: UnitInterval = 0.05
+    end_e: float = 0.05
     """and after --exploration-fraction of the run, towards which it falls linearly"""
-    exploration_fraction: UnitInterval = 0.2
+    exploration_fraction: float = 0.2
     """share of --total-timesteps"""
-    train_frequency: PositiveInt = 4
-    """environment steps between rounds of updates"""
-    gradient_steps: PositiveInt = 2
+    train_frequency: int = 4
+    """environment steps for each round of updates"""
+    gradient_steps: int = 2
     """updates in a round"""
-    batch_size: PositiveInt = 64
+    batch_size: int = 64
     """transitions per update"""
-    buffer_size: PositiveInt = 50_000
+    buffer_size: int = 50_000
     """newest transitions that are kept, on the device"""
-    learning_starts: NonNegativeInt = 1_000
+    learning_starts: int = 1_000
     """steps with uniformly random actions before the first update"""
-    hidden_size: PositiveInt = 128
+    hidden_size: int = 128
     """units of the two hidden layers"""
     compile: bool = False
     """compile the loss: meant for a GPU"""
-    log_every: PositiveInt = 1_000
+    log_every: int = 1_000
     """environment steps between rows of metrics"""
-    save_every: PositiveInt = 10_000
+    save_every: int = 10_000
     """environment steps between checkpoints"""
 
 
@@ -217,8 +214,8 @@ def check(args: Args, space: gym.Space) -> None:
 def act(agent: Agent, obs: np.ndarray, epsilon: Tensor | float, generator: torch.Generator) -> np.ndarray:
     """Actions (N, 1), numbers from 0, of observations (N, D): random ones with probability `epsilon`, one for all or
     (N, 1), else those of the largest Q."""
-    random = torch.randint(agent.num_actions, (len(obs), 1), generator=generator, device=generator.device)
-    explores = torch.rand(len(obs), 1, generator=generator, device=generator.device) < epsilon
+    draws = torch.rand(2, len(obs), 1, generator=generator, device=generator.device)
+    explores, random = draws[0] < epsilon, (draws[1] * agent.num_actions).long()
     if explores.all():  # then nobody asks the network
         return random.cpu().numpy()
     values = agent.q(torch.from_numpy(obs.astype(np.float32)).to(generator.device))
@@ -226,52 +223,38 @@ def act(agent: Agent, obs: np.ndarray, epsilon: Tensor | float, generator: torch
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    make, obs_size, space = open_env(args)
+    device, make = prepare(args), partial(make_env, args)
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     agent = Agent(obs_size, int(space.n), args).to(device)
     score_agent = partial(evaluate, make, lambda obs, scale, generator: space.start + act(
-        agent, obs, args.end_e * scale, generator)[:, 0], args.eval_episodes, args.seed, device)  # fmt: skip
+        agent, obs, args.end_e * scale, generator)[:, 0], args, device)  # fmt: skip
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     optimizer = torch.optim.Adam(agent.q.parameters(), lr=args.learning_rate, fused=True)
     loss_function = torch.compile(q_loss) if args.compile else q_loss
     generator = torch.Generator(device).manual_seed(args.seed)
     replay = ReplayBuffer(args.buffer_size, (obs_size, 1, 1, 1, obs_size), device)
-    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "q"), "total_timesteps",
-              schedule_depends_on_budget=True)  # fmt: skip
-    envs = make_vector(make, args.num_envs, args.seed, args.vector)
-
-    def state(drawn: Tensor | None = None) -> dict:
-        """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
-        environment's draws from global generators are not repeated: copying those at each step would cost time."""
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "updates": updates,
-                "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
-                "metrics": metrics, "episodes": episodes, "replay": replay.save(run.dir / "replay", args.keep)
-                }  # fmt: skip
-
-    step, updates, episodes, metrics = run.step, 0, [], {}
-    if run.state is not None:
-        updates, metrics, episodes = (run.state[name] for name in ("updates", "metrics", "episodes"))
-        replay.load(run.dir / "replay", run.state["replay"])
-        obs = restore_vector(envs, run.state["envs"])
-    else:
-        obs = reset_vector(envs)
-    run.restore(agent=agent, optimizer=optimizer, generator=generator)
+    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "q"))
+    envs, obs = make_vector(make, args, run.step)
+    parts = dict(agent=agent, optimizer=optimizer, generator=generator, replay=replay)
+    run.restore(**parts)
+    step, episodes, metrics = run.step, run.state.get("episodes", []), run.state.get("metrics", {})
     while step < run.total:
         # collect
-        before, after, epsilon = step, step + args.num_envs, exploration(step, args)
-        with run.saving(step, partial(state, generator.get_state())):
-            actions = act(agent, obs, epsilon, generator)
-            next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, space.start + actions[:, 0], after)
+        epsilon = exploration(step, args)
+        actions = act(agent, obs, epsilon, generator)
+        next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, space.start + actions[:, 0])
         replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
-        obs, step, episodes = next_obs.copy(), after, episodes + ended
+        before, step, obs, episodes = step, step + args.num_envs, next_obs, episodes + ended
 
         # update
-        if step > args.learning_starts and crosses(step, before, args.train_frequency):
-            for _ in range(args.gradient_steps):
-                batch, updates = Transitions(*replay.sample(args.batch_size, generator)), updates + 1
-                metrics = update(agent, optimizer, batch, updates, args, loss_function)
+        if step > args.learning_starts:
+            rounds = (args.gradient_steps * (n // args.train_frequency) for n in (before, step))
+            for number in range(*rounds):
+                batch = Transitions(*replay.sample(args.batch_size, generator))
+                metrics = update(agent, optimizer, batch, number + 1, args, loss_function)
 
         # evaluate
         due, logs = run.due(step, args.eval_every), run.due(step, args.log_every)
@@ -280,11 +263,8 @@ def train(args: Args) -> list[dict]:
             columns |= {"epsilon": epsilon, "time/steps_per_second": run.speed(step)}
             if logs:  # an evaluation in between leaves the episodes to the row that is due
                 columns, episodes = columns | episode_columns(episodes), []
-            if due:
-                with run.saving(step, state, columns=columns):
-                    columns |= score_agent()
-            run.log(step, **columns)
-        run.end_step(step, state)
+            run.log(step, **columns, **(score_agent() if due else {}))
+        run.end_step(step, parts | dict(episodes=episodes, metrics=metrics))
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "q": ("q",), "epsilon": ("epsilon",)}
@@ -292,4 +272,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

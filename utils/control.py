@@ -1,0 +1,237 @@
+"""Environments: one or a vector of them, evaluation in others, actions in [-1, 1], running statistics, a replay buffer.
+
+Shapes: N environments, D observation numbers, A action numbers.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from torch import Tensor
+
+from utils.core import RunArgs, UserError, find_users_code, load, rng_state, set_rng_state
+
+LONGEST = 50_000  # steps after which an evaluation episode counts as it stands
+
+
+@dataclass
+class EnvArgs(RunArgs):
+    most_threads = 2  # more make networks this small no faster
+    env_kwargs: tuple[str, ...] = ()
+    """NAME=VALUE pairs for the environment; a VALUE is read as JSON where it is JSON, else as text"""
+    eval_every: int | None = None
+    """steps between evaluations; 0: at the end only; None: a fifth of the run, 50,000 at most"""
+    eval_episodes: int = 10
+    """evaluation episodes, once with the likeliest action and once with sampled ones"""
+    evaluate: str = ""
+    """folder of a run: score its agent instead of training one"""
+    capture_video: bool = False
+    """with --evaluate: write RUN/video/ of the first episode"""
+
+
+def make_env(args, **more) -> gym.Env:
+    """The environment of --env-id, its observations flattened where they are no vector. `module:Name-v0` imports
+    `module` first, also from the working directory. Raises UserError where there is none, or none with a fixed size."""
+    find_users_code(Path.cwd())
+    kwargs = {}
+    for name, _, value in (pair.partition("=") for pair in args.env_kwargs):
+        kwargs[name] = {"True": True, "False": False, "None": None}.get(value, value)
+        with contextlib.suppress(ValueError):
+            kwargs[name] = json.loads(value)
+    try:
+        env = gym.make(args.env_id, disable_env_checker=True, **kwargs, **more)
+    except (gym.error.Error, ModuleNotFoundError) as error:
+        right = "give a registered Gymnasium name, or MODULE:NAME of a module that registers it"
+        raise UserError(f"cannot make --env-id {args.env_id} ({error}): {right}") from error
+    space = env.observation_space
+    if isinstance(space, gym.spaces.Box) and len(space.shape) == 1:
+        return env
+    if not space.is_np_flattenable:
+        raise UserError(f"--env-id {args.env_id} has the observation space {space}: it must have a fixed size")
+    return gym.wrappers.FlattenObservation(env)
+
+
+class OnlyInfos(gym.Wrapper):
+    """Leaves of each info what `names` say: a vector takes longer to gather the rest than to step."""
+
+    def __init__(self, env: gym.Env, names: tuple[str, ...]):
+        super().__init__(env)
+        self.names = names
+
+    def reset(self, **kwargs):
+        return self.env.reset(**kwargs)[0], {}
+
+    def step(self, action):
+        *results, info = self.env.step(action)
+        return *results, {name: info[name] for name in self.names if name in info}
+
+
+def seed_of(*numbers: int) -> int:
+    """A seed for an environment: close `numbers` give seeds that have nothing in common."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0] // 2)
+
+
+def make_vector(make: Callable[[], gym.Env], args, step: int, infos: tuple[str, ...] = ()):
+    """--num-envs environments that begin their next episode in the step that ends one (SAME_STEP): the observation that
+    comes back is the new episode's first, and infos["final_obs"] holds the old one's last. Returns them and the first
+    observations (N, D). step: from where the run goes on; a resumed run begins other episodes."""
+    kind = AsyncVectorEnv if getattr(args, "vector", "") == "async" else partial(SyncVectorEnv, copy=False)
+    envs = kind([lambda: OnlyInfos(make(), infos)] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs.returns, envs.lengths = np.zeros((2, args.num_envs))
+    if step:
+        print("the environments begin new episodes")
+    return envs, envs.reset(seed=seed_of(args.seed, step))[0].copy()
+
+
+def step_vector(envs, actions: np.ndarray) -> tuple:
+    """(observations to act on next, true next observations, rewards, terminated, truncated, (return, length) of the
+    episodes that ended). The two observations differ where an episode ended: a bootstrap needs the second one.
+    Raises UserError for numbers that are not finite."""
+    obs, rewards, terminated, truncated, envs.infos = envs.step(actions)
+    obs, true_obs, episodes = obs.copy(), obs, []  # the vector writes its next observations into the same memory
+    envs.returns += rewards
+    envs.lengths += 1
+    for i in (terminated | truncated).nonzero()[0]:
+        true_obs[i] = envs.infos["final_obs"][i]
+        episodes.append((envs.returns[i].item(), int(envs.lengths[i])))
+        envs.returns[i] = envs.lengths[i] = 0
+    if not np.isfinite(np.vdot(rewards, rewards) + np.vdot(true_obs, true_obs)):  # one call: it runs at each step
+        raise UserError(f"the environment returned rewards {rewards} and observations {true_obs}: all must be finite")
+    return obs, true_obs, rewards, terminated, truncated, episodes
+
+
+def episode_columns(episodes: list[tuple[float, int]]) -> dict[str, float]:
+    """Means over the episodes (return, length) that ended; no columns where none did."""
+    return dict(zip(("return", "length"), np.mean(episodes, 0).tolist())) if episodes else {}
+
+
+def evaluate(make: Callable, act: Callable, args, device: torch.device, video: Path | None = None) -> dict[str, float]:
+    """`eval_episodes` with the likeliest action, as many with sampled ones: act(obs (N, D), scale (N, 1), generator),
+    where `scale` 0 or 1 multiplies the noise of a row. Start states are the same at every evaluation. eval/success is
+    the share of the likeliest action's episodes with a success in any step, where the environment reports it."""
+    n, generator = args.eval_episodes, torch.Generator(device).manual_seed(args.seed)
+    scale = (torch.arange(2 * n, device=device) >= n).float()[:, None]
+    returns, lengths, success = rollouts(make, lambda obs, *_: act(obs, scale, generator), 2 * n, args.seed, video)
+    columns = {"return": returns[:n], "return_stochastic": returns[n:], "length": lengths[:n], "success": success[:n]}
+    return {f"eval/{name}": column.mean().item() for name, column in columns.items() if not np.isnan(column).any()}
+
+
+def rollouts(make: Callable, act: Callable, episodes: int, seed: int, video: Path | None = None,
+             starts: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """One episode in each of N = `episodes` environments of its own: returns (N,), lengths (N,), success (N,), which is
+    NaN where the environment's info has neither "success" nor "is_success". Environments whose numbers are equal modulo
+    `starts` start alike. act(obs (N, D), rewards (N,) of the step before, running (N,) bool) -> actions (N, ...)."""
+    before = rng_state()  # an environment may draw from the global generators, which are the training's
+    envs = [make(render_mode="rgb_array") if video and i == 0 else make() for i in range(episodes)]
+    if video:
+        envs[0] = gym.wrappers.RecordVideo(envs[0], str(video))
+    seeds = [seed_of(seed, 2**31, i % (starts or episodes)) for i in range(episodes)]
+    obs = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds)])
+    (rewards, returns, lengths), success = np.zeros((3, episodes)), np.full(episodes, np.nan)
+    running = np.ones(episodes, bool)
+    while running.any() and lengths.max() < LONGEST:
+        actions = act(obs, rewards, running)
+        for i in running.nonzero()[0]:
+            obs[i], rewards[i], terminated, truncated, info = envs[i].step(actions[i])
+            success[i] = np.fmax(success[i], float(info.get("success", info.get("is_success", np.nan))))
+            running[i] = not (terminated or truncated)
+            returns[i] += rewards[i]
+            lengths[i] += 1
+    if running.any():
+        print(f"{running.sum()} evaluation episodes were cut off after {LONGEST} steps; --env-kwargs "
+              "max_episode_steps=1000 sets a limit")  # fmt: skip
+    for env in envs:
+        env.close()
+    set_rng_state(before)
+    return returns, lengths, success
+
+
+def score_saved(args, score_agent: Callable, **parts) -> list[dict]:
+    """What --evaluate does: `parts` get their state from that run's checkpoint, and the score is printed as JSON."""
+    folder = Path(args.evaluate)
+    load(torch.load(folder / "checkpoint.pt", "cpu", weights_only=True), parts)
+    print(json.dumps(score_agent(video=folder / "video" if args.capture_video else None)))
+    return []
+
+
+def is_bounded(space: gym.Space) -> bool:
+    """Whether it is a Box of floats that [-1, 1] can be stretched to: its bounds and their difference are finite."""
+    with np.errstate(over="ignore"):
+        floats = isinstance(space, gym.spaces.Box) and space.dtype.kind == "f"
+        return floats and bool(np.isfinite(space.high - space.low).all())
+
+
+def to_env(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
+    """Actions (N, A) in [-1, 1] stretched to the bounds of the environment."""
+    stretched = space.low + (actions.reshape(-1, *space.shape) + 1) / 2 * (space.high - space.low)
+    return stretched.clip(space.low, space.high)  # rounding can lead one unit in the last place outside
+
+
+def to_unit(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
+    """Actions (n, A) in the bounds of the environment, brought to [-1, 1]."""
+    low, high = np.ravel(space.low), np.ravel(space.high)
+    return (2 * (actions - low) / (high - low) - 1).clip(-1, 1)
+
+
+class RunningMeanStd:
+    """Mean and (population) variance over all rows seen so far, in float64 (Chan et al. 1979, parallel variance). The
+    first rows weigh as if 1e-4 rows of mean 0 and variance 1 had come before, as in OpenAI's baselines."""
+
+    def __init__(self, shape: tuple[int, ...] = ()):
+        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), 1e-4
+
+    def update(self, batch: np.ndarray) -> None:
+        """batch: (rows, *shape)."""
+        rows = len(batch)
+        mean = np.add.reduce(batch, 0, dtype=np.float64) / rows
+        deviations = batch - mean
+        squares, delta, total = np.add.reduce(deviations * deviations, 0), mean - self.mean, self.count + rows
+        self.var = (self.var * self.count + squares + delta * delta * (self.count * rows / total)) / total
+        self.mean = self.mean + delta * (rows / total)
+        self.count = total
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.mean, self.var, self.count = state["mean"].numpy(), state["var"].numpy(), state["count"].item()
+
+
+class ReplayBuffer:
+    """A ring of the newest `capacity` rows on the device, each a tuple of float32 vectors of `sizes` numbers."""
+
+    def __init__(self, capacity: int, sizes: tuple[int, ...], device: torch.device):
+        self.capacity, self.sizes, self.total = capacity, sizes, 0
+        self.rows = torch.empty(capacity, sum(sizes), device=device)
+
+    def add(self, *parts: np.ndarray) -> None:
+        """Appends rows: one (n, size) array for each of `sizes`."""
+        rows = np.concatenate(parts, 1, dtype=np.float32)
+        on_cpu = self.rows.is_cpu  # there NumPy copies one row three times as fast as torch
+        memory, rows = (self.rows.numpy(), rows) if on_cpu else (self.rows, torch.from_numpy(rows))
+        self.total += max(0, len(rows) - self.capacity)
+        rows, start = rows[-self.capacity :], self.total % self.capacity
+        first = min(len(rows), self.capacity - start)
+        memory[start : start + first] = rows[:first]
+        memory[: len(rows) - first] = rows[first:]
+        self.total += len(rows)
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Uniform with replacement: one (batch_size, size) tensor for each of `sizes`."""
+        held = min(self.total, self.capacity)
+        index = torch.randint(held, (batch_size,), generator=generator, device=self.rows.device)
+        return self.rows[index].split(self.sizes, 1)
+
+    def state_dict(self) -> dict:
+        return {"rows": self.rows[: self.total].clone(), "total": self.total}  # a view would be saved with the rest
+
+    def load_state_dict(self, state: dict) -> None:
+        self.total = state["total"]
+        self.rows[: len(state["rows"])] = state["rows"]
