@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from tests.specs import SPECS
-from utils import run as utils_run
-from utils.cli import main
+from utils import core
+from utils import run as old_run
 
 REPO = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
@@ -76,10 +76,11 @@ def command_line(module, *args, picture: bool = False) -> None:
         with (
             mock.patch.object(sys, "argv", [module.__file__, *map(str, args)]),
             mock.patch.dict(os.environ, ENVIRONMENT),
-            mock.patch.object(utils_run, "plot", utils_run.plot if picture else lambda *rest: rest[-1].touch()),
+            mock.patch.object(core, "plot", core.plot if picture else lambda *rest: rest[-1].touch()),
+            mock.patch.object(old_run, "plot", old_run.plot if picture else lambda *rest: rest[-1].touch()),
             torch.random.fork_rng(devices=[]),
         ):
-            main(module.Args, module.train)
+            module.main(*(module.Args, module.train, module.NAME)[: 3 if module.main is core.main else 2])
     finally:
         torch.set_num_threads(threads)
         sys.path[:] = path
