@@ -182,7 +182,7 @@ def worker(case: str, algo: Algo, side: Side) -> None:
 def compare(cases: Sequence[str] = tuple(CASES), algos: Sequence[Algo] = ("grpo", "dpo"), threads: int = 2,
             rounds: int = 2, output: Path = RESULTS / "memory_trl.json") -> None:  # fmt: skip
     """Runs both sides in turn, `rounds` times each; writes every run, and the least of each number."""
-    from benchmarks.trl_grpo import machine, versions
+    from benchmarks.peers.trl_grpo import machine, versions
 
     environment = os.environ | {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -20,11 +20,11 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks import effects, grpo_family, published  # noqa: E402
+from benchmarks import effects, published  # noqa: E402
 from benchmarks.curves import ENOUGH, band, recorded  # noqa: E402
+from benchmarks.machine import environment  # noqa: E402
 from tests import family  # noqa: E402
 from tests.specs import FAMILIES, SPECS, line_of, parent_of  # noqa: E402
-from utils.machine import environment  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 SHOWN = {  # column of the metrics -> how the table calls it
@@ -233,11 +233,6 @@ def published_budget() -> str:
     return f"{published.table()}\n\n{published.off_policy()}\n\n{published.discrete()}"
 
 
-def family_on_countdown() -> str:
-    """For benchmarks/README.md."""
-    return grpo_family.table()
-
-
 def real_models() -> str:
     """For README.md: whether we have run a command with a real model."""
     run = read("real_model")
@@ -258,8 +253,8 @@ def real_models() -> str:
 
 def page(text: str) -> str:
     """A page's text with its tables renewed."""
-    for table in (algorithms, catalogue, proofs, effect_verdicts, family_on_countdown, speeds, published_budget,
-                  offline_scores, real_models):  # fmt: skip
+    for table in (algorithms, catalogue, proofs, effect_verdicts, speeds, published_budget, offline_scores,
+                  real_models):  # fmt: skip
         begin = f"<!-- {table.__name__}: python benchmarks/page.py write -->\n"
         if begin in text:
             head, rest = text.split(begin)

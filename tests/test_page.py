@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks import processes
 from benchmarks.page import ROOT, page, pages
 from tests.specs import SPECS
 
@@ -11,10 +10,6 @@ from tests.specs import SPECS
 def test_the_tables_are_fresh(path):
     text = path.read_text()
     assert page(text) == text, "run: python benchmarks/page.py write"
-
-
-def test_the_computed_table_is_fresh():
-    assert "\n".join(processes.computed()) in processes.README.read_text(), "run: python benchmarks/processes.py paper"
 
 
 def test_every_comparison_with_a_peer_is_on_a_script_s_page():

@@ -1,7 +1,7 @@
 """Updates of iql.py, bc.py and rlpd.py compute what the authors' code of IQL and RLPD computes, from the same weights
 and minibatches.
 
-Recorded by benchmarks/make_authors_fixtures.py from the JAX code of IQL (commit 09d7002), whose actor clones behaviour
+Recorded by peers/make_authors_fixtures.py from the JAX code of IQL (commit 09d7002), whose actor clones behaviour
 at temperature 0, and of RLPD (c90fd4b). RLPD's critics minimise a mean over them where ours minimise half a sum, a
 factor that Adam's epsilon alone sees, and its LayerNorm has flax's epsilon of 1e-6 where ours has PyTorch's 1e-5: here
 both are as theirs.

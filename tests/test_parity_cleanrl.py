@@ -1,7 +1,7 @@
 """Updates of C51 and Rainbow compute what CleanRL's c51.py and rainbow_atari.py do: rows and weights that are drawn,
 parameters, priorities, from the same rows, weights and random numbers.
 
-Against recorded numbers (benchmarks/make_cleanrl_fixtures.py), as in test_parity_tianshou.py. CleanRL differs in what
+Against recorded numbers (peers/make_cleanrl_fixtures.py), as in test_parity_tianshou.py. CleanRL differs in what
 follows. Each difference is shown, or put into ours here, and then the numbers are the same. CleanRL
 
 - clips probabilities to [1e-5, 1 - 1e-5] before their logarithm, so that smaller ones have no gradient;
@@ -17,7 +17,7 @@ from test_parity_tianshou import EXACT, c51_updates, close, compare, rainbow_upd
 
 from algos import c51, rainbow
 from benchmarks import make_cleanrl_fixtures as cleanrl
-from benchmarks.make_tianshou_fixtures import GAMMA
+from benchmarks.peers.make_tianshou_fixtures import GAMMA
 
 N = cleanrl.N_STEP
 INPUTS, RESULTS, _ = recorded(cleanrl.PATH)

@@ -1,7 +1,7 @@
 """Updates of RND compute what CleanRL's ppo_rnd_envpool.py does, from the same weights, rollouts and random numbers:
 all parameters after each, and the novelty and its discounted sums before.
 
-Against recorded numbers (benchmarks/make_cleanrl_rnd_fixtures.py). CleanRL differs in what follows. Each difference is
+Against recorded numbers (peers/make_cleanrl_rnd_fixtures.py). CleanRL differs in what follows. Each difference is
 put into ours here, or into its inputs there, and then the numbers are the same. CleanRL
 
 - takes half the sum over features for the novelty that it hands out, and the mean for the one that it learns;
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from algos import rnd
 from benchmarks import make_cleanrl_rnd_fixtures as cleanrl
-from benchmarks.make_cleanrl_rnd_fixtures import CASES, FEATURES, SETTINGS, A, D, H, N
+from benchmarks.peers.make_cleanrl_rnd_fixtures import CASES, FEATURES, SETTINGS, A, D, H, N
 
 EXACT = 1e-9
 TENSORS = load_file(cleanrl.PATH)

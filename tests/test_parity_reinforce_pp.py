@@ -1,11 +1,11 @@
-"""REINFORCE++'s advantages beside verl's and OpenRLHF's, which benchmarks/make_reinforce_pp_fixtures.py recorded."""
+"""REINFORCE++'s advantages beside verl's and OpenRLHF's, which peers/make_reinforce_pp_fixtures.py recorded."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from algos import reinforce_pp
-from benchmarks.make_reinforce_pp_fixtures import BETA, PATH, G, inputs
+from benchmarks.peers.make_reinforce_pp_fixtures import BETA, PATH, G, inputs
 from utils.lm import Samples
 
 

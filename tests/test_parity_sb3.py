@@ -1,6 +1,6 @@
 """PPO computes what Stable-Baselines3's PPO computes behind its VecNormalize: rollout, advantages, and trained weights.
 
-Against recorded numbers (benchmarks/make_sb3_fixtures.py) always, against the installed SB3 where there is one. One
+Against recorded numbers (peers/make_sb3_fixtures.py) always, against the installed SB3 where there is one. One
 stream of observations and rewards goes through both, twice, with training between; SB3's actions are given to ours. The
 differences, each converted here or named in algos/ppo.py:
     - SB3 adds gamma V(last observation) to the reward where an episode is truncated; we bootstrap in delta.
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from algos import ppo
-from benchmarks.make_sb3_fixtures import CASES, PATH, ROUNDS, SPACES, D, N, Played, T, make_stream, run_sb3
+from benchmarks.peers.make_sb3_fixtures import CASES, PATH, ROUNDS, SPACES, D, N, Played, T, make_stream, run_sb3
 from utils.envs import make_vector
 
 IDS = [f"{case['space']}-{i % 3}" for i, case in enumerate(CASES)]

@@ -1,7 +1,7 @@
 """PPO with masks and recurrent PPO compute what sb3-contrib's MaskablePPO and RecurrentPPO do: rollout, advantages, and
 trained weights.
 
-As test_parity_sb3.py, whose differences stay; benchmarks/make_sb3_contrib_fixtures.py recorded the numbers and names
+As test_parity_sb3.py, whose differences stay; peers/make_sb3_contrib_fixtures.py recorded the numbers and names
 what it changed. One more difference: sb3-contrib sets masked logits to -1e8, and we to minus infinity, which no number
 here shows.
 """
@@ -13,7 +13,7 @@ import torch
 from test_parity_sb3 import assert_same
 
 from algos import ppo_lstm, ppo_mask
-from benchmarks.make_sb3_contrib_fixtures import (
+from benchmarks.peers.make_sb3_contrib_fixtures import (
     CASES,
     LSTM_CASES,
     LSTM_PATH,
@@ -24,7 +24,7 @@ from benchmarks.make_sb3_contrib_fixtures import (
     run_recurrent,
     with_masks,
 )
-from benchmarks.make_sb3_fixtures import ROUNDS, SPACES, D, N, Played, make_stream
+from benchmarks.peers.make_sb3_fixtures import ROUNDS, SPACES, D, N, Played, make_stream
 from utils.envs import make_vector
 
 

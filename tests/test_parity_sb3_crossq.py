@@ -1,6 +1,6 @@
 """One CrossQ update computes what sb3-contrib's CrossQ computes, from the same weights, minibatches and random numbers.
 
-Against recorded numbers (benchmarks/make_sb3_crossq_fixtures.py) always, against the installed sb3-contrib where there
+Against recorded numbers (peers/make_sb3_crossq_fixtures.py) always, against the installed sb3-contrib where there
 is one. The differences that remain:
     - Its batch variance divides by n - 1. After the warm-up it adds its epsilon to variance / r^2, we, as the paper, to
       the variance. Without both the updates are equal to 1e-8; with both they are near, and not equal. A unit that is 0

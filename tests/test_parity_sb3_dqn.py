@@ -1,6 +1,6 @@
 """DQN's updates compute what Stable-Baselines3's compute, from the same weights and minibatches.
 
-Against recorded numbers (benchmarks/make_sb3_dqn_fixtures.py) always, against the installed SB3 where there is one. SB3
+Against recorded numbers (peers/make_sb3_dqn_fixtures.py) always, against the installed SB3 where there is one. SB3
 clips gradients at norm 10, which none of these reaches, and it has no Double DQN.
 """
 

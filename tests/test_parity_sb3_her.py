@@ -1,7 +1,7 @@
 """What HER stores of episodes of BitFlip-v0, and its hindsight, are what Stable-Baselines3 stores of its BitFlippingEnv
 and makes of that, from the same first states, actions and uniform numbers. Its updates are those of SB3's DQN.
 
-Against recorded numbers (benchmarks/make_sb3_her_fixtures.py) always, against the installed SB3 where there is one. SB3
+Against recorded numbers (peers/make_sb3_her_fixtures.py) always, against the installed SB3 where there is one. SB3
 relabels what it samples, and we what we store: here it relabels every step as often as we do. It differs in the end of
 an episode, which it leaves where the original goal had it; ours is where the further goal is reached.
 """
@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from algos import her
 from benchmarks import make_sb3_her_fixtures as sb3
-from benchmarks.make_sb3_her_fixtures import EPISODES, K, N
+from benchmarks.peers.make_sb3_her_fixtures import EPISODES, K, N
 from utils.problems import BitFlip
 from utils.replay import ReplayBuffer
 
@@ -91,6 +91,6 @@ def test_live(needs_sb3, tmp_path, monkeypatch):
 
 
 def test_updates(float64):
-    """On the minibatches that benchmarks/make_sb3_dqn_fixtures.py recorded."""
+    """On the minibatches that benchmarks/peers/make_sb3_dqn_fixtures.py recorded."""
     inputs, theirs, _ = test_parity_sb3_dqn.recorded()
     test_parity_sb3_dqn.compare(inputs, theirs, her)

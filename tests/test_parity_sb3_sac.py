@@ -1,6 +1,6 @@
 """One SAC update computes what Stable-Baselines3's SAC computes, from the same weights, minibatches and random numbers.
 
-Against recorded numbers (benchmarks/make_sb3_sac_fixtures.py) always, against the installed SB3 where there is one. The
+Against recorded numbers (peers/make_sb3_sac_fixtures.py) always, against the installed SB3 where there is one. The
 differences that remain:
     - SB3 adds 1e-6 inside log(1 - a^2). Without it the updates are equal to 1e-9, with it to 1e-5.
     - SB3 minimises -log(alpha) (log pi + H), we equation 18: our gradient of log alpha is alpha times its. Adam's first

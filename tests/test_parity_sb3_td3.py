@@ -1,7 +1,7 @@
 """One update of ddpg.py and td3.py computes what Stable-Baselines3's DDPG and TD3 compute, from the same weights,
 minibatches and random numbers: every parameter after each of four updates, to 1e-9 in float64.
 
-Against recorded numbers (benchmarks/make_sb3_td3_fixtures.py) always, against the installed SB3 where there is one.
+Against recorded numbers (peers/make_sb3_td3_fixtures.py) always, against the installed SB3 where there is one.
 """
 
 import json

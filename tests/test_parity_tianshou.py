@@ -1,7 +1,7 @@
 """Updates of C51 with --double, of Rainbow and of REINFORCE compute what Tianshou's C51, RainbowDQN and Reinforce do:
 rows and weights that are drawn, returns, parameters, priorities, from the same steps, weights and random numbers.
 
-Against recorded numbers (benchmarks/make_tianshou_fixtures.py). Tianshou 2.0.1 differs in what follows. Each difference
+Against recorded numbers (peers/make_tianshou_fixtures.py). Tianshou 2.0.1 differs in what follows. Each difference
 is put into ours here, and then the numbers are the same. Tianshou
 
 - adds 1e-8 to a probability before its logarithm;
@@ -26,7 +26,7 @@ from safetensors import safe_open
 
 from algos import c51, rainbow, reinforce
 from benchmarks import make_tianshou_fixtures as tianshou
-from benchmarks.make_tianshou_fixtures import CASES, EVERY, GAMMA, UPDATES, V_MAX, V_MIN, A, B, D, H, N, T, given
+from benchmarks.peers.make_tianshou_fixtures import CASES, EVERY, GAMMA, UPDATES, V_MAX, V_MIN, A, B, D, H, N, T, given
 from utils.replay import ReplayBuffer
 
 EXACT = 1e-9  # float64, five steps of Adam

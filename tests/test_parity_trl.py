@@ -1,6 +1,6 @@
 """GRPO computes what TRL's GRPOTrainer computes: advantages, loss and gradient for every setting both have.
 
-Against recorded numbers (benchmarks/make_trl_fixtures.py) always, against the installed TRL where there is one. The
+Against recorded numbers (peers/make_trl_fixtures.py) always, against the installed TRL where there is one. The
 differences that remain, each of them named in algos/grpo.py or here:
     - TRL's default use_bias_correction_kl=True multiplies k3 by the ratio; both papers and we do not. Off here.
     - The old log-probabilities are the sampler's here, recomputed or those of the loss itself in TRL. Given here.
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from algos import grpo
-from benchmarks.make_trl_fixtures import CASES, LOSS_TYPES, MAX_LENGTH, PATH, TRL, G, P, make_inputs, make_trainer
+from benchmarks.peers.make_trl_fixtures import CASES, LOSS_TYPES, MAX_LENGTH, PATH, TRL, G, P, make_inputs, make_trainer
 from utils.evaluation import decode
 from utils.lm import completion_logps, pad_left, sample
 from utils.models import TINY_MODEL, eos_ids, load_model

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from algos import dpo
-from benchmarks.make_trl_dpo_fixtures import BETA, NAMES, PATH, SMOOTHING, B, by_trl, inputs
+from benchmarks.peers.make_trl_dpo_fixtures import BETA, NAMES, PATH, SMOOTHING, B, by_trl, inputs
 from utils.models import TINY_MODEL, load_model
 from utils.preferences import load_preferences
 from utils.text import encode_pair

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from algos import gkd
-from benchmarks.make_trl_gkd_fixtures import CASES, PATH, by_trl, inputs
+from benchmarks.peers.make_trl_gkd_fixtures import CASES, PATH, by_trl, inputs
 
 
 def by_script(data: dict, beta: float, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from algos import online_dpo
-from benchmarks.make_trl_online_dpo_fixtures import (
+from benchmarks.peers.make_trl_online_dpo_fixtures import (
     BETA,
     LOSSES,
     METRICS,

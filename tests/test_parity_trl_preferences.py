@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from algos import kto, orpo, simpo
-from benchmarks.make_trl_preferences_fixtures import (
+from benchmarks.peers.make_trl_preferences_fixtures import (
     BETA,
     CASES,
     GAMMA,

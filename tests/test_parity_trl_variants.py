@@ -1,7 +1,7 @@
 """GSPO, CISPO, DAPO, RLOO and GRPO with tools compute TRL's advantages and gradient, and DAPO TRL's penalty of length.
 
 Whole updates run on a table of log-probabilities. They are compared with recorded numbers always
-(benchmarks/make_trl_variants_fixtures.py), and with the installed TRL where there is one. GSPO and RLOO get the old
+(peers/make_trl_variants_fixtures.py), and with the installed TRL where there is one. GSPO and RLOO get the old
 log-probabilities from the model, not from the sampler: here from what it said before.
 """
 
@@ -13,8 +13,8 @@ from safetensors import safe_open
 from table import updated
 
 from algos import cispo, dapo, grpo_multiturn, gspo, rloo
-from benchmarks.make_trl_fixtures import MAX_LENGTH, G, P, make_inputs, own_tokens
-from benchmarks.make_trl_variants_fixtures import BUFFER, CASES, PATH, results
+from benchmarks.peers.make_trl_fixtures import MAX_LENGTH, G, P, make_inputs, own_tokens
+from benchmarks.peers.make_trl_variants_fixtures import BUFFER, CASES, PATH, results
 
 TOLERANCE = 1e-10
 SCRIPTS = {module.NAME: module for module in (gspo, cispo, dapo, rloo, grpo_multiturn)}

@@ -1,4 +1,4 @@
-"""Nine scripts of language models compute what verl or the authors' code computes (benchmarks/make_verl_fixtures.py).
+"""Nine scripts of language models compute what verl or the authors' code computes (peers/make_verl_fixtures.py).
 
 Recorded numbers are compared. `update` runs on a table of log-probabilities in place of a model, and its gradients are
 theirs to rounding: 1e-8 of a token in their denominators. What differs is shown exactly:
@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from table import Table, updated
 
 from algos import nft, nsr, ppo_lm, raft, reinforce_lm, tba, topr, ttrl, vineppo
-from benchmarks.make_verl_fixtures import BASELINE, BETA, EPSILON, HIGH, NFT, NSR, PATH, PPO, RAFT, VOTES, B, G, T
-from benchmarks.make_verl_fixtures import inputs as make_inputs
+from benchmarks.peers.make_verl_fixtures import BASELINE, BETA, EPSILON, HIGH, NFT, NSR, PATH, PPO, RAFT, VOTES, B, G, T
+from benchmarks.peers.make_verl_fixtures import inputs as make_inputs
 from utils.lm import Samples
 from utils.rewards import Scored
 from utils.tasks import final_answer

@@ -1,6 +1,6 @@
 """Records what Stable-Baselines3's SAC computes on fixed inputs, for tests/test_parity_sb3_sac.py.
 
-    pip install stable-baselines3==2.9.0 && python benchmarks/make_sb3_sac_fixtures.py
+    pip install stable-baselines3==2.9.0 && python benchmarks/peers/make_sb3_sac_fixtures.py
 
 writes tests/fixtures/sb3_sac.safetensors: the inputs, every parameter after each of three updates of SAC.train, the
 gradient of log alpha, and actions and log-densities of its actor. SB3's own code runs, in float64: minibatches and
@@ -17,7 +17,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PATH = ROOT / "tests" / "fixtures" / "sb3_sac.safetensors"
 D, A, H, B, UPDATES = 3, 2, 8, 16, 3  # observations, actions, hidden units, rows of a minibatch
 GAMMA, TAU, ALPHA, RATE = 0.97, 0.1, 0.2, 1e-2
@@ -144,7 +144,7 @@ def main() -> None:
     inputs = make_inputs()
     tensors = {f"input/{name}": value for name, value in inputs.items()} | results(inputs)
     about = {"stable_baselines3": stable_baselines3.__version__, "torch": torch.__version__,
-             "command": "python benchmarks/make_sb3_sac_fixtures.py", "cases": json.dumps(CASES)}  # fmt: skip
+             "command": "python benchmarks/peers/make_sb3_sac_fixtures.py", "cases": json.dumps(CASES)}  # fmt: skip
     PATH.write_bytes(safetensors.torch.save(tensors, about))
     print(f"{len(CASES)} cases, {PATH.stat().st_size / 1024:.0f} KB in {PATH}")
 

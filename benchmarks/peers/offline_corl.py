@@ -1,9 +1,9 @@
 """IQL and Decision Transformer beside CORL's on the same file: updates per second, and scores.
 
     git clone https://github.com/corl-team/CORL /tmp/corl
-    python benchmarks/offline_corl.py speed --corl /tmp/corl --rounds 5         -> results/speed_offline.json
-    python benchmarks/offline_corl.py score --corl /tmp/corl --seeds 3          -> results/score_offline.json
-    python benchmarks/offline_corl.py score --corl /tmp/corl --seeds 5 --algos iql --iql-steps 100000 --cloning \
+    python benchmarks/peers/offline_corl.py speed --corl /tmp/corl --rounds 5         -> results/speed_offline.json
+    python benchmarks/peers/offline_corl.py score --corl /tmp/corl --seeds 3          -> results/score_offline.json
+    python benchmarks/peers/offline_corl.py score --corl /tmp/corl --seeds 5 --algos iql --iql-steps 100000 --cloning \
         --jobs 2 --datasets data/Hopper-v5/medium-replay.hdf5 data/Hopper-v5/medium-expert.hdf5
 
 CORL's files algorithms/offline/iql.py and dt.py are imported as they are, with empty modules in place of d4rl, gym,
@@ -39,9 +39,9 @@ import torch
 import tyro
 from scipy import stats
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks.trl_grpo import machine  # noqa: E402
+from benchmarks.peers.trl_grpo import machine  # noqa: E402
 from utils.envs import make_env  # noqa: E402
 from utils.offline import load_dataset  # noqa: E402
 from utils.rollouts import evaluate, rollouts  # noqa: E402

@@ -3,7 +3,7 @@
     git clone https://github.com/vwxyzjn/cleanrl /tmp/cleanrl
     git clone https://github.com/corl-team/CORL /tmp/corl
     pip install -e ".[peers]"
-    python benchmarks/speed.py --cleanrl /tmp/cleanrl --corl /tmp/corl
+    python benchmarks/peers/speed.py --cleanrl /tmp/cleanrl --corl /tmp/corl
 
 Writes results/speed_*.json and the table of benchmarks/README.md. The scripts that it calls time one part alone:
 control_speed.py, trl_grpo.py, trl_family.py, offline_corl.py.
@@ -15,9 +15,10 @@ from pathlib import Path
 
 import tyro
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks import control_speed, offline_corl, page, trl_family, trl_grpo  # noqa: E402
+from benchmarks import page  # noqa: E402
+from benchmarks.peers import control_speed, offline_corl, trl_family, trl_grpo  # noqa: E402
 
 BUSY = 0.5  # processes that want to run, mean of the last minute
 

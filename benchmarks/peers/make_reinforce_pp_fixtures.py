@@ -1,6 +1,6 @@
 """Records the advantages that verl and OpenRLHF compute for REINFORCE++, for tests/test_parity_reinforce_pp.py.
 
-    python benchmarks/make_reinforce_pp_fixtures.py VERL OPENRLHF      checkouts of both
+    python benchmarks/peers/make_reinforce_pp_fixtures.py VERL OPENRLHF      checkouts of both
 
 writes tests/fixtures/reinforce_pp.safetensors: the inputs, and each project's advantages. Their functions run
 unchanged, cut out of their files: both packages import much else. Recorded with verl b178a3c and OpenRLHF 3c3be62.
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import save_file
 
-PATH = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "reinforce_pp.safetensors"
+PATH = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "reinforce_pp.safetensors"
 P, G, T, BETA = 4, 3, 6, 0.3
 VERL = "compute_reinforce_plus_plus_outcome_advantage", "compute_reinforce_plus_plus_baseline_outcome_advantage"
 OPENRLHF = "compute_advantages_and_returns", "get_cumulative_returns"

@@ -1,6 +1,6 @@
 """Records what CleanRL's c51.py and rainbow_atari.py compute on fixed inputs, for tests/test_parity_cleanrl.py.
 
-    python benchmarks/make_cleanrl_fixtures.py CLEANRL      a checkout
+    python benchmarks/peers/make_cleanrl_fixtures.py CLEANRL      a checkout
 
 writes tests/fixtures/cleanrl.safetensors: the inputs, and for each script the parameters after each of five updates; of
 rainbow_atari.py also what its buffer stores of a stream, draws and renews. Their classes and the statement that learns
@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import make_tianshou_fixtures as given  # noqa: E402
-from benchmarks.make_tianshou_fixtures import ALPHA, BETA, GAMMA, RATE, V_MAX, V_MIN, A, B, D, H, N, T  # noqa: E402
+from benchmarks.peers.make_tianshou_fixtures import ALPHA, BETA, GAMMA, RATE, V_MAX, V_MIN, A, B, D, H, N, T  # noqa: E402
 
 PATH = given.PATH.with_name("cleanrl.safetensors")
 N_STEP = 3

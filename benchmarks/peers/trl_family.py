@@ -1,9 +1,9 @@
 """TRL's RLOOTrainer and DPOTrainer beside algos/rloo.py and algos/dpo.py on the embedded model, as trl_grpo.py has
 GRPO: speed and learning curves. Needs trl==1.16.0.
 
-    python benchmarks/trl_family.py speed --threads 2    -> results/speed_rloo.json, results/speed_dpo.json
-    python benchmarks/trl_family.py curve --seeds 3      -> curves/trl-rloo-sort.jsonl, curves/trl-dpo-sort.jsonl
-    python benchmarks/trl_family.py compare              -> results/learning_trl.json
+    python benchmarks/peers/trl_family.py speed --threads 2    -> results/speed_rloo.json, results/speed_dpo.json
+    python benchmarks/peers/trl_family.py curve --seeds 3      -> curves/trl-rloo-sort.jsonl, curves/trl-dpo-sort.jsonl
+    python benchmarks/peers/trl_family.py compare              -> results/learning_trl.json
 
 speed, on the CPU in float32: fresh processes that take turns, the ratio within each pair, as in trl_grpo.py. Logging,
 saving, evaluation, gradient checkpointing and bfloat16 are off in TRL, AdamW is fused, the data loader has no workers.
@@ -38,9 +38,9 @@ from typing import Literal
 
 import tyro
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks.trl_grpo import (  # noqa: E402
+from benchmarks.peers.trl_grpo import (  # noqa: E402
     GROUP,
     HERE,
     NEW_TOKENS,
@@ -280,7 +280,7 @@ def compare(cases: Sequence[Case] = CASES, folder: Path = HERE / "curves",
     for case in cases:
         column, path = CURVES[f"{case}-sort"].column, folder / f"trl-{case}-sort.jsonl"
         if not path.exists():
-            sys.exit(f"there is no {path}: record it with python benchmarks/trl_family.py curve --cases {case}")
+            sys.exit(f"there is no {path}: record it with python benchmarks/peers/trl_family.py curve --cases {case}")
         sides = {"ours": recorded(f"{case}-sort"), "trl": [json.loads(line) for line in path.read_text().splitlines()]}
         if len({len(row[column]) for rows in sides.values() for row in rows}) > 1:
             sys.exit(f"{path} has other numbers of steps than our curve")

@@ -1,6 +1,6 @@
 """Records what verl and the authors of seven algorithms compute, for tests/test_parity_verl.py.
 
-    python benchmarks/make_verl_fixtures.py FOLDER      checkouts: FOLDER/verl, FOLDER/NFT, ...
+    python benchmarks/peers/make_verl_fixtures.py FOLDER      checkouts: FOLDER/verl, FOLDER/NFT, ...
 
 writes tests/fixtures/verl.safetensors: the inputs, and the gradients and rewards of each project. Their functions run
 unchanged, cut out of their files; where the loss stands in the middle of a loop, those of its lines. Recorded with
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks.make_reinforce_pp_fixtures import cut_out  # noqa: E402
+from benchmarks.peers.make_reinforce_pp_fixtures import cut_out  # noqa: E402
 
 PATH = ROOT / "tests" / "fixtures" / "verl.safetensors"
 P, G, T, BETA, BASELINE = 4, 4, 6, 0.3, -0.4

@@ -1,6 +1,6 @@
 """Records what TRL computes for GRPO's relatives on fixed inputs, for tests/test_parity_trl_variants.py.
 
-    pip install trl==1.16.0 && python benchmarks/make_trl_variants_fixtures.py
+    pip install trl==1.16.0 && python benchmarks/peers/make_trl_variants_fixtures.py
 
 writes tests/fixtures/trl_variants.safetensors: the inputs of make_trl_fixtures.py, and for every case of CASES the
 advantages of _generate_and_score_completions, and the gradient of _compute_loss with respect to the per-token
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks.make_trl_fixtures import MAX_LENGTH, TRL, G, P, make_inputs, make_trainer  # noqa: E402
+from benchmarks.peers.make_trl_fixtures import MAX_LENGTH, TRL, G, P, make_inputs, make_trainer  # noqa: E402
 
 PATH = ROOT / "tests" / "fixtures" / "trl_variants.safetensors"
 BUFFER = 5  # of the penalty of overlong completions
@@ -86,7 +86,7 @@ def main() -> None:
     inputs = make_inputs()
     tensors = {f"input/{k}": v for k, v in inputs.items()} | {f"trl/{k}": v for k, v in results(inputs).items()}
     about = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-             "command": "python benchmarks/make_trl_variants_fixtures.py", "cases": json.dumps(CASES)}  # fmt: skip
+             "command": "make_trl_variants_fixtures.py", "cases": json.dumps(CASES)}  # fmt: skip
     PATH.write_bytes(safetensors.torch.save(tensors, about))
     print(f"{len(CASES)} cases, {PATH.stat().st_size / 1024:.0f} KB in {PATH}")
 

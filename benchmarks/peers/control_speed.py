@@ -2,8 +2,8 @@
 
     git clone https://github.com/vwxyzjn/cleanrl /tmp/cleanrl          (recorded with its commit fe8d8a0)
     pip install -e ".[peers]"
-    python benchmarks/control_speed.py --cleanrl /tmp/cleanrl          -> results/speed_CASE.json
-    python benchmarks/control_speed.py --cleanrl /tmp/cleanrl --quick --cases ppo-cartpole          prints only
+    python benchmarks/peers/control_speed.py --cleanrl /tmp/cleanrl          -> results/speed_CASE.json
+    python benchmarks/peers/control_speed.py --cleanrl /tmp/cleanrl --quick --cases ppo-cartpole          prints only
 
 Cases. All on the CPU, all with CleanRL's settings and the same update work on every side.
     ppo-cartpole       CartPole-v1, 4 environments x 128 steps, 4 minibatches, 4 epochs, value clipping, not normalised
@@ -52,9 +52,9 @@ from typing import Literal
 
 import tyro
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks.trl_grpo import machine  # noqa: E402
+from benchmarks.peers.trl_grpo import machine  # noqa: E402
 
 Side = Literal["ours", "compiled", "cleanrl", "sb3", "bare"]
 

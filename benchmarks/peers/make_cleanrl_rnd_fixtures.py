@@ -1,6 +1,6 @@
 """Records what CleanRL's ppo_rnd_envpool.py computes on fixed inputs, for tests/test_parity_cleanrl_rnd.py.
 
-    python benchmarks/make_cleanrl_rnd_fixtures.py CLEANRL      a checkout
+    python benchmarks/peers/make_cleanrl_rnd_fixtures.py CLEANRL      a checkout
 
 writes tests/fixtures/cleanrl_rnd.safetensors: the inputs, novelty, its discounted sums, and all parameters after each
 of two updates. Its classes, its statements from the advantages to the last step of the optimizer, and those of the
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Categorical
 
-PATH = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "cleanrl_rnd.safetensors"
+PATH = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "cleanrl_rnd.safetensors"
 D, A, H, FEATURES, T, N, UPDATES = 3, 4, 6, 4, 12, 3, 2  # T steps of N environments in each update
 CASES = dict(plain=dict(clip_vloss=False, norm_adv=False), all=dict(clip_vloss=True, norm_adv=True))
 SETTINGS = dict(num_envs=N, num_steps=T, num_minibatches=3, update_epochs=3, gamma=0.9, int_gamma=0.8, gae_lambda=0.7,

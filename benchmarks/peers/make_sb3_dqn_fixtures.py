@@ -1,6 +1,6 @@
 """Records what Stable-Baselines3's DQN computes on fixed inputs, for tests/test_parity_sb3_dqn.py.
 
-    pip install stable-baselines3==2.9.0 && python benchmarks/make_sb3_dqn_fixtures.py
+    pip install stable-baselines3==2.9.0 && python benchmarks/peers/make_sb3_dqn_fixtures.py
 
 writes tests/fixtures/sb3_dqn.safetensors: the inputs, and every parameter after each of five updates of DQN.train and
 DQN._on_step, which renews the target network. SB3's own code runs, in float64: minibatches are given, and its cast of
@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PATH = ROOT / "tests" / "fixtures" / "sb3_dqn.safetensors"
 D, A, H, B, UPDATES = 3, 4, 8, 16, 5  # observations, actions, hidden units, rows of a minibatch
 GAMMA, RATE, EVERY = 0.97, 1e-2, 2  # EVERY: updates between renewals of the target network
@@ -98,7 +98,7 @@ def main() -> None:
     inputs = make_inputs()
     tensors = {f"input/{name}": value for name, value in inputs.items()} | results(inputs)
     about = {"stable_baselines3": stable_baselines3.__version__, "torch": torch.__version__,
-             "command": "python benchmarks/make_sb3_dqn_fixtures.py", "cases": json.dumps(CASES)}  # fmt: skip
+             "command": "python benchmarks/peers/make_sb3_dqn_fixtures.py", "cases": json.dumps(CASES)}  # fmt: skip
     PATH.write_bytes(safetensors.torch.save(tensors, about))
     print(f"{len(CASES)} cases, {PATH.stat().st_size / 1024:.0f} KB in {PATH}")
 

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer beside algos/grpo.py on the embedded model: speed and learning curves. Needs trl==1.16.0.
 
-    python benchmarks/trl_grpo.py speed --threads 2      -> results/speed_grpo.json
-    python benchmarks/trl_grpo.py curve --seeds 5        -> curves/trl-grpo-sort.jsonl, one row per seed, resumable
+    python benchmarks/peers/trl_grpo.py speed --threads 2      -> results/speed_grpo.json
+    python benchmarks/peers/trl_grpo.py curve --seeds 5        -> curves/trl-grpo-sort.jsonl, one row per seed
 
 speed. A step samples 32 prompts x 8 completions and makes one AdamW update, on the CPU, in float32, with beta 0.
 Prompts have 12 tokens, all completions 16: no EOS ends a completion on either side, which each run asserts. Both score
@@ -38,7 +38,7 @@ from typing import Literal
 
 import tyro
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 HERE = ROOT / "benchmarks"
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 32, 8, 12, 16  # of the speed comparison
@@ -68,7 +68,7 @@ def machine() -> dict[str, str | int | float]:
 
 def trl_trainer(rows: list[dict], reward, prompts: int, group: int, directory: str, **settings):
     """GRPOTrainer on the embedded model: `prompts` x `group` completions and one update per step, all quiet."""
-    from benchmarks.make_trl_fixtures import make_trainer
+    from benchmarks.peers.make_trl_fixtures import make_trainer
 
     return make_trainer(
         reward, prompts * group, directory, prompts=rows, num_generations=group, beta=0.0, num_iterations=1,

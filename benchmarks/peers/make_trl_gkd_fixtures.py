@@ -1,6 +1,6 @@
 """Records what TRL's GKDTrainer computes on fixed logits, for tests/test_parity_trl_gkd.py.
 
-    pip install trl==1.16.0 && python benchmarks/make_trl_gkd_fixtures.py
+    pip install trl==1.16.0 && python benchmarks/peers/make_trl_gkd_fixtures.py
 
 writes tests/fixtures/trl_gkd.safetensors: the inputs, and for every case the loss of GKDTrainer.generalized_jsd_loss
 with its gradient with respect to the student's logits. TRL's own function runs, unchanged. The test calls it live where
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 PATH = ROOT / "tests" / "fixtures" / "trl_gkd.safetensors"

@@ -1,6 +1,6 @@
 """Records what sb3-contrib's CrossQ computes on fixed inputs, for tests/test_parity_sb3_crossq.py.
 
-    pip install stable-baselines3==2.9.0 sb3-contrib==2.9.0 && python benchmarks/make_sb3_crossq_fixtures.py
+    pip install stable-baselines3==2.9.0 sb3-contrib==2.9.0 && python benchmarks/peers/make_sb3_crossq_fixtures.py
 
 writes tests/fixtures/sb3_crossq.safetensors: the inputs, and all parameters and running statistics after each of three
 updates of CrossQ.train, of which the second moves the actor. As in make_sb3_sac_fixtures.py, its own code runs in
@@ -17,9 +17,9 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.make_sb3_sac_fixtures import ALPHA, GAMMA, RATE, UPDATES, A, B, D, H  # noqa: E402
-from benchmarks.make_sb3_sac_fixtures import PATH as SAC_PATH  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.peers.make_sb3_sac_fixtures import ALPHA, GAMMA, RATE, UPDATES, A, B, D, H  # noqa: E402
+from benchmarks.peers.make_sb3_sac_fixtures import PATH as SAC_PATH  # noqa: E402
 
 PATH = SAC_PATH.with_name("sb3_crossq.safetensors")
 CASES = [  # theirs is warm after one pass more than `warmup`
@@ -122,7 +122,7 @@ def main() -> None:
     inputs = make_inputs()
     tensors = {f"input/{name}": value for name, value in inputs.items()} | results(inputs)
     about = {"sb3_contrib": sb3_contrib.__version__, "torch": torch.__version__,
-             "command": "python benchmarks/make_sb3_crossq_fixtures.py", "cases": json.dumps(CASES)}  # fmt: skip
+             "command": "python benchmarks/peers/make_sb3_crossq_fixtures.py", "cases": json.dumps(CASES)}  # fmt: skip
     PATH.write_bytes(safetensors.torch.save(tensors, about))
     print(f"{len(CASES)} cases, {PATH.stat().st_size / 1024:.0f} KB in {PATH}")
 

@@ -1,7 +1,7 @@
 """Records what Stable-Baselines3's HerReplayBuffer makes of episodes of its BitFlippingEnv, for
 tests/test_parity_sb3_her.py.
 
-    pip install stable-baselines3==2.9.0 && python benchmarks/make_sb3_her_fixtures.py
+    pip install stable-baselines3==2.9.0 && python benchmarks/peers/make_sb3_her_fixtures.py
 
 writes tests/fixtures/sb3_her.safetensors: first states, actions and uniform numbers; what DQN.collect_rollouts stores
 of them, and K times every step with a goal that its episode reached later. SB3's own code runs; only actions and what
@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-PATH = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "sb3_her.safetensors"
+PATH = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "sb3_her.safetensors"
 N, K, EPISODES = 5, 3, 12  # bits, further goals of each step
 
 
@@ -86,7 +86,7 @@ def main() -> None:
     inputs = make_inputs()
     tensors = {f"input/{name}": value for name, value in inputs.items()} | {"rows": results(inputs)}
     about = {"stable_baselines3": stable_baselines3.__version__, "torch": torch.__version__,
-             "command": "python benchmarks/make_sb3_her_fixtures.py"}  # fmt: skip
+             "command": "python benchmarks/peers/make_sb3_her_fixtures.py"}  # fmt: skip
     PATH.write_bytes(safetensors.torch.save(tensors, about))
     print(f"{tensors['rows'].shape[1]} steps, {PATH.stat().st_size / 1024:.0f} KB in {PATH}")
 

@@ -1,6 +1,6 @@
 """Records what TRL's GRPOTrainer computes on fixed inputs, for tests/test_parity_trl.py.
 
-    pip install trl==1.16.0 && python benchmarks/make_trl_fixtures.py
+    pip install trl==1.16.0 && python benchmarks/peers/make_trl_fixtures.py
 
 writes tests/fixtures/trl_grpo.safetensors: the inputs, and for every case of CASES the advantages and the loss mask of
 GRPOTrainer._generate_and_score_completions, and the loss of GRPOTrainer._compute_loss with its gradient with respect to
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from utils.models import TINY_MODEL  # noqa: E402
 
@@ -138,7 +138,7 @@ def main() -> None:
     tensors = {f"input/{k}": v for k, v in inputs.items()}
     tensors |= {f"trl/{k}": torch.stack([r[k] for r in results]) for k in ("advantages", "loss", "gradient")}
     about = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-             "command": "python benchmarks/make_trl_fixtures.py", "cases": json.dumps(CASES)}  # fmt: skip
+             "command": "python benchmarks/peers/make_trl_fixtures.py", "cases": json.dumps(CASES)}  # fmt: skip
     PATH.parent.mkdir(exist_ok=True)
     PATH.write_bytes(safetensors.torch.save(tensors, about))
     print(f"{len(CASES)} cases, {PATH.stat().st_size / 1024:.0f} KB in {PATH}")

@@ -1,9 +1,9 @@
 """Stable-Baselines3's SAC with the settings of the curve sac-halfcheetah, evaluated as ours is, seed by seed beside it.
 
-python benchmarks/sb3_sac.py curve --seeds 8       appends one row per seed to curves/sb3-sac-halfcheetah.jsonl
-python benchmarks/sb3_sac.py curve sac-hopper-1m --seeds 1 --steps 300000    the first 300,000 steps of another curve
-python benchmarks/sb3_sac.py log-alpha --seeds 8   ours with SB3's loss of the temperature, -log(alpha) (log pi + H)
-python benchmarks/sb3_sac.py compare               differences, paired by seed, with Student's 95 % interval
+python benchmarks/peers/sb3_sac.py curve --seeds 8       appends one row per seed to curves/sb3-sac-halfcheetah.jsonl
+python benchmarks/peers/sb3_sac.py curve sac-hopper-1m --seeds 1 --steps 300000    of another curve
+python benchmarks/peers/sb3_sac.py log-alpha --seeds 8   ours with SB3's loss of the temperature
+python benchmarks/peers/sb3_sac.py compare               differences, paired by seed, with Student's 95 % interval
 """
 
 import importlib.metadata
@@ -21,7 +21,7 @@ import torch
 import tyro
 from scipy import stats
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from algos import sac  # noqa: E402
 from benchmarks.curves import CURVES, FOLDER, recorded, run_once  # noqa: E402

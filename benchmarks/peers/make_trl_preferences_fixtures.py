@@ -1,7 +1,7 @@
 """Records what TRL's CPOTrainer (SimPO), ORPOTrainer and KTOTrainer compute on fixed inputs, for
 tests/test_parity_trl_preferences.py.
 
-    pip install trl==1.16.0 && python benchmarks/make_trl_preferences_fixtures.py
+    pip install trl==1.16.0 && python benchmarks/peers/make_trl_preferences_fixtures.py
 
 writes tests/fixtures/trl_preferences.safetensors: the inputs, and for every case the trainer's loss with its gradient
 with respect to the per-token log-probabilities. TRL's own code runs, unchanged; only the model's outputs are given. The
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 PATH = ROOT / "tests" / "fixtures" / "trl_preferences.safetensors"

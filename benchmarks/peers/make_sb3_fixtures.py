@@ -1,6 +1,6 @@
 """Records what Stable-Baselines3's PPO computes on fixed inputs, for tests/test_parity_sb3.py.
 
-    pip install stable-baselines3==2.9.0 && python benchmarks/make_sb3_fixtures.py
+    pip install stable-baselines3==2.9.0 && python benchmarks/peers/make_sb3_fixtures.py
 
 writes tests/fixtures/sb3_ppo.safetensors: the inputs, and for every case of CASES two rounds of SB3's own
 collect_rollouts and train, unchanged, behind its own VecNormalize: what is in the rollout buffer, the weights after
@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-PATH = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "sb3_ppo.safetensors"
+PATH = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "sb3_ppo.safetensors"
 T, N, D, ROUNDS = 16, 4, 3, 2  # steps and environments of a rollout, size of an observation
 SPACES = {
     "discrete": gym.spaces.Discrete(4),
@@ -130,7 +130,7 @@ def main() -> None:
     for i, case in enumerate(CASES):
         tensors |= {f"case{i}/{name}": value for name, value in run_sb3(stream, case, hidden_size=8).items()}
     about = {"stable_baselines3": stable_baselines3.__version__, "torch": torch.__version__,
-             "gymnasium": gym.__version__, "command": "python benchmarks/make_sb3_fixtures.py",
+             "gymnasium": gym.__version__, "command": "python benchmarks/peers/make_sb3_fixtures.py",
              "cases": json.dumps(CASES)}  # fmt: skip
     PATH.parent.mkdir(exist_ok=True)
     PATH.write_bytes(safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()}, about))

@@ -1,6 +1,6 @@
 """Records what TRL's OnlineDPOTrainer computes on fixed inputs, for tests/test_parity_trl_online_dpo.py.
 
-    pip install trl==1.16.0 && python benchmarks/make_trl_online_dpo_fixtures.py
+    pip install trl==1.16.0 && python benchmarks/peers/make_trl_online_dpo_fixtures.py
 
 writes tests/fixtures/trl_online_dpo.safetensors: the inputs, and for both losses that of
 OnlineDPOTrainer.training_step with its gradient with respect to the per-token log-probabilities, and the metrics that
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 PATH = ROOT / "tests" / "fixtures" / "trl_online_dpo.safetensors"

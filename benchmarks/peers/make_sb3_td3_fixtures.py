@@ -1,6 +1,6 @@
 """Records what Stable-Baselines3's TD3 and DDPG compute on fixed inputs, for tests/test_parity_sb3_td3.py.
 
-    pip install stable-baselines3==2.9.0 && python benchmarks/make_sb3_td3_fixtures.py
+    pip install stable-baselines3==2.9.0 && python benchmarks/peers/make_sb3_td3_fixtures.py
 
 writes tests/fixtures/sb3_td3.safetensors: the inputs and every parameter after each of four updates of TD3.train and
 DDPG.train. SB3's own code runs, in float64: minibatches and standard normal numbers are given, and its cast of
@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PATH = ROOT / "tests" / "fixtures" / "sb3_td3.safetensors"
 D, A, H, B, UPDATES = 3, 2, 8, 16, 4  # observations, actions, hidden units, rows of a minibatch
 GAMMA, TAU, RATE = 0.97, 0.1, 1e-2
@@ -115,7 +115,7 @@ def main() -> None:
     inputs = make_inputs()
     tensors = {f"input/{name}": value for name, value in inputs.items()} | results(inputs)
     about = {"stable_baselines3": stable_baselines3.__version__, "torch": torch.__version__,
-             "command": "python benchmarks/make_sb3_td3_fixtures.py", "cases": json.dumps(CASES)}  # fmt: skip
+             "command": "python benchmarks/peers/make_sb3_td3_fixtures.py", "cases": json.dumps(CASES)}  # fmt: skip
     PATH.write_bytes(safetensors.torch.save(tensors, about))
     print(f"{len(CASES)} cases, {PATH.stat().st_size / 1024:.0f} KB in {PATH}")
 

@@ -1,6 +1,6 @@
 """Records what sb3-contrib computes on fixed inputs, for tests/test_parity_sb3_contrib.py.
 
-    pip install stable-baselines3==2.9.0 sb3-contrib==2.9.0 && python benchmarks/make_sb3_contrib_fixtures.py
+    pip install stable-baselines3==2.9.0 sb3-contrib==2.9.0 && python benchmarks/peers/make_sb3_contrib_fixtures.py
 
 writes tests/fixtures, as make_sb3_fixtures.py does for PPO:
     sb3_ppo_mask.safetensors    MaskablePPO, with masks in the stream
@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.make_sb3_fixtures import CASES as PPO_CASES  # noqa: E402
-from benchmarks.make_sb3_fixtures import PATH as PPO_PATH  # noqa: E402
-from benchmarks.make_sb3_fixtures import Played, make_stream, run_sb3  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.peers.make_sb3_fixtures import CASES as PPO_CASES  # noqa: E402
+from benchmarks.peers.make_sb3_fixtures import PATH as PPO_PATH  # noqa: E402
+from benchmarks.peers.make_sb3_fixtures import Played, make_stream, run_sb3  # noqa: E402
 
 PATH = PPO_PATH.with_name("sb3_ppo_mask.safetensors")
 CASES = [case for case in PPO_CASES if case["space"] != "continuous"]
@@ -97,7 +97,7 @@ def main() -> None:
         for i, case in enumerate(cases):
             tensors |= {f"case{i}/{name}": value for name, value in run(stream, case, hidden_size=8).items()}
         about = {"sb3_contrib": sb3_contrib.__version__, "torch": torch.__version__, "gymnasium": gym.__version__,
-                 "command": "python benchmarks/make_sb3_contrib_fixtures.py", "cases": json.dumps(cases)}  # fmt: skip
+                 "command": "make_sb3_contrib_fixtures.py", "cases": json.dumps(cases)}  # fmt: skip
         path.write_bytes(safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()}, about))
         print(f"{len(cases)} cases, {path.stat().st_size / 1024:.0f} KB in {path}")
 

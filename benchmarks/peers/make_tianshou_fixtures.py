@@ -1,6 +1,6 @@
 """Records what Tianshou's C51, RainbowDQN and Reinforce compute on fixed inputs, for tests/test_parity_tianshou.py.
 
-    pip install tianshou==2.0.1 safetensors && python benchmarks/make_tianshou_fixtures.py
+    pip install tianshou==2.0.1 safetensors && python benchmarks/peers/make_tianshou_fixtures.py
 
 writes tests/fixtures/tianshou.safetensors: the inputs, and for each case of CASES the returns of n steps of a whole
 buffer and five of Tianshou's own updates, from drawing rows to renewing priorities. Of Reinforce the gradients of one
@@ -19,7 +19,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-PATH = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "tianshou.safetensors"
+PATH = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "tianshou.safetensors"
 D, A, H, N, B, T, UPDATES = 3, 3, 6, 5, 16, 40, 5  # sizes; N atoms, B rows of a minibatch, T steps in the buffer
 GAMMA, RATE, EVERY = 0.75, 1e-2, 2  # EVERY: updates between renewals of the target network
 ALPHA, BETA, V_MIN, V_MAX = 0.6, 0.7, -2.0, 2.0
@@ -207,7 +207,7 @@ def main() -> None:
     inputs = make_inputs()
     tensors = {f"input/{name}": value for name, value in inputs.items()} | results(inputs)
     about = {"tianshou": tianshou.__version__, "torch": torch.__version__, "cases": json.dumps(CASES),
-             "command": "python benchmarks/make_tianshou_fixtures.py"}  # fmt: skip
+             "command": "python benchmarks/peers/make_tianshou_fixtures.py"}  # fmt: skip
     PATH.write_bytes(safetensors.torch.save(tensors, about))
     print(f"{len(CASES)} cases, {PATH.stat().st_size / 1024:.0f} KB in {PATH}")
 

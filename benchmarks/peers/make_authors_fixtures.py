@@ -4,7 +4,7 @@
     git clone https://github.com/ikostrikov/rlpd /tmp/rlpd                         (recorded with its commit c90fd4b)
     pip install jax==0.4.30 jaxlib==0.4.30 flax==0.8.5 optax==0.2.3 tensorflow-probability==0.24.0 "scipy<1.14" \
         ml_collections gymnasium safetensors
-    python benchmarks/make_authors_fixtures.py /tmp/iql /tmp/rlpd
+    python benchmarks/peers/make_authors_fixtures.py /tmp/iql /tmp/rlpd
 
 writes tests/fixtures/authors.safetensors: minibatches, RLPD's noise and random subsets, and, under the authors' names,
 every parameter at the start and after each update of `_update_jit` and `SACLearner.update`. `bc/` is IQL's actor at
@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 from safetensors.numpy import save_file
 
-PATH = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "authors.safetensors"
+PATH = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "authors.safetensors"
 D, A, H, B, UPDATES = 3, 2, 8, 16, 4  # observations, actions, hidden units, rows of a minibatch
 GAMMA, TAU, RATE, EXPECTILE, TEMPERATURE = 0.9, 0.1, 1e-2, 0.8, 6.0
 CRITICS, SUBSET, ALPHA = 4, 2, 0.3

@@ -1,6 +1,6 @@
 """Records what TRL's DPOTrainer computes on fixed inputs, for tests/test_parity_trl_dpo.py.
 
-    pip install trl==1.16.0 && python benchmarks/make_trl_dpo_fixtures.py
+    pip install trl==1.16.0 && python benchmarks/peers/make_trl_dpo_fixtures.py
 
 writes tests/fixtures/trl_dpo.safetensors: the inputs, and for every loss that both have the loss of
 DPOTrainer._compute_loss with its gradient with respect to the per-token log-probabilities. TRL's own code runs,
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 PATH = ROOT / "tests" / "fixtures" / "trl_dpo.safetensors"
