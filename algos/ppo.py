@@ -19,58 +19,34 @@ gradient once its ratio has moved past 1 +- eps in the direction in which it is 
 
 Run
     python algos/ppo.py                                                          CartPole-v1
-    python algos/ppo.py --env-id Pendulum-v1 --num-envs 8 --num-steps 256 --learning-rate 1e-3 --gamma 0.9 \
-        --total-timesteps 61440                                                  continuous actions, truncated episodes
-    python algos/ppo.py --env-id HalfCheetah-v5 --threads 1                      the paper's recipe (table 3), annealed
-    python algos/ppo.py --env-id HalfCheetah-v5 --threads 1 --num-steps 512 --num-minibatches 8 --update-epochs 20 \
-        --gamma 0.98 --gae-lambda 0.92 --clip-coef 0.1 --learning-rate 2.0633e-5 --no-anneal-lr --log-std-init -2 \
-        --hidden-size 256 --max-grad-norm 0.8 --vf-coef 0.58 --ent-coef 0.0004   a tuned recipe
+    python algos/ppo.py --env-id HalfCheetah-v5                                  the paper's recipe (table 3), annealed
     python algos/ppo.py --env-id package.module:Name-v0 --env-kwargs size=5      your own environment
-    python algos/ppo.py --env-id Hopper-v5 --num-envs 8 --num-steps 256 --vector async
-                                                                                 async: for steps slower than 1 ms
-    python algos/ppo.py --vector native --num-envs 64 --num-steps 32             CartPole's own vector of environments
     python algos/ppo.py --evaluate RUN --eval-episodes 100 --capture-video       scores a saved agent
+    algos/README.md has commands for Pendulum, Hopper and a tuned recipe.
 
 Expect
-    CartPole-v1: 500, the maximum, from about 20,000 steps on, in less than 15 seconds on a CPU. With --total-timesteps
-    24576 all of 30 seeds reach 475, and 27 end at 500.
-    Pendulum-v1: from -1,200 to -240 (30 seeds, standard deviation 95), in about 10 seconds.
-    Hopper-v5 and HalfCheetah-v5, 204,800 steps: 1,408 and 1,257 (8 seeds, standard deviations 745 and 643), in one to
-    two minutes. Sampled actions get 1,084 and 875 (standard deviations 218 and 286).
-    HalfCheetah-v5, 1M steps with CleanRL's settings (--clip-vloss), in 5 to 7 minutes: 2,260 over about the last 100
-    episodes of training (10 seeds: eight at 1,514 to 2,328, and 3,787 and 4,174). CleanRL publishes 1,443 for v4. The
-    likeliest actions get 2,492.
-    Five MuJoCo tasks, 1M steps with these settings: an interquartile mean of 1.05 over 10 seeds of each (95 %:
-    1.00 to 1.11), where random actions score 0 and the paper 1; benchmarks/README.md has each task.
-    HalfCheetah-v5, 1M steps with the tuned recipe, in 21 to 37 minutes on one core: 5,108 (4,686, 5,452 and 5,185),
-    4,237 with sampled actions. RL Baselines3 Zoo and Tianshou publish about 5,800, the latter +- 1,244 over ten seeds.
+    CartPole-v1: 500, the maximum, from about 20,000 steps on, in less than 15 seconds on a CPU; reinforce.py needs more
+    steps for it. Hopper-v5 and HalfCheetah-v5, 204,800 steps: 1,408 and 1,257 in one to two minutes (8 seeds). Five
+    MuJoCo tasks, 1M steps: an interquartile mean of 1.05, where random actions score 0 and the paper 1.
 
 Metrics
     return, length      of the training episodes that ended in the iteration; absent if none did
-    eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
-    eval/success        share of these episodes that reach a success; where the environment reports it
+    eval/return         likeliest action; eval/return_stochastic: sampled actions
     explained_variance  of R_t by V(s_t); rises towards 1, below 0 is worse than a constant
     approx_kl           mean of rho - 1 - log rho in the last epoch; 0.001 to 0.03
     clip_fraction       share of samples outside the clip in the last epoch; 0.05 to 0.3
     entropy             nats; falls slowly
-    grad_norm           before clipping, mean over the minibatches
-    epochs              run in the iteration; fewer than --update-epochs if --target-kl stopped them
 
 Differences
-    - The tuned recipe is RL Baselines3 Zoo's with three changes: tanh for its ReLU, orthogonal weights for its
-      ortho_init=False, and half the value loss, which SB3 does not halve.
     - Policy and value share no parameters, as in the paper for MuJoCo, in CleanRL and in SB3.
     - Not in the paper: advantages are normalised in each minibatch, gradients are clipped at a norm of 0.5, and the
       learning rate falls to 0 on all tasks, not on Atari alone. All three are in baselines and CleanRL.
     - Observations and rewards are normalised by running statistics. Baselines do so for MuJoCo only. Without it
       CartPole had not settled at 500 after 100,000 steps.
-    - Images are bytes with three dimensions, channels first or last. They go through the convolutions of Mnih et al.
-      2015 or, below 36 pixels, two small ones, which policy and value share. They are divided by 255, not normalised.
-      All other observations are flattened.
+    - All observations are flattened. ppo_atari.py is for images.
 """
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -83,98 +59,88 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state
-from utils.cli import main, prepare, resolve
-from utils.envs import (
+from utils.control import (
     EnvArgs,
-    Vector,
+    RunningMeanStd,
     episode_columns,
+    evaluate,
     make_env,
     make_vector,
-    open_env,
-    reset_vector,
-    restore_vector,
+    score_saved,
     step_vector,
 )
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
-from utils.normalize import RunningMeanStd
-from utils.rollouts import evaluate, score_saved
-from utils.run import Run
+from utils.core import Run, UserError, main, prepare, preset
 
 NAME, TITLE = "ppo", "PPO"
-PRESETS = {  # defaults that depend on the kind of actions and observations, for arguments left at None
+PRESETS = {  # defaults that depend on the kind of actions, for arguments left at None
     "discrete": dict(total_timesteps=100_000, num_envs=8, num_steps=128, learning_rate=1e-3, num_minibatches=4,
-                     update_epochs=8, ent_coef=0.0, hidden_size=64),
+                     update_epochs=8),
     "continuous": dict(total_timesteps=1_000_000, num_envs=1, num_steps=2048, learning_rate=3e-4, num_minibatches=32,
-                       update_epochs=10, ent_coef=0.0, hidden_size=64),
-    "images": dict(total_timesteps=10_000_000, num_envs=8, num_steps=128, learning_rate=2.5e-4, num_minibatches=4,
-                   update_epochs=4, ent_coef=0.01, hidden_size=512),
+                       update_epochs=10),
 }  # fmt: skip
 CLIP_NORMALIZED = 10.0  # bounds of normalised observations and rewards, as in baselines
 
 
 @dataclass
 class Args(EnvArgs):
-    # inherited: seed, device, output_dir, keep, resume, track (RunArgs);
+    # inherited: seed, device, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "CartPole-v1"
     """a Gymnasium environment, or MODULE:NAME of one that MODULE registers"""
-    total_timesteps: PositiveInt | None = None
+    total_timesteps: int | None = None
     """environment steps, over all environments"""
-    num_envs: PositiveInt | None = None
+    num_envs: int | None = None
     """environments that are stepped together: N"""
-    num_steps: PositiveInt | None = None
+    num_steps: int | None = None
     """steps of each environment between updates: T"""
-    vector: Literal["sync", "async", "native"] = "sync"
-    """one process, or one for each environment: async pays where a step takes longer than about 1 ms. native: the
-    environment's own vector (gym.make_vec), where it has one"""
-    learning_rate: PositiveFloat | None = None
+    vector: Literal["sync", "async"] = "sync"
+    """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
+    learning_rate: float | None = None
     """learning rate of Adam, at the start"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0"""
-    gamma: UnitInterval = 0.99
+    gamma: float = 0.99
     """discount"""
-    gae_lambda: UnitInterval = 0.95
+    gae_lambda: float = 0.95
     """lambda of the advantages"""
-    num_minibatches: PositiveInt | None = None
+    num_minibatches: int | None = None
     """minibatches per epoch"""
-    update_epochs: PositiveInt | None = None
+    update_epochs: int | None = None
     """epochs over each rollout"""
-    clip_coef: PositiveFloat = 0.2
+    clip_coef: float = 0.2
     """clip of the ratio: epsilon"""
     clip_vloss: bool = False
     """clip the change of the value by clip_coef, too"""
-    ent_coef: NonNegativeFloat | None = None
+    ent_coef: float = 0.0
     """weight of the entropy bonus: c_ent"""
-    vf_coef: NonNegativeFloat = 0.5
+    vf_coef: float = 0.5
     """weight of the value loss: c_vf"""
-    max_grad_norm: PositiveFloat = 0.5
+    max_grad_norm: float = 0.5
     """gradients are clipped to this norm"""
-    target_kl: PositiveFloat | None = None
+    target_kl: float | None = None
     """end the epochs of a rollout when approx_kl exceeds this"""
     normalize: bool = True
     """normalise observations and rewards by running statistics"""
     normalize_advantages: bool = True
     """normalise advantages in every minibatch"""
-    hidden_size: PositiveInt | None = None
-    """units of the two hidden layers of policy and value network; of images: of the layer that both share"""
+    hidden_size: int = 64
+    """units of the two hidden layers of policy and value network"""
     log_std_init: float = 0.0
     """log of the standard deviation of Gaussian actions at the start"""
     compile: bool = False
     """compile the loss (half a minute at the start)"""
-    threads: NonNegativeInt = 1
+    threads: int = 1
     """CPU threads: a second makes networks this small a tenth faster; 0: OMP_NUM_THREADS where set, else two"""
-    save_every: PositiveInt = 20_000
+    save_every: int = 20_000
     """environment steps between checkpoints"""
 
 
 class Agent(nn.Module):
-    """Vectors (`obs_size` numbers): separate networks for policy and value, two tanh layers. Images (`obs_size` their
-    C, H, W): one encoder for both. Orthogonal weights (gain sqrt 2; policy head 0.01, value head 1), zero biases. Box
-    actions: diagonal Gaussian with a state-independent log_std. Discrete, multi-discrete and multi-binary actions:
+    """Separate networks for policy and value, two tanh layers each. Orthogonal weights (gain sqrt 2; policy head 0.01,
+    value head 1), zero biases. Box actions: diagonal Gaussian with a state-independent log_std. Other actions:
     categorical, `parts` the number of choices of each."""
 
-    def __init__(self, obs_size, space, hidden_size: int, log_std_init: float = 0.0):
+    def __init__(self, obs_size: int, space: gym.Space, hidden_size: int, log_std_init: float = 0.0):
         super().__init__()
         self.space, self.continuous = space, isinstance(space, gym.spaces.Box)
         if self.continuous:
@@ -184,46 +150,34 @@ class Agent(nn.Module):
             self.parts = [2] * int(np.prod(space.shape))
         else:
             self.parts = [int(space.n)] if isinstance(space, gym.spaces.Discrete) else space.nvec.flatten().tolist()
-        self.encoder: nn.Module | None = None
-        if isinstance(obs_size, tuple):
-            self.actor, self.critic, self.encoder = image_networks(obs_size, hidden_size, sum(self.parts))
-        else:
-            self.actor = network(obs_size, hidden_size, sum(self.parts), 0.01)
-            self.critic = network(obs_size, hidden_size, 1, 1.0)
-
-    def features(self, obs: Tensor) -> Tensor:
-        """What the heads take: images (..., C, H, W) uint8 -> (..., hidden_size); vectors (..., D) as they are."""
-        if self.encoder is None:
-            return obs
-        flat = self.encoder(obs.flatten(0, -4).float() / 255)
-        return flat.view(*obs.shape[:-3], -1)
+        self.actor = network(obs_size, hidden_size, sum(self.parts), 0.01)
+        self.critic = network(obs_size, hidden_size, 1, 1.0)
 
     def value(self, obs: Tensor) -> Tensor:
-        """(..., D) or (..., C, H, W) -> (...)"""
-        return self.critic(self.features(obs))[..., 0]
+        """(..., D) -> (...)"""
+        return self.critic(obs)[..., 0]
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """What makes `act` a sample: normal noise for Gaussian actions, Gumbel noise for categorical ones (the largest
-        of logits plus Gumbel noise is a draw from the softmax). With noise 0, `act` gives the likeliest action."""
-        # drawn for a whole rollout at once: Categorical.sample() at each step takes twice the time of the network
+        """What makes `act` a sample. It is drawn for a whole rollout at once, which is twice as fast as at each step.
+        Normal noise for Gaussian actions, Gumbel noise for categorical ones (the largest of logits plus Gumbel noise is
+        a draw from the softmax). With noise 0, `act` gives the likeliest action."""
         noise = torch.empty(*shape, sum(self.parts), device=generator.device)
         return noise.normal_(generator=generator) if self.continuous else -noise.exponential_(generator=generator).log()
 
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:
-        """Actions (N, A) of observations (N, ...): floats, or the index of each choice."""
-        out = self.actor(self.features(obs))
+        """Actions (N, A) of observations (N, D): floats, or the index of each choice."""
+        out = self.actor(obs)
         if self.continuous:
             return out + self.log_std.exp() * noise
         return torch.stack([part.argmax(-1) for part in (out + noise).split(self.parts, -1)], -1)
 
     def forward(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability, entropy and value, each (...)."""
-        features = self.features(obs)
-        return *self.log_prob(features, actions), self.critic(features)[..., 0]
+        return *self.log_prob(obs, actions), self.value(obs)
 
-    def log_prob(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    def log_prob(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability (of continuous actions: density) of actions (..., A), and entropy in nats, each (...)."""
-        out = self.actor(features)
+        out = self.actor(obs)
         if self.continuous:
             z = (actions - out) * (-self.log_std).exp()
             log_norm = self.log_std + 0.5 * np.log(2 * np.pi)
@@ -255,35 +209,16 @@ def network(size_in: int, hidden_size: int, size_out: int, gain: float) -> nn.Se
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-def image_networks(shape: tuple[int, int, int], hidden_size: int, actions: int) -> tuple:
-    """The heads of policy and value, and the encoder of images (B, C, H, W). From 36 pixels on, the convolutions of
-    Mnih et al. 2015 (channels, kernel, stride); below, as for boards, two of 3 x 3 that reach over the border."""
-    large, channels = min(shape[1:]) >= 36, shape[0]
-    body: list[nn.Module] = []
-    for size, kernel, stride in [(32, 8, 4), (64, 4, 2), (64, 3, 1)] if large else [(32, 3, 1), (64, 3, 2)]:
-        body += [nn.Conv2d(channels, size, kernel, stride, padding=0 if large else 1), nn.ReLU()]
-        channels = size
-    body.append(nn.Flatten())
-    units = nn.Sequential(*body)(torch.zeros(1, *shape)).shape[1]
-    last, actor, critic = nn.Linear(units, hidden_size), nn.Linear(hidden_size, actions), nn.Linear(hidden_size, 1)
-    hidden = [*body[:-1:2], last]
-    orthogonal([*hidden, actor, critic], [2**0.5] * len(hidden) + [0.01, 1.0])
-    return actor, critic, nn.Sequential(*body, last, nn.ReLU())
-
-
 class Statistics:
     """Running statistics of observations and of discounted returns, one set for all environments, frozen in
-    evaluation. Without --normalize they change nothing; images stay bytes in any case."""
+    evaluation. Without --normalize they change nothing."""
 
-    def __init__(self, obs_size, num_envs: int, gamma: float, enabled: bool):
-        self.images = isinstance(obs_size, tuple)
-        self.obs, self.returns = RunningMeanStd(() if self.images else (obs_size,)), RunningMeanStd()
+    def __init__(self, obs_size: int, num_envs: int, gamma: float, enabled: bool):
+        self.obs, self.returns = RunningMeanStd((obs_size,)), RunningMeanStd()
         self.enabled, self.gamma, self.discounted = enabled, gamma, np.zeros(num_envs)
 
     def observe(self, obs: np.ndarray, count: bool = False) -> np.ndarray:
         """Normalises observations (N, D). Only training counts them, and only those that it acts on."""
-        if self.images:
-            return obs
         if not self.enabled:
             return obs.astype(np.float32)
         if count:
@@ -302,29 +237,26 @@ class Statistics:
 
     def weights(self) -> dict[str, Tensor]:
         """For RUN/model: the networks take (obs - obs_mean) / sqrt(obs_var + 1e-8), clipped."""
-        used = self.enabled and not self.images
-        return {f"obs_{name}": self.obs.state_dict()[name] for name in ("mean", "var")} if used else {}
+        return {f"obs_{name}": self.obs.state_dict()[name] for name in ("mean", "var")} if self.enabled else {}
 
     def state_dict(self) -> dict:
-        discounted = torch.tensor(self.discounted)
-        return {"obs": self.obs.state_dict(), "returns": self.returns.state_dict(), "discounted": discounted}
+        """Without the discounted returns so far: a resumed run begins new episodes."""
+        return {"obs": self.obs.state_dict(), "returns": self.returns.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         self.obs.load_state_dict(state["obs"])
         self.returns.load_state_dict(state["returns"])
-        self.discounted = state["discounted"].numpy()
 
 
 class Batch(NamedTuple):
     """What one iteration learns from: T steps of N environments."""
 
-    obs: Tensor  # (T, N, D), normalised; images (T, N, C, H, W), uint8
+    obs: Tensor  # (T, N, D), normalised
     actions: Tensor  # (T, N, A), before clipping
     rewards: Tensor  # (T, N) float32, normalised
     next_obs: Tensor  # like obs: what the step led to, before any reset
     terminated: Tensor  # (T, N) bool
     truncated: Tensor  # (T, N) bool
-    idle: Tensor | None = None  # (T, N) bool: steps of a native vector that only begin an episode; nothing to learn
 
 
 def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor, gamma: float,
@@ -342,7 +274,7 @@ def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor
 def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, advantages: Tensor, returns: Tensor,
              old_values: Tensor, args: Args) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Loss of one minibatch, to be minimised (equation 9 with the sign turned), and (approx_kl, clip_fraction,
-    entropy). obs (B, ...), actions (B, A), the others (B,)."""
+    entropy). obs (B, D), actions (B, A), the others (B,)."""
     logps, entropy, values = agent(obs, actions)
     log_ratio = logps - old_logps
     ratio = log_ratio.exp()
@@ -370,8 +302,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
         done = batch.terminated | batch.truncated
         advantages = gae(batch.rewards, values, next_values, batch.terminated, done, args.gamma, args.gae_lambda)
         returns = advantages + values
-    used = slice(None) if batch.idle is None else ~batch.idle.flatten()
-    rows = [x.flatten(0, 1)[used] for x in (batch.obs, batch.actions, old_logps, advantages, returns, values)]
+    rows = [x.flatten(0, 1) for x in (batch.obs, batch.actions, old_logps, advantages, returns, values)]
     norms, epochs = [], 0
     while epochs < args.update_epochs:
         epochs += 1
@@ -393,9 +324,9 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: Vector, obs: np.ndarray, statistics: Statistics,
-            generator: torch.Generator, step: int, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
-    """T steps of N environments from observations `obs` (N, ...), which the statistics have counted.
+def collect(agent: Agent, envs, obs: np.ndarray, statistics: Statistics,
+            generator: torch.Generator, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
+    """T steps of N environments from observations `obs` (N, D), which the statistics have counted.
 
     Returns a Batch, the observations to go on from, and (return, length) of the episodes that ended.
     """
@@ -403,19 +334,19 @@ def collect(agent: Agent, envs: Vector, obs: np.ndarray, statistics: Statistics,
     noise = agent.noise(shape, generator)
     actions, episodes, current = [], [], statistics.observe(obs)
     seen, next_obs = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
-    rewards, (terminated, truncated, idle) = np.empty(shape, np.float32), np.empty((3, *shape), bool)
+    rewards, (terminated, truncated) = np.empty(shape, np.float32), np.empty((2, *shape), bool)
     for t in range(args.num_steps):
-        seen[t], idle[t] = current, envs.log.idle
+        seen[t] = current
         actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
-        executed, now = agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
-        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed, now)
+        executed = agent.to_env(actions[t].cpu().numpy())
+        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed)
         rewards[t] = statistics.reward(reward, terminated[t] | truncated[t])
         current = statistics.observe(obs, count=True)
         next_obs[t] = statistics.observe(true_obs) if ended else current
         episodes += ended
-    arrays = (seen, rewards, next_obs, terminated, truncated, idle)
+    arrays = (seen, rewards, next_obs, terminated, truncated)
     seen, *others = (torch.from_numpy(array).to(device) for array in arrays)
-    return Batch(seen, torch.stack(actions), *others), obs.copy(), episodes
+    return Batch(seen, torch.stack(actions), *others), obs, episodes
 
 
 def check(args: Args, space: gym.Space) -> None:
@@ -425,9 +356,8 @@ def check(args: Args, space: gym.Space) -> None:
         wanted = "a Box of floats, Discrete, MultiDiscrete or MultiBinary"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs {wanted}")
     rows = args.num_envs * args.num_steps
-    least = 4 if args.vector == "native" else 2  # up to half of its rows are idle
-    if rows % args.num_minibatches or rows // args.num_minibatches < least:
-        parts = f"the {rows} rows of a rollout (num_envs * num_steps) into parts of at least {least}"
+    if rows % args.num_minibatches or rows // args.num_minibatches < 2:
+        parts = f"the {rows} rows of a rollout (num_envs * num_steps) into parts of at least 2"
         raise UserError(f"--num-minibatches {args.num_minibatches} must divide {parts}")
     if args.total_timesteps < rows:
         raise UserError(f"--total-timesteps {args.total_timesteps} is less than one rollout of {rows} steps")
@@ -436,61 +366,50 @@ def check(args: Args, space: gym.Space) -> None:
 @torch.no_grad()
 def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor,
                       generator: torch.Generator) -> np.ndarray:  # fmt: skip
-    """What utils.rollouts.evaluate calls: actions (N, A) of raw observations (N, ...)."""
+    """What `evaluate` calls: actions (N, A) of raw observations (N, D)."""
     normalized = torch.from_numpy(statistics.observe(obs)).to(generator.device)
     return agent.to_env(agent.act(normalized, agent.noise((len(obs),), generator) * scale).cpu().numpy())
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    make, obs_size, space = open_env(args, partial(make_env, images=True))
-    kind = "continuous" if isinstance(space, gym.spaces.Box) else "discrete"
-    settings = resolve(args, PRESETS, "images" if isinstance(obs_size, tuple) else kind)
+    device, make = prepare(args), partial(make_env, args)
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
+    settings = preset(args, PRESETS, "continuous" if isinstance(space, gym.spaces.Box) else "discrete")
     check(args, space)
     agent = Agent(obs_size, space, args.hidden_size, args.log_std_init).to(device)
     statistics = Statistics(obs_size, args.num_envs, args.gamma, args.normalize)
-    act = partial(act_in_evaluation, agent, statistics)
-    score_agent = partial(evaluate, make, act, args.eval_episodes, args.seed, device)
+    score_agent = partial(evaluate, make, partial(act_in_evaluation, agent, statistics), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent, statistics=statistics)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     generator = torch.Generator(device).manual_seed(args.seed)
     loss_function = torch.compile(ppo_loss) if args.compile else ppo_loss
     rollout = args.num_envs * args.num_steps
-    total = args.total_timesteps // rollout * rollout
-    run = Run(args, NAME, args.env_id, total, ("return", "eval/return", "explained_variance"), "total_timesteps",
-              schedule_depends_on_budget=args.anneal_lr)  # fmt: skip
+    run = Run(args, NAME, args.env_id, args.total_timesteps // rollout * rollout, ("return", "eval/return"))
     run.print(settings)
-    envs = make_vector(make, args.num_envs, args.seed, args.vector)
-
-    def state() -> dict:
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": envs.log.state(obs),
-                "statistics": statistics.state_dict(), "generator": generator.get_state()}  # fmt: skip
-
-    step, obs = run.step, restore_vector(envs, run.state["envs"]) if run.state else reset_vector(envs)
-    if not run.restore(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator):
-        statistics.observe(obs, count=True)
+    envs, obs = make_vector(make, args, run.step)
+    parts = dict(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator)
+    run.restore(**parts)
+    statistics.observe(obs, count=True)
+    step = run.step
     while step < run.total:
-        start = time.perf_counter()
         if args.anneal_lr:  # everywhere; the paper anneals for Atari only
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / run.total)
 
         # collect
-        with run.saving(step, state(), rng_state()):
-            batch, obs, episodes = collect(agent, envs, obs, statistics, generator, step, args)
-        collected, step = time.perf_counter(), step + rollout
+        batch, obs, episodes = collect(agent, envs, obs, statistics, generator, args)
+        step += rollout
 
         # update
         columns = update(agent, optimizer, batch, generator, args, loss_function) | episode_columns(episodes)
-        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step),
-                    "time/collect": collected - start, "time/iteration": time.perf_counter() - start}  # fmt: skip
+        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step)}
 
         # evaluate
         if run.due(step, args.eval_every):
-            with run.saving(step, state, columns=columns):
-                columns |= score_agent()
+            columns |= score_agent()
         run.log(step, **columns)
-        run.end_step(step, state)
+        run.end_step(step, parts)
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "explained variance": ("explained_variance",),
@@ -499,4 +418,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)
