@@ -16,7 +16,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
-from utils.core import RunArgs, UserError, find_users_code, load, rng_state, set_rng_state
+from utils.core import RunArgs, UserError, find_users_code, load, read_checkpoint, rng_state, set_rng_state
 
 LONGEST = 50_000  # steps after which an evaluation episode counts as it stands
 
@@ -156,7 +156,7 @@ def rollouts(make: Callable, act: Callable, episodes: int, seed: int, video: Pat
 def score_saved(args, score_agent: Callable, **parts) -> list[dict]:
     """What --evaluate does: `parts` get their state from that run's checkpoint, and the score is printed as JSON."""
     folder = Path(args.evaluate)
-    load(torch.load(folder / "checkpoint.pt", "cpu", weights_only=True), parts)
+    load(read_checkpoint(folder), parts)
     print(json.dumps(score_agent(video=folder / "video" if args.capture_video else None)))
     return []
 

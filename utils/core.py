@@ -24,9 +24,7 @@ import numpy as np
 import torch
 import tyro
 
-ROOT = Path(__file__).resolve().parents[1]
-AT_LEAST_0 = ("beta", "epsilon", "ent_coef", "vf_coef")  # outside of these bounds a run would train in silence, wrongly
-FROM_0_TO_1 = ("gamma", "gae_lambda", "tau", "start_e", "end_e")
+MOST = {"gamma": 1, "gae_lambda": 1, "tau": 1, "start_e": 1, "end_e": 1, "beta": math.inf, "epsilon": math.inf}
 
 
 class UserError(Exception):
@@ -77,11 +75,10 @@ def saved_args(folder: str, algo: str) -> dict:
 
 def prepare(args: RunArgs) -> torch.device:
     """Seeds every global generator and chooses threads and device. Raises UserError for a number out of its bounds."""
-    for name, value in vars(args).items():
-        bounds = "from 0 to 1" if name in FROM_0_TO_1 else "at least 0"
-        if name in FROM_0_TO_1 or name in AT_LEAST_0 or type(value) is int:  # negative counts would do nothing
-            if value is not None and not 0 <= value <= (1 if name in FROM_0_TO_1 else math.inf):
-                raise UserError(f"--{name.replace('_', '-')} is {value}: it must be {bounds}")
+    for name, value in vars(args).items():  # outside of these bounds a run would train in silence, wrongly
+        most = MOST.get(name, math.inf if type(value) is int else None)
+        if None not in (value, most) and not 0 <= value <= most:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be from 0 to {most}")
     args.threads = args.threads or min(torch.get_num_threads(), args.most_threads)
     torch.set_num_threads(args.threads)
     random.seed(args.seed)
@@ -101,13 +98,12 @@ def preset(args: RunArgs, presets: dict[str, dict], row: str) -> str:
 
 
 def find_users_code(folder: str | Path) -> None:
-    """Lets `import` find what is in `folder`. If it has a package called `utils`, this name is from now on that one's:
-    all of ours is loaded."""
-    folder = Path(folder).resolve()
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    if folder != ROOT and ((folder / "utils").is_dir() or (folder / "utils.py").is_file()):
-        sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
+    """Lets `import` find what is in `folder`. If it has a package called `utils`, that is from now on this name's: all
+    of ours is loaded."""
+    folder, ours = Path(folder).resolve(), Path(__file__).resolve().parents[1]
+    sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
+    if folder != ours and ((folder / "utils").is_dir() or (folder / "utils.py").is_file()):
+        sys.path.remove(str(ours)) if str(ours) in sys.path else None
         for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
             del sys.modules[name]
 
@@ -135,25 +131,20 @@ def crosses(step: int, before: int, every: int) -> bool:
 
 
 class Run:
-    """Made when all input has been checked, so that wrong input leaves no folder behind.
-
-    total: steps in the budget. headline: the columns of the progress bar. state: with --resume what was saved, else {}.
-    """
+    """Made when all input has been checked, so that wrong input leaves no folder behind. total: steps in the budget.
+    headline: the columns of the progress bar. `state`: with --resume what was saved, else {}."""
 
     def __init__(self, args, algo: str, task: str, total: int, headline: tuple[str, ...]):
         from tqdm import tqdm
 
         if getattr(args, "eval_every", 0) is None:
             args.eval_every = min(max(total // 5, 1), 50_000)
-        self.args, self.total, self.headline = args, total, headline
+        self.args, self.total, self.headline, self.shown, self.signal, self.wandb = args, total, headline, {}, 0, None
         self.writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        self.state, self.history, self.shown, self.signal, self.wandb, changed = {}, [], {}, 0, None, {}
+        self.state, self.history, changed = {}, [], {}
         if args.resume:
             self.dir = Path(args.resume).resolve()
-            if not (path := self.dir / "checkpoint.pt").is_file():
-                raise UserError(f"{self.dir} has no checkpoint yet: start afresh without --resume")
-            self.state = torch.load(path, "cpu", weights_only=True)
-            before = saved_args(args.resume, algo)
+            self.state, before = read_checkpoint(self.dir), saved_args(args.resume, algo)
             changed = {k: v for k, v in vars(args).items() if k != "resume" and before.get(k, v) != v}
         else:
             name = f"{algo}-{task}-{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
@@ -210,7 +201,6 @@ class Run:
         self.logged, self.begun = step, time.perf_counter()
 
     def speed(self, step: int) -> float:
-        """Steps a second since the row before."""
         return (step - self.logged) / (time.perf_counter() - self.begun)
 
     def due(self, step: int, every: int) -> bool:
@@ -231,7 +221,6 @@ class Run:
                 replace(self.dir / "checkpoint.pt", lambda file: torch.save(state, file))
         self.step = step
         if asked and step < self.total:
-            self.bar.close()
             print(f"stopped after step {step}; continue with --resume {self.dir}", flush=True)
             sys.exit(128 + asked)
 
@@ -239,7 +228,7 @@ class Run:
         """With --resume: brings `parts` and the global generators back to the checkpoint. Else returns False. Call it
         behind everything that draws random numbers before the loop."""
         if self.state:
-            load({name: self.state.pop(name) for name in parts}, parts)
+            load(self.state, parts)
             set_rng_state(self.state["rng"])
         return bool(self.state)
 
@@ -266,6 +255,12 @@ def replace(path: Path, write: Callable) -> None:
     os.replace(file.name, path)
 
 
+def read_checkpoint(folder: Path) -> dict:
+    if not (path := folder / "checkpoint.pt").is_file():
+        raise UserError(f"{folder} has no checkpoint yet: start afresh without --resume")
+    return torch.load(path, "cpu", weights_only=True)
+
+
 def state_of(part):
     if isinstance(part, torch.Generator):
         return part.get_state()
@@ -274,7 +269,7 @@ def state_of(part):
 
 def load(state: dict, parts: dict) -> None:
     for name, part in parts.items():
-        (part.set_state if isinstance(part, torch.Generator) else part.load_state_dict)(state[name])
+        (part.set_state if isinstance(part, torch.Generator) else part.load_state_dict)(state.pop(name))
 
 
 def plot(history: list[dict], curves: dict[str, tuple[str, ...]], title: str, path: Path) -> None:
@@ -287,12 +282,9 @@ def plot(history: list[dict], curves: dict[str, tuple[str, ...]], title: str, pa
     figure, axes = plt.subplots(1, len(curves), figsize=(5 * len(curves), 3.6), squeeze=False)
     for axis, (panel, names) in zip(axes[0], curves.items()):
         for column in dict.fromkeys(c for row in history for c in row if any(fnmatch(c, name) for name in names)):
-            points = [(row["step"], row[column]) for row in history if column in row]
-            axis.plot(*zip(*points), marker="o" if len(points) < 40 else None, markersize=3, label=column)
+            axis.plot(*zip(*((row["step"], row[column]) for row in history if column in row)), ".-", label=column)
             axis.legend(fontsize=8)
         axis.set(title=panel, xlabel="step")
-        axis.grid(alpha=0.3)
     figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
