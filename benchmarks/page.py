@@ -9,7 +9,6 @@ Nothing in the tables is typed: a test fails when a page differs from what `writ
 import importlib
 import json
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -78,22 +77,17 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-def default_run(script: str, short: bool = False) -> str:
-    """The cell of a default run: task, first and last evaluation, seconds; `short`: of the headline number alone."""
+def default_run(script: str) -> str:
+    """The cell of a default run: task, first and last value of the headline number."""
     run = read("default_runs").get(script)
     if run is None:
         return "not run"
     args = importlib.import_module(f"algos.{script}").Args()
     tasks = (getattr(args, name, None) for name in ("env_id", "environment", "task"))
-    task = next(filter(None, tasks), "Hopper-v5 collection")
-    shown = [key for key in SHOWN if key in run["last"]]
-    first = {key: f"{number(value)} to " for key, value in run["first"].items()}
-    parts = [f"{SHOWN[key]} {first.get(key, '')}{number(run['last'][key])}" for key in (shown[:1] if short else shown)]
-    task = "" if isinstance(task, tuple) else f"{task}: "
-    if short:
-        return task.replace(" collection", "").replace(":", "") + parts[0]
-    cpu = f", {run['cpu_seconds']} CPU s" if "cpu_seconds" in run else ""
-    return f"{task}{', '.join(parts)}; {run['seconds']} s{cpu}"
+    task = next(filter(None, tasks), "Hopper-v5")
+    key = next(key for key in SHOWN if key in run["last"])
+    first = f"{number(run['first'][key])} to " if key in run["first"] else ""
+    return f"{'' if isinstance(task, tuple) else task} {SHOWN[key]} {first}{number(run['last'][key])}".strip()
 
 
 def algorithms() -> str:
@@ -106,18 +100,19 @@ def algorithms() -> str:
         for script, spec in roots.items():
             below = [s for s in SPECS if s != script and script in line_of(s)]
             children = ", ".join(f"[`{s}`](algos/{s}.py) {own_lines(s)}" for s in below)
-            cells = [f"[`{script}.py`](algos/{script}.py)", spec.title, default_run(script, short=True), children]
+            cells = [f"[`{script}.py`](algos/{script}.py)", spec.title, default_run(script), children]
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def catalogue() -> str:
     """For algos/README.md."""
-    rows = ["| script | algorithm | lines | own lines | default run, seed 1: start to last evaluation, seconds |"]
-    rows.append("|---|---|---|---|---|")
+    rows = ["| script | algorithm | lines | own lines | default run, seed 1: start to end | seconds |"]
+    rows.append("|---|---|---|---|---|---|")
     for script, spec in SPECS.items():
         cells = [f"[`{script}.py`]({script}.py)", spec.title, lines_of(script), own_lines(script)]
-        rows.append(f"| {' | '.join(map(str, cells))} | {default_run(script)} |")
+        cells += [default_run(script), read("default_runs").get(script, {}).get("seconds", "")]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
 
@@ -153,21 +148,20 @@ def proofs() -> str:
 
 
 def effect_verdicts() -> str:
-    """For benchmarks/README.md: the mean of each run, and in how many seeds each claim held."""
-    rows = ["| effect, statistic | means of the runs | seeds in which it holds |", "|---|---|---|"]
+    """For benchmarks/README.md: in how many seeds each claim held."""
+    rows = ["| effect, statistic | seeds in which it holds |", "|---|---|"]
     for name, effect in effects.EFFECTS.items():
         values = effects.by_run(name)
         if min(map(len, values.values())) < effect.seeds:
-            rows.append(f"| {name}, `{effect.statistic}` | not run | |")
+            rows.append(f"| {name}, `{effect.statistic}` | not run |")
             continue
-        means = [f"{run} {statistics.mean(found.values()):.3g}" for run, found in values.items()]
         claims = [
             f"`{claim}`: {yes} of {n}" + f", {needed} asked: **does not hold**" * (yes < needed)
             for claim, (yes, n) in effects.holds(effect, values).items()
             for needed in [effect.claims[claim]]
         ]
         first = f"[{name}](effects/{name}.png), `{effect.statistic}`"
-        rows.append(f"| {first} | {', '.join(means)} | {'<br>'.join(claims)} |")
+        rows.append(f"| {first} | {'<br>'.join(claims)} |")
     return "\n".join(rows)
 
 
