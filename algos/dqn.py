@@ -25,38 +25,25 @@ the other, which makes other errors.
 Run
     python algos/dqn.py                                                                 CartPole-v1
     python algos/dqn.py --double
-    python algos/dqn.py --total-timesteps 500000 --learning-rate 2.5e-4 --batch-size 128 --buffer-size 10000 \
-        --learning-starts 10000 --train-frequency 10 --gradient-steps 1 --target-network-frequency 50 \
-        --exploration-fraction 0.5 --end-e 0.05 --hidden-size 120 --no-huber            CleanRL's settings
     python algos/dqn.py --env-id package.module:Name-v0 --env-kwargs size=5             your own environment
     python algos/dqn.py --evaluate RUN --eval-episodes 100 --capture-video              scores a saved agent
+    algos/README.md has CleanRL's settings.
 
 Expect
     CartPole-v1: greedy returns rise from 204 after 10,000 steps to 500, the most there is, at the end (seed 1, 41
-    seconds on two cores), and fall again on the way. At --gamma 0.95 seeds differ less: 20,000 steps with the
-    settings of the recorded curve have 175 in the mean of ten evaluations (30 seeds, standard deviation 31). That
-    curve proves little: with the smallest next value in place of the largest, the mean is 305 (3 seeds).
-    With CleanRL's settings (two minutes on one core) the return in the last 50,000 steps is 492 +- 9 (10 seeds), where
-    CleanRL has 489 +- 16. They need --no-huber: without it Q exceeds a million, in CleanRL's code, too, and returns
-    are 10 after 300,000 steps (seed 1). A likely cause: with the error clipped, the few rows that end an episode cannot
-    outweigh the many that raise Q.
-    NoiseMDP-v0, where every Q is 0: the mean estimate is 0.49 +- 0.15 by DQN, 0.05 +- 0.03 by Double DQN, and
-    -0.01 +- 0.06 by DQN where there is one action and so no maximum (10 seeds; benchmarks/effects.py, dqn-bias).
+    seconds on two cores), and fall again on the way. Where every Q is 0, the mean estimate is 0.49 by DQN and 0.05 by
+    Double DQN (10 seeds; benchmarks/effects.py, dqn-bias).
 
 Metrics
-    return, length      of the training episodes that ended since the row before; absent where none did
-    eval/return         mean over --eval-episodes, greedy actions; eval/return_stochastic: random ones with probability
-                        --end-e
+    eval/return         greedy actions; eval/return_stochastic: random ones with probability --end-e
     epsilon             probability of a random action
-    Of the newest update:
-    q                   mean of Q(s, a) over the batch; should stay near the discounted return, which CartPole bounds by
-                        1 / (1 - gamma) = 100
+    q                   mean of Q(s, a) over the newest batch; should stay near the discounted return, which CartPole
+                        bounds by 1 / (1 - gamma) = 100
     td_error            mean |Q(s, a) - y|
-    grad_norm           of the loss
 
 Differences
     - Adam for the paper's RMSProp, and settings for CartPole. The paper's are for Atari, whose wrappers and network are
-      not here. CleanRL's network for CartPole has layers of 120 and 84.
+      not here.
     - The loss is the paper's, also in SB3; CleanRL's dqn.py takes the squared error (--no-huber). SB3 clips gradients
       at norm 10, the paper does not.
     - The target network is renewed by counting updates, as in the paper; CleanRL and SB3 count environment steps.
@@ -178,19 +165,24 @@ def q_loss(agent: Agent, batch: Transitions, args: Args) -> tuple[Tensor, Tensor
     return loss, q.detach(), target
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, count: int, args: Args,
-           loss_function: Callable = q_loss) -> dict[str, Tensor]:  # fmt: skip
-    """One step of the network, and of the target network where `count`, the number of updates with this one, says so.
-    Returns metrics, as tensors: reading them would make the CPU wait for the device at every update."""
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, number: int, args: Args,
+           loss_function: Callable = q_loss) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One step of the network, and of the target network where the update's number says so. Returns Q(s, a) and the
+    target y, (B, 1) each."""
     loss, q, target = loss_function(agent, batch, args)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     optimizer.step()
-    if count % args.target_network_frequency == 0:
+    if number % args.target_network_frequency == 0:
         with torch.no_grad():
             torch._foreach_lerp_(list(agent.target.parameters()), list(agent.q.parameters()), args.tau)
-    return {"q": q.mean(), "td_error": (q - target).abs().mean(),
-            "grad_norm": torch.nn.utils.get_total_norm([p.grad for p in agent.q.parameters()])}  # fmt: skip
+    return q, target
+
+
+def metrics(agent: Agent, q: Tensor, target: Tensor) -> dict[str, float]:
+    """Of the newest update, whose gradients are still there."""
+    grad_norm = torch.nn.utils.get_total_norm([p.grad for p in agent.q.parameters() if p.grad is not None])
+    return {"q": q.mean().item(), "td_error": (q - target).abs().mean().item(), "grad_norm": grad_norm.item()}
 
 
 def exploration(step: int, args: Args) -> float:
@@ -214,8 +206,8 @@ def check(args: Args, space: gym.Space) -> None:
 def act(agent: Agent, obs: np.ndarray, epsilon: Tensor | float, generator: torch.Generator) -> np.ndarray:
     """Actions (N, 1), numbers from 0, of observations (N, D): random ones with probability `epsilon`, one for all or
     (N, 1), else those of the largest Q."""
-    draws = torch.rand(2, len(obs), 1, generator=generator, device=generator.device)
-    explores, random = draws[0] < epsilon, (draws[1] * agent.num_actions).long()
+    explore, choice = torch.rand(2, len(obs), 1, generator=generator, device=generator.device)
+    explores, random = explore < epsilon, (choice * agent.num_actions).long().clamp(max=agent.num_actions - 1)
     if explores.all():  # then nobody asks the network
         return random.cpu().numpy()
     values = agent.q(torch.from_numpy(obs.astype(np.float32)).to(generator.device))
@@ -240,7 +232,7 @@ def train(args: Args) -> list[dict]:
     envs, obs = make_vector(make, args, run.step)
     parts = dict(agent=agent, optimizer=optimizer, generator=generator, replay=replay)
     run.restore(**parts)
-    step, episodes, metrics = run.step, run.state.get("episodes", []), run.state.get("metrics", {})
+    step, episodes, newest = run.step, run.state.get("episodes", []), None
     while step < run.total:
         # collect
         epsilon = exploration(step, args)
@@ -254,17 +246,17 @@ def train(args: Args) -> list[dict]:
             rounds = (args.gradient_steps * (n // args.train_frequency) for n in (before, step))
             for number in range(*rounds):
                 batch = Transitions(*replay.sample(args.batch_size, generator))
-                metrics = update(agent, optimizer, batch, number + 1, args, loss_function)
+                newest = update(agent, optimizer, batch, number + 1, args, loss_function)
 
         # evaluate
         due, logs = run.due(step, args.eval_every), run.due(step, args.log_every)
         if due or logs:
-            columns = {name: value.item() for name, value in metrics.items()}
-            columns |= {"epsilon": epsilon, "time/steps_per_second": run.speed(step)}
+            columns = {"epsilon": epsilon, "time/steps_per_second": run.speed(step)}
+            columns |= metrics(agent, *newest) if newest else {}
             if logs:  # an evaluation in between leaves the episodes to the row that is due
                 columns, episodes = columns | episode_columns(episodes), []
             run.log(step, **columns, **(score_agent() if due else {}))
-        run.end_step(step, parts | dict(episodes=episodes, metrics=metrics))
+        run.end_step(step, parts | dict(episodes=episodes))
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "q": ("q",), "epsilon": ("epsilon",)}
