@@ -19,34 +19,25 @@ BitFlip-v0 of n bits action i flips bit i, and the goal is a pattern of bits: on
 Run
     python algos/her.py                                                                 BitFlip-v0, 12 bits
     python algos/her.py --her-k 0                                                       without hindsight: DQN
-    python algos/her.py --env-kwargs n=8
     python algos/her.py --env-id package.module:Name-v0 --env-kwargs size=5             your own environment
     python algos/her.py --evaluate RUN --eval-episodes 100                              scores a saved agent
 
 Expect
     BitFlip-v0, 12 bits, 6,000 steps: HER reaches 99 to 100 of 100 goals, dqn.py and HER without hindsight at most one
-    (10 seeds; benchmarks/effects.py, her-bitflip).
+    (10 seeds; benchmarks/effects.py, her-bitflip). 10,000 steps take 12 seconds.
 
 Metrics
-    return, length      of the training episodes that ended since the row before; absent where none did
     eval/success        share of --eval-episodes that reach their goal by greedy actions
-    eval/return         their mean return; eval/return_stochastic: random actions with probability --end-e
-    epsilon             probability of a random action
-    Of the newest update:
-    q                   mean of Q(s || g, a) over the batch; with rewards of -1 and 0 between -1 / (1 - gamma) and 0
-    td_error            mean |Q(s || g, a) - y|
-    grad_norm           of the loss
+    q                   mean of Q(s || g, a) over the newest batch; with rewards of -1 and 0 between -1 / (1 - gamma)
+                        and 0
 
 Differences
-    - The paper's BitFlip experiment uses DQN, too; the optimiser, exploration and sizes here are those of dqn.py.
     - Reaching a goal ends the episode, and an episode that would have ended is stored as one. SB3's HerReplayBuffer
       keeps the `done` of the original goal, so that a step that reaches g' bootstraps.
     - Relabelled steps are stored with their goals, as in the paper's algorithm. OpenAI Baselines and SB3 draw goals
-      with the minibatch. A single row has the same distribution, but there a step gets a new goal whenever it is drawn.
-      SB3 also fixes the share of relabelled rows in each minibatch.
+      with the minibatch, and SB3 fixes the share of relabelled rows in each minibatch.
     - An episode is stored when it has ended. Give an environment without an end a limit, such as --env-kwargs
-      max_episode_steps=200.
-    - The paper clips targets to [-1 / (1 - gamma), 0] in its experiments with DDPG. Nothing is clipped here.
+      max_episode_steps=200. A resumed run forgets the steps of episodes that had not ended.
 """
 
 import copy
@@ -64,75 +55,110 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.cli import main, prepare
-from utils.envs import (
+from utils.control import (
     EnvArgs,
+    ReplayBuffer,
     episode_columns,
+    evaluate,
+    make_env,
     make_vector,
-    open_env,
-    reset_vector,
-    restore_vector,
+    score_saved,
     step_vector,
 )
-from utils.errors import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
-from utils.goals import find_goals, future, relabel
-from utils.replay import ReplayBuffer
-from utils.rollouts import evaluate, score_saved
-from utils.run import Run, crosses
+from utils.core import Run, UserError, main, prepare
 
 NAME, TITLE = "her", "HER"
 
 
 @dataclass
 class Args(EnvArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
+    # inherited: seed, device, threads, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "BitFlip-v0"
     """an environment with discrete actions and goals (see above), or MODULE:NAME of one that MODULE registers"""
-    total_timesteps: PositiveInt = 10_000
+    total_timesteps: int = 10_000
     """environment steps, over all environments"""
-    num_envs: PositiveInt = 1
+    num_envs: int = 1
     """environments that are stepped together"""
     vector: Literal["sync", "async"] = "sync"
     """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: float = 1e-3
     """learning rate of Adam"""
-    gamma: UnitInterval = 0.98
+    gamma: float = 0.98
     """discount"""
     double: bool = False
     """Double DQN: the online network chooses the action that the target network values"""
-    her_k: NonNegativeInt = 4
+    her_k: int = 4
     """further goals for each step, reached later in its episode; 0: none, which is DQN"""
     huber: bool = True
     """the Nature paper's loss, where rewards are clipped and Q is small; --no-huber: the squared error"""
-    target_network_frequency: PositiveInt = 100
+    target_network_frequency: int = 100
     """updates between renewals of the target network"""
-    tau: UnitInterval = 1.0
+    tau: float = 1.0
     """step of the target network towards the network at a renewal; 1: a copy"""
-    start_e: UnitInterval = 1.0
+    start_e: float = 1.0
     """probability of a random action at the start"""
-    end_e: UnitInterval = 0.1
+    end_e: float = 0.1
     """and after --exploration-fraction of the run, towards which it falls linearly"""
-    exploration_fraction: UnitInterval = 0.2
+    exploration_fraction: float = 0.2
     """share of --total-timesteps"""
-    train_frequency: PositiveInt = 4
-    """environment steps between rounds of updates"""
-    gradient_steps: PositiveInt = 2
+    train_frequency: int = 4
+    """environment steps for each round of updates"""
+    gradient_steps: int = 2
     """updates in a round"""
-    batch_size: PositiveInt = 64
+    batch_size: int = 64
     """transitions per update"""
-    buffer_size: PositiveInt = 100_000
+    buffer_size: int = 100_000
     """newest transitions that are kept, on the device, those with further goals included"""
-    learning_starts: NonNegativeInt = 1_000
+    learning_starts: int = 1_000
     """steps with uniformly random actions before the first update"""
-    hidden_size: PositiveInt = 128
+    hidden_size: int = 128
     """units of the two hidden layers"""
     compile: bool = False
     """compile the loss: meant for a GPU"""
-    log_every: PositiveInt = 1_000
+    log_every: int = 1_000
     """environment steps between rows of metrics"""
-    save_every: PositiveInt = 10_000
+    save_every: int = 10_000
     """environment steps between checkpoints"""
+
+
+class BitFlip(gym.Env):
+    """Action i flips bit i of n; the goal is another pattern of bits (Andrychowicz et al. 2017, section 3.1). The
+    reward is -1, and 0 where the goal is reached, which ends the episode; n steps cut it off. At Hamming distance h
+    from the goal the best return is 1 - h, undiscounted.
+    """
+
+    def __init__(self, n: int = 12):
+        bits, self.n = gym.spaces.Box(0, 1, (n,)), n
+        names = "achieved_goal", "desired_goal", "observation"
+        self.observation_space, self.action_space = gym.spaces.Dict(dict.fromkeys(names, bits)), gym.spaces.Discrete(n)
+
+    def observe(self) -> dict[str, np.ndarray]:
+        return {"achieved_goal": self.bits.copy(), "desired_goal": self.goal, "observation": self.bits.copy()}
+
+    def compute_reward(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info) -> np.ndarray:
+        """Of goals (..., n), as Gymnasium-Robotics names it."""
+        return self.compute_terminated(achieved_goal, desired_goal, info) - 1.0
+
+    def compute_terminated(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info) -> np.ndarray:
+        return (achieved_goal == desired_goal).all(-1)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time, self.goal = 0, self.np_random.integers(2, size=self.n).astype(np.float32)
+        self.bits = self.goal.copy()
+        while (self.bits == self.goal).all():
+            self.bits = self.np_random.integers(2, size=self.n).astype(np.float32)
+        return self.observe(), {}
+
+    def step(self, action):
+        self.time += 1
+        self.bits[action] = 1 - self.bits[action]
+        reward = float(self.compute_reward(self.bits, self.goal, {}))
+        return self.observe(), reward, reward == 0, self.time == self.n, {"is_success": reward == 0}
+
+
+gym.register("BitFlip-v0", BitFlip)
 
 
 class Transitions(NamedTuple):
@@ -143,6 +169,56 @@ class Transitions(NamedTuple):
     rewards: Tensor  # (B, 1)
     terminated: Tensor  # (B, 1), 0 or 1; 0 where an episode was only cut off
     next_obs: Tensor  # (B, D)
+
+
+class Goals(NamedTuple):
+    """Where flattened observations hold goals of G numbers, and what the environment says of pairs of them."""
+
+    achieved: slice
+    desired: slice
+    reward: Callable  # achieved (n, G), desired (n, G) -> (n,)
+    terminated: Callable  # achieved (G,), desired (G,) -> bool: Gymnasium-Robotics' PointMaze takes no more than one
+
+
+def find_goals(env_id: str, make: Callable) -> Goals:
+    """Raises UserError where the environment has none. Warns where a wrapper changes rewards."""
+    wrapped = make()
+    env = wrapped.unwrapped
+    parts = getattr(env.observation_space, "spaces", {})
+    computes = hasattr(env, "compute_reward") and hasattr(env, "compute_terminated")
+    if set(parts) != {"achieved_goal", "desired_goal", "observation"} or not computes:
+        needed = "a dictionary of observation, achieved_goal and desired_goal, compute_reward and compute_terminated"
+        raise UserError(f"--env-id {env_id} has no goals: {TITLE} needs {needed}")
+    ends = np.cumsum([gym.spaces.flatdim(part) for part in parts.values()])
+    places = {name: slice(end - gym.spaces.flatdim(part), end) for (name, part), end in zip(parts.items(), ends)}
+    if len(shape := parts["desired_goal"].shape) != 1:
+        raise UserError(f"--env-id {env_id} has goals of shape {shape}: {TITLE} needs vectors, so flatten them")
+    wrapped.reset(seed=0)
+    obs, reward, _, _, info = wrapped.step(wrapped.action_space.sample())
+    computed = env.compute_reward(obs[None, places["achieved_goal"]], obs[None, places["desired_goal"]], info)
+    if not np.allclose(reward, computed, rtol=1e-3, atol=1e-3):
+        wrong = f"warning: --env-id {env_id} gave the reward {reward} where compute_reward says {np.ravel(computed)[0]}"
+        print(f"{wrong}: played and relabelled steps would have rewards of two kinds", file=sys.stderr)
+    return Goals(places["achieved_goal"], places["desired_goal"], partial(env.compute_reward, info={}),
+                 partial(env.compute_terminated, info={}))  # fmt: skip
+
+
+def future(length: int, k: int, generator: torch.Generator) -> Tensor:
+    """For each step t of an episode k steps j of t .. length - 1, uniformly: (k, length), on the CPU."""
+    drawn = torch.rand(k, length, dtype=torch.float64, generator=generator, device=generator.device).cpu()
+    return torch.arange(length) + (drawn * torch.arange(length, 0, -1)).long()
+
+
+def relabel(episode, later: Tensor, goals: Goals):
+    """The T steps of an episode, on the CPU, as if step t had gone for what step later[t] achieved. episode: a named
+    tuple with obs, actions, rewards, terminated, next_obs."""
+    achieved = episode.next_obs[:, goals.achieved]
+    goal, obs, next_obs = achieved[later], episode.obs.clone(), episode.next_obs.clone()
+    obs[:, goals.desired] = next_obs[:, goals.desired] = goal
+    pairs = achieved.numpy(), goal.numpy()
+    rewards = torch.tensor(np.broadcast_to(goals.reward(*pairs), len(goal)))[:, None]
+    terminated = torch.tensor([bool(goals.terminated(*pair)) for pair in zip(*pairs)])[:, None]
+    return episode._replace(obs=obs, rewards=rewards, terminated=terminated, next_obs=next_obs)
 
 
 def network(size_in: int, hidden_size: int, size_out: int) -> nn.Sequential:
@@ -171,19 +247,24 @@ def q_loss(agent: Agent, batch: Transitions, args: Args) -> tuple[Tensor, Tensor
     return loss, q.detach(), target
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, count: int, args: Args,
-           loss_function: Callable = q_loss) -> dict[str, Tensor]:  # fmt: skip
-    """One step of the network, and of the target network where `count`, the number of updates with this one, says so.
-    Returns metrics, as tensors: reading them would make the CPU wait for the device at every update."""
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, number: int, args: Args,
+           loss_function: Callable = q_loss) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One step of the network, and of the target network where the update's number says so. Returns Q(s, a) and the
+    target y, (B, 1) each."""
     loss, q, target = loss_function(agent, batch, args)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     optimizer.step()
-    if count % args.target_network_frequency == 0:
+    if number % args.target_network_frequency == 0:
         with torch.no_grad():
             torch._foreach_lerp_(list(agent.target.parameters()), list(agent.q.parameters()), args.tau)
-    return {"q": q.mean(), "td_error": (q - target).abs().mean(),
-            "grad_norm": torch.nn.utils.get_total_norm([p.grad for p in agent.q.parameters()])}  # fmt: skip
+    return q, target
+
+
+def metrics(agent: Agent, q: Tensor, target: Tensor) -> dict[str, float]:
+    """Of the newest update, whose gradients are still there."""
+    grad_norm = torch.nn.utils.get_total_norm([p.grad for p in agent.q.parameters() if p.grad is not None])
+    return {"q": q.mean().item(), "td_error": (q - target).abs().mean().item(), "grad_norm": grad_norm.item()}
 
 
 def exploration(step: int, args: Args) -> float:
@@ -207,8 +288,8 @@ def check(args: Args, space: gym.Space) -> None:
 def act(agent: Agent, obs: np.ndarray, epsilon: Tensor | float, generator: torch.Generator) -> np.ndarray:
     """Actions (N, 1), numbers from 0, of observations (N, D): random ones with probability `epsilon`, one for all or
     (N, 1), else those of the largest Q."""
-    random = torch.randint(agent.num_actions, (len(obs), 1), generator=generator, device=generator.device)
-    explores = torch.rand(len(obs), 1, generator=generator, device=generator.device) < epsilon
+    explore, choice = torch.rand(2, len(obs), 1, generator=generator, device=generator.device)
+    explores, random = explore < epsilon, (choice * agent.num_actions).long().clamp(max=agent.num_actions - 1)
     if explores.all():  # then nobody asks the network
         return random.cpu().numpy()
     values = agent.q(torch.from_numpy(obs.astype(np.float32)).to(generator.device))
@@ -216,51 +297,35 @@ def act(agent: Agent, obs: np.ndarray, epsilon: Tensor | float, generator: torch
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    make, obs_size, space = open_env(args)
+    device, make = prepare(args), partial(make_env, args)
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
-    goals = find_goals(args.env_id, make, TITLE)
+    goals = find_goals(args.env_id, make)
     agent = Agent(obs_size, int(space.n), args).to(device)
     score_agent = partial(evaluate, make, lambda obs, scale, generator: space.start + act(
-        agent, obs, args.end_e * scale, generator)[:, 0], args.eval_episodes, args.seed, device)  # fmt: skip
+        agent, obs, args.end_e * scale, generator)[:, 0], args, device)  # fmt: skip
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     optimizer = torch.optim.Adam(agent.q.parameters(), lr=args.learning_rate, fused=True)
     loss_function = torch.compile(q_loss) if args.compile else q_loss
     generator = torch.Generator(device).manual_seed(args.seed)
     replay = ReplayBuffer(args.buffer_size, (obs_size, 1, 1, 1, obs_size), device)
-    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/success", "q"), "total_timesteps",
-              schedule_depends_on_budget=True)  # fmt: skip
-    envs = make_vector(make, args.num_envs, args.seed, args.vector)
-
-    def state(drawn: Tensor | None = None) -> dict:
-        """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
-        environment's draws from global generators are not repeated: copying those at each step would cost time."""
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "updates": updates,
-                "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
-                "metrics": metrics, "episodes": episodes, "paths": [torch.tensor(np.array(path)) for path in paths],
-                "replay": replay.save(run.dir / "replay", args.keep)}  # fmt: skip
-
+    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/success", "q"))
+    envs, obs = make_vector(make, args, run.step)
+    parts = dict(agent=agent, optimizer=optimizer, generator=generator, replay=replay)
+    run.restore(**parts)
+    step, episodes, newest = run.step, run.state.get("episodes", []), None
     paths: list[list[np.ndarray]] = [[] for _ in range(args.num_envs)]  # the rows of episodes that have not ended yet
-    step, updates, episodes, metrics = run.step, 0, [], {}
-    if run.state is not None:
-        updates, metrics, episodes = (run.state[name] for name in ("updates", "metrics", "episodes"))
-        replay.load(run.dir / "replay", run.state["replay"])
-        obs = restore_vector(envs, run.state["envs"])
-        paths = [list(rows.numpy()) if envs.log.length[i] else [] for i, rows in enumerate(run.state["paths"])]
-    else:
-        obs = reset_vector(envs)
-    run.restore(agent=agent, optimizer=optimizer, generator=generator)
     while step < run.total:
         # collect
-        before, after, epsilon = step, step + args.num_envs, exploration(step, args)
-        with run.saving(step, partial(state, generator.get_state())):
-            actions = act(agent, obs, epsilon, generator)
-            next_obs, true_obs, rewards, terminated, truncated, ended = step_vector(
-                envs, space.start + actions[:, 0], after)  # fmt: skip
+        epsilon = exploration(step, args)
+        actions = act(agent, obs, epsilon, generator)
+        next_obs, true_obs, rewards, terminated, truncated, ended = step_vector(envs, space.start + actions[:, 0])
         taken = np.concatenate([obs, actions, rewards[:, None], terminated[:, None], true_obs], 1, dtype=np.float32)
         for path, row in zip(paths, taken):
             path.append(row)
+        before, step, obs, episodes = step, step + args.num_envs, next_obs, episodes + ended
 
         # hindsight
         for i in np.flatnonzero(terminated | truncated):
@@ -269,26 +334,23 @@ def train(args: Args) -> list[dict]:
             for rows in (episode, *others):
                 replay.add(*(part.numpy() for part in rows))
             paths[i] = []
-        obs, step, episodes = next_obs.copy(), after, episodes + ended
 
         # update
-        if step > args.learning_starts and replay.total and crosses(step, before, args.train_frequency):
-            for _ in range(args.gradient_steps):
-                batch, updates = Transitions(*replay.sample(args.batch_size, generator)), updates + 1
-                metrics = update(agent, optimizer, batch, updates, args, loss_function)
+        if step > args.learning_starts and replay.total:
+            rounds = (args.gradient_steps * (n // args.train_frequency) for n in (before, step))
+            for number in range(*rounds):
+                batch = Transitions(*replay.sample(args.batch_size, generator))
+                newest = update(agent, optimizer, batch, number + 1, args, loss_function)
 
         # evaluate
         due, logs = run.due(step, args.eval_every), run.due(step, args.log_every)
         if due or logs:
-            columns = {name: value.item() for name, value in metrics.items()}
-            columns |= {"epsilon": epsilon, "time/steps_per_second": run.speed(step)}
+            columns = {"epsilon": epsilon, "time/steps_per_second": run.speed(step)}
+            columns |= metrics(agent, *newest) if newest else {}
             if logs:  # an evaluation in between leaves the episodes to the row that is due
                 columns, episodes = columns | episode_columns(episodes), []
-            if due:
-                with run.saving(step, state, columns=columns):
-                    columns |= score_agent()
-            run.log(step, **columns)
-        run.end_step(step, state)
+            run.log(step, **columns, **(score_agent() if due else {}))
+        run.end_step(step, parts | dict(episodes=episodes))
 
     envs.close()
     curves = {"success": ("eval/success",), "return": ("return", "eval/return"), "q": ("q",), "epsilon": ("epsilon",)}
@@ -296,4 +358,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

@@ -5,8 +5,7 @@ Hessel et al. 2017, "Rainbow: Combining Improvements in Deep Reinforcement Learn
 Parent: c51.py. Double DQN, dueling streams, windows of n steps, prioritised replay and noisy layers are added to it.
 Without them it is c51.py bit for bit: --no-double --no-dueling --no-noisy --no-prioritized --n-step 1.
 
-Each part mends another weakness of DQN: the maximum that is too large, values and advantages that are learned as one,
-rewards that spread slowly, minibatches of what is known already, exploration by dice. Minimises over minibatches
+Minimises over minibatches
 
     L(theta) = mean of w (- sum_i m_i log p_i(s_t, a_t))                                                     as c51.py
     m        = projection of  sum_k<n gamma^k r_t+k + gamma^n (1 - terminated) z  with pbar(s_t+n, a*)
@@ -29,36 +28,23 @@ Run
 
 Expect
     CartPole-v1: greedy returns of 175, 372, 389, 389 and 435 after 4,000, 8,000, ..., 20,000 steps (seed 1; 55
-    seconds on two cores).
-    Rainbow's advantage on Atari does not show here. In 5,000 steps at --gamma 0.95 the mean of five evaluations is 166
-    +- 27 (10 seeds, 95 % interval), of c51.py 181 +- 20, of dqn.py 118 +- 29: Rainbow is 40 above DQN in 6 of 10 seeds.
-    Less one part it has 187 without Double, 204 without dueling, 177 with one step, 237 without priorities, 237 without
-    noisy layers (benchmarks/effects.py, rainbow-cartpole). Ten seeds do not rank the parts: 30 seeds of the whole, the
-    recorded curve, have 206 +- 31.
+    seconds on two cores). Rainbow's advantage on Atari does not show here: in 5,000 steps the mean of five evaluations
+    is 166, of c51.py 181, of dqn.py 118 (10 seeds; benchmarks/effects.py, rainbow-cartpole).
 
 Metrics
-    return, length      of the training episodes that ended since the row before; absent where none did
-    eval/return         mean over --eval-episodes, by the mean weights; eval/return_stochastic: with noise, and with
-                        --no-noisy random actions with probability --end-e
+    eval/return         by the mean weights; eval/return_stochastic: with noise
     epsilon             probability of a random action; 0 with --noisy once learning has started
-    Of the newest update:
-    q                   mean of Q(s, a) over the batch; cannot leave [--v-min, --v-max]: near a bound, widen them
-    td_error            mean of |Q(s, a) - mean of the target distribution|
-    grad_norm           of the loss
+    q                   mean of Q(s, a) over the newest batch; cannot leave [--v-min, --v-max]: near a bound, widen them
 
 Differences
-    - Settings for CartPole; the paper's are for Atari (alpha, beta, n and sigma are the paper's). Where the paper has
-      convolutions stands one layer; the streams have one hidden layer each, as there.
-    - That returns are a distribution cannot be taken out: dqn.py --double is what is left then.
-    - A new row has the largest priority that there is; other code keeps the largest that there ever was.
+    - Settings for CartPole; the paper's are for Atari (alpha, beta, n and sigma are the paper's).
     - d is the divergence itself. Kaixhin/Rainbow takes the cross-entropy, which is above 0 where all is learned.
     - Q(s_t+n) and p(s_t) have the same noise in an update, as in Kaixhin/Rainbow; the paper of noisy networks draws one
       for each. CleanRL's rainbow_atari.py draws noise for each weight, though its comment says factorised.
     - Every step of an episode starts a window. In CleanRL's rainbow_atari.py the last n - 1 before a termination start
       none, and where an episode is cut off windows reach into the next one.
-    - The sum of priorities is taken anew for each minibatch instead of kept in a tree: of 50,000 rows in a twentieth of
-      an update's time, and in proportion to --buffer-size. A weight is divided by the largest of its minibatch.
-    - Before --learning-starts actions are uniform, as in dqn.py.
+    - The sum of priorities is taken anew for each minibatch instead of kept in a tree. A new row has the largest
+      priority that there is; other code keeps the largest that there ever was.
 """
 
 import copy
@@ -76,39 +62,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.cli import main, prepare
-from utils.envs import (
+from utils.control import (
     EnvArgs,
+    ReplayBuffer,
     episode_columns,
+    evaluate,
+    make_env,
     make_vector,
-    open_env,
-    reset_vector,
-    restore_vector,
+    score_saved,
     step_vector,
 )
-from utils.errors import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
-from utils.replay import ReplayBuffer
-from utils.rollouts import evaluate, score_saved
-from utils.run import Run, crosses
+from utils.core import Run, UserError, main, prepare
 
 NAME, TITLE = "rainbow", "Rainbow"
 
 
 @dataclass
 class Args(EnvArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
+    # inherited: seed, device, threads, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "CartPole-v1"
     """a Gymnasium environment with discrete actions, or MODULE:NAME of one that MODULE registers"""
-    total_timesteps: PositiveInt = 20_000
+    total_timesteps: int = 20_000
     """environment steps, over all environments"""
-    num_envs: PositiveInt = 1
+    num_envs: int = 1
     """environments that are stepped together"""
     vector: Literal["sync", "async"] = "sync"
     """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: float = 1e-3
     """learning rate of Adam"""
-    gamma: UnitInterval = 0.99
+    gamma: float = 0.99
     """discount"""
     double: bool = True
     """Double DQN: the online network chooses the action that the target network values"""
@@ -116,47 +99,47 @@ class Args(EnvArgs):
     """a stream for the value of the state and one for the advantages of the actions"""
     noisy: bool = True
     """noise in the layers of both streams explores, in place of epsilon"""
-    n_step: PositiveInt = 3
+    n_step: int = 3
     """steps whose rewards are summed before the bootstrap"""
     prioritized: bool = True
     """transitions are drawn by how wrong they were; else uniformly"""
-    prioritized_replay_alpha: UnitInterval = 0.5
+    prioritized_replay_alpha: float = 0.5
     """exponent of the priorities; 0: uniform"""
-    prioritized_replay_beta: UnitInterval = 0.4
+    prioritized_replay_beta: float = 0.4
     """exponent of the importance weights at the start; it rises linearly to 1 at the end"""
-    target_network_frequency: PositiveInt = 100
+    target_network_frequency: int = 100
     """updates between renewals of the target network"""
-    tau: UnitInterval = 1.0
+    tau: float = 1.0
     """step of the target network towards the network at a renewal; 1: a copy"""
-    start_e: UnitInterval = 1.0
+    start_e: float = 1.0
     """probability of a random action at the start"""
-    end_e: UnitInterval = 0.05
+    end_e: float = 0.05
     """and after --exploration-fraction of the run, towards which it falls linearly"""
-    exploration_fraction: UnitInterval = 0.2
+    exploration_fraction: float = 0.2
     """share of --total-timesteps"""
-    train_frequency: PositiveInt = 4
-    """environment steps between rounds of updates"""
-    gradient_steps: PositiveInt = 2
+    train_frequency: int = 4
+    """environment steps for each round of updates"""
+    gradient_steps: int = 2
     """updates in a round"""
-    batch_size: PositiveInt = 64
+    batch_size: int = 64
     """transitions per update"""
-    buffer_size: PositiveInt = 50_000
+    buffer_size: int = 50_000
     """newest transitions that are kept, on the device"""
-    learning_starts: NonNegativeInt = 1_000
+    learning_starts: int = 1_000
     """steps with uniformly random actions before the first update"""
-    num_atoms: PositiveInt = 51
+    num_atoms: int = 51
     """values of the return whose probabilities are learned"""
     v_min: float = 0.0
     """the smallest of them"""
     v_max: float = 100.0
     """the largest; discounted returns outside are clipped"""
-    hidden_size: PositiveInt = 128
+    hidden_size: int = 128
     """units of the two hidden layers"""
     compile: bool = False
     """compile the loss: meant for a GPU"""
-    log_every: PositiveInt = 1_000
+    log_every: int = 1_000
     """environment steps between rows of metrics"""
-    save_every: PositiveInt = 10_000
+    save_every: int = 10_000
     """environment steps between checkpoints"""
 
 
@@ -279,6 +262,12 @@ class Priorities:
     def renew(self, index: Tensor, divergence: Tensor, alpha: float) -> None:
         self.values[index] = (divergence.double() + 1e-6) ** alpha
 
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.values.copy_(state["values"])
+
 
 def rainbow_loss(agent: Agent, batch: Transitions, args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss; without gradient Q(s, a) and the mean of the target, (B, 1) each, and the divergence of the target from
@@ -296,23 +285,27 @@ def rainbow_loss(agent: Agent, batch: Transitions, args: Args) -> tuple[Tensor, 
     return (batch.weights[:, 0] * losses).mean(), q[:, None], (target @ atoms)[:, None], divergence
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, count: int, args: Args,
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, number: int, args: Args,
            generator: torch.Generator, loss_function: Callable = rainbow_loss
-           ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    """One step of the network, and of the target network where `count`, the number of updates with this one, says so.
-    Returns metrics, as tensors: reading them would make the CPU wait for the device at every update; and divergences
-    (B,), for the priorities."""
+           ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One step of the network, and of the target network where the update's number says so. Returns Q(s, a) and the
+    target y, (B, 1) each, and divergences (B,), for the priorities."""
     for net in (agent.q, agent.target):
         net.draw_noise(1, generator)
     loss, q, target, divergence = loss_function(agent, batch, args)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     optimizer.step()
-    if count % args.target_network_frequency == 0:
+    if number % args.target_network_frequency == 0:
         with torch.no_grad():
             torch._foreach_lerp_(list(agent.target.parameters()), list(agent.q.parameters()), args.tau)
-    return {"q": q.mean(), "td_error": (q - target).abs().mean(),
-            "grad_norm": torch.nn.utils.get_total_norm([p.grad for p in agent.q.parameters()])}, divergence  # fmt: skip
+    return q, target, divergence
+
+
+def metrics(agent: Agent, q: Tensor, target: Tensor) -> dict[str, float]:
+    """Of the newest update, whose gradients are still there."""
+    grad_norm = torch.nn.utils.get_total_norm([p.grad for p in agent.q.parameters() if p.grad is not None])
+    return {"q": q.mean().item(), "td_error": (q - target).abs().mean().item(), "grad_norm": grad_norm.item()}
 
 
 def exploration(step: int, args: Args) -> float:
@@ -343,8 +336,8 @@ def act(agent: Agent, obs: np.ndarray, epsilon: Tensor | float, generator: torch
     """Actions (N, 1), numbers from 0, of observations (N, D): random ones with probability `epsilon`, else those of the
     largest Q, whose noise, new for each row, is multiplied by `scale`. Both are one number or (N, 1)."""
     agent.q.draw_noise(len(obs), generator, scale)
-    random = torch.randint(agent.num_actions, (len(obs), 1), generator=generator, device=generator.device)
-    explores = torch.rand(len(obs), 1, generator=generator, device=generator.device) < epsilon
+    explore, choice = torch.rand(2, len(obs), 1, generator=generator, device=generator.device)
+    explores, random = explore < epsilon, (choice * agent.num_actions).long().clamp(max=agent.num_actions - 1)
     if explores.all():  # then nobody asks the network
         return random.cpu().numpy()
     values = agent.q(torch.from_numpy(obs.astype(np.float32)).to(generator.device))
@@ -352,13 +345,14 @@ def act(agent: Agent, obs: np.ndarray, epsilon: Tensor | float, generator: torch
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    make, obs_size, space = open_env(args)
+    device, make = prepare(args), partial(make_env, args)
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     agent = Agent(obs_size, int(space.n), args).to(device)
     end_e = 0.0 if args.noisy else args.end_e
     score_agent = partial(evaluate, make, lambda obs, scale, generator: space.start + act(
-        agent, obs, end_e * scale, generator, scale)[:, 0], args.eval_episodes, args.seed, device)  # fmt: skip
+        agent, obs, end_e * scale, generator, scale)[:, 0], args, device)  # fmt: skip
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     optimizer = torch.optim.Adam(agent.q.parameters(), lr=args.learning_rate, fused=True)
@@ -366,37 +360,17 @@ def train(args: Args) -> list[dict]:
     generator = torch.Generator(device).manual_seed(args.seed)
     replay = ReplayBuffer(args.buffer_size, (obs_size, 1, 1, 1, obs_size, 1), device)
     priorities = Priorities(args.buffer_size, device)
-    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "q"), "total_timesteps",
-              schedule_depends_on_budget=True)  # fmt: skip
-    envs = make_vector(make, args.num_envs, args.seed, args.vector)
-
-    def state(drawn: Tensor | None = None) -> dict:
-        """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
-        environment's draws from global generators are not repeated: copying those at each step would cost time."""
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "updates": updates,
-                "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
-                "metrics": metrics, "episodes": episodes, "priorities": priorities.values.clone(),
-                "windows": [torch.tensor(np.array(window)) for window in windows],
-                "replay": replay.save(run.dir / "replay", args.keep)}  # fmt: skip
-
+    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "q"))
+    envs, obs = make_vector(make, args, run.step)
+    parts = dict(agent=agent, optimizer=optimizer, generator=generator, replay=replay, priorities=priorities)
+    run.restore(**parts)
+    step, episodes, newest = run.step, run.state.get("episodes", []), None
     windows: list[list[np.ndarray]] = [[] for _ in range(args.num_envs)]  # the newest steps, fewer than n
-    step, updates, episodes, metrics = run.step, 0, [], {}
-    if run.state is not None:
-        updates, metrics, episodes = (run.state[name] for name in ("updates", "metrics", "episodes"))
-        replay.load(run.dir / "replay", run.state["replay"])
-        priorities.values.copy_(run.state["priorities"])
-        obs = restore_vector(envs, run.state["envs"])
-        windows = [list(rows.numpy()) if envs.log.length[i] else [] for i, rows in enumerate(run.state["windows"])]
-    else:
-        obs = reset_vector(envs)
-    run.restore(agent=agent, optimizer=optimizer, generator=generator)
     while step < run.total:
         # collect
-        before, after, epsilon = step, step + args.num_envs, exploration(step, args)
-        with run.saving(step, partial(state, generator.get_state())):
-            actions = act(agent, obs, epsilon, generator)
-            next_obs, true_obs, rewards, terminated, truncated, ended = step_vector(
-                envs, space.start + actions[:, 0], after)  # fmt: skip
+        epsilon = exploration(step, args)
+        actions = act(agent, obs, epsilon, generator)
+        next_obs, true_obs, rewards, terminated, truncated, ended = step_vector(envs, space.start + actions[:, 0])
         taken = np.concatenate([obs, actions, rewards[:, None], terminated[:, None], true_obs], 1, dtype=np.float32)
         rows = []
         for window, row, end in zip(windows, taken, terminated | truncated):
@@ -407,34 +381,32 @@ def train(args: Args) -> list[dict]:
         if rows:
             replay.add(np.stack(rows))
             priorities.add(min(len(rows), args.buffer_size), replay.total)
-        obs, step, episodes = next_obs.copy(), after, episodes + ended
+        before, step, obs, episodes = step, step + args.num_envs, next_obs, episodes + ended
 
         # update
-        if step > args.learning_starts and replay.total and crosses(step, before, args.train_frequency):
+        if step > args.learning_starts and replay.total:
             beta = args.prioritized_replay_beta + (1 - args.prioritized_replay_beta) * step / args.total_timesteps
-            for _ in range(args.gradient_steps):
+            rounds = (args.gradient_steps * (n // args.train_frequency) for n in (before, step))
+            for number in range(*rounds):
                 if args.prioritized:
                     index, weights = priorities.draw(args.batch_size, beta, generator)
-                    parts = [*replay.rows[index].split(replay.sizes, 1), weights]
+                    drawn = [*replay.rows[index].split(replay.sizes, 1), weights]
                 else:
-                    parts = [*replay.sample(args.batch_size, generator), torch.ones(args.batch_size, 1, device=device)]
-                batch, updates = Transitions(*parts), updates + 1
-                metrics, divergence = update(agent, optimizer, batch, updates, args, generator, loss_function)
+                    drawn = [*replay.sample(args.batch_size, generator), torch.ones(args.batch_size, 1, device=device)]
+                batch = Transitions(*drawn)
+                *newest, divergence = update(agent, optimizer, batch, number + 1, args, generator, loss_function)
                 if args.prioritized:
                     priorities.renew(index, divergence, args.prioritized_replay_alpha)
 
         # evaluate
         due, logs = run.due(step, args.eval_every), run.due(step, args.log_every)
         if due or logs:
-            columns = {name: value.item() for name, value in metrics.items()}
-            columns |= {"epsilon": epsilon, "time/steps_per_second": run.speed(step)}
+            columns = {"epsilon": epsilon, "time/steps_per_second": run.speed(step)}
+            columns |= metrics(agent, *newest) if newest else {}
             if logs:  # an evaluation in between leaves the episodes to the row that is due
                 columns, episodes = columns | episode_columns(episodes), []
-            if due:
-                with run.saving(step, state, columns=columns):
-                    columns |= score_agent()
-            run.log(step, **columns)
-        run.end_step(step, state)
+            run.log(step, **columns, **(score_agent() if due else {}))
+        run.end_step(step, parts | dict(episodes=episodes))
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "q": ("q",), "epsilon": ("epsilon",)}
@@ -442,4 +414,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)
