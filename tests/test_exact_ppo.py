@@ -21,8 +21,8 @@ from torch import nn
 
 from algos import ppo
 from algos.ppo import Agent, Statistics
-from utils.checkpoint import load_newest
-from utils.envs import make_vector
+from utils.control import make_vector
+from utils.core import read_checkpoint
 
 FUNCTIONS = "update", "collect", "ppo_loss", "gae", "act_in_evaluation"
 script = stand_in("ppo", *FUNCTIONS)
@@ -91,7 +91,7 @@ def own_policy(p: dict, parts: list[int], obs, actions):
 def own_update(agent, batch, orders, rate, args) -> tuple[dict, dict]:
     """Weights after plain gradient descent over `orders`, the rows of each minibatch of each epoch; and the metrics."""
     p, parts, eps = weights(agent), agent.parts, args.clip_coef
-    obs, actions, rewards, next_obs, terminated, truncated = (x.double().numpy() for x in batch[:6])
+    obs, actions, rewards, next_obs, terminated, truncated = (x.double().numpy() for x in batch)
     values, next_values = obs @ p["critic.weight"][0], next_obs @ p["critic.weight"][0]
     advantages = own_advantages(rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda)
     obs, actions = obs.reshape(-1, obs.shape[-1]), actions.reshape(-1, actions.shape[-1])
@@ -357,15 +357,14 @@ TERMINATED[[1, 3], [0, 1]] = TRUNCATED[[4, 3], [0, 1]] = True
 def rollout(space, agent=None, normalize=False, rounds=1):
     """The last of `rounds` batches of six steps of the two scripts, and what else there is to look at."""
     scripts = iter(SCRIPTS)
-    envs = make_vector(lambda: Script(next(scripts), space), 2, seed=0)
-    obs = envs.reset()[0].copy()
     args = ppo.Args(num_envs=2, num_steps=6, gamma=0.9)
+    envs, obs = make_vector(lambda: Script(next(scripts), space), args, 0)
     statistics = Statistics(2, 2, 0.9, normalize)
     statistics.observe(obs, count=True)
     agent = agent or linear_agent(2, space).float()
     generator = torch.Generator().manual_seed(0)
     for _ in range(rounds):
-        batch, obs, episodes = ppo.collect(agent, envs, obs, statistics, generator, 0, args)
+        batch, obs, episodes = ppo.collect(agent, envs, obs, statistics, generator, args)
     return batch, obs, episodes, statistics, [np.stack(env.unwrapped.actions) for env in envs.envs]
 
 
@@ -450,7 +449,7 @@ def test_the_learning_rate_falls_to_zero(script, tmp_path):
     args = [*SMALL[script], *"--total-timesteps 96 --num-steps 8 --eval-every 0 --learning-rate 0.006".split()]
     run = new_run(ppo, tmp_path, *args)
     close([row["learning_rate"] for row in metrics(run)], 0.001 * np.array([6, 5, 4, 3, 2, 1]))
-    (group,) = load_newest(run / "checkpoints")["optimizer"]["param_groups"]
+    (group,) = read_checkpoint(run)["optimizer"]["param_groups"]
     close([group["lr"], group["eps"]], [0.001, 1e-5])
     constant = new_run(ppo, tmp_path, *args, "--no-anneal-lr", "--total-timesteps", 32)
     assert [row["learning_rate"] for row in metrics(constant)] == [0.006] * 2

@@ -69,8 +69,9 @@ class OnlyInfos(gym.Wrapper):
         return self.env.reset(**kwargs)[0], {}
 
     def step(self, action):
-        *results, info = self.env.step(action)
-        return *results, {name: info[name] for name in self.names if name in info}
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        obs = obs.copy() if terminated or truncated else obs  # a reset may write into the same array
+        return obs, reward, terminated, truncated, {name: info[name] for name in self.names if name in info}
 
 
 def seed_of(*numbers: int) -> int:
