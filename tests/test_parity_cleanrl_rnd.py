@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from algos import rnd
-from benchmarks import make_cleanrl_rnd_fixtures as cleanrl
+from benchmarks.peers import make_cleanrl_rnd_fixtures as cleanrl
 from benchmarks.peers.make_cleanrl_rnd_fixtures import CASES, FEATURES, SETTINGS, A, D, H, N
 
 EXACT = 1e-9

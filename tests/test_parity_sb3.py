@@ -16,7 +16,7 @@ import torch
 
 from algos import ppo
 from benchmarks.peers.make_sb3_fixtures import CASES, PATH, ROUNDS, SPACES, D, N, Played, T, make_stream, run_sb3
-from utils.envs import make_vector
+from utils.control import make_vector
 
 IDS = [f"{case['space']}-{i % 3}" for i, case in enumerate(CASES)]
 
@@ -43,12 +43,11 @@ def assert_same(
         module.Statistics(*([masks + D, masks] if masks else [D]), N, args.gamma, args.normalize),
     )
     columns = iter(range(N))
-    envs = make_vector(lambda: make(stream, next(columns), SPACES[case["space"]]), N, seed=0)
-    obs = envs.reset()[0].copy()
+    envs, obs = make_vector(lambda: make(stream, next(columns), SPACES[case["space"]]), args, 0)
     statistics.observe(obs, count=True)
     for i in range(ROUNDS):
         # rollout
-        batch, obs, _ = module.collect(agent, envs, obs, statistics, generator, 0, args)
+        batch, obs, _ = module.collect(agent, envs, obs, statistics, generator, args)
         batch = batch._replace(actions=theirs[f"{i}/actions"])
         with torch.no_grad():
             logps, _ = agent.log_prob(batch.obs, batch.actions)

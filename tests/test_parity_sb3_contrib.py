@@ -25,7 +25,7 @@ from benchmarks.peers.make_sb3_contrib_fixtures import (
     with_masks,
 )
 from benchmarks.peers.make_sb3_fixtures import ROUNDS, SPACES, D, N, Played, make_stream
-from utils.envs import make_vector
+from utils.control import make_vector
 
 
 def compare(stream: dict, case: dict, theirs: dict[str, torch.Tensor]) -> None:
@@ -49,11 +49,11 @@ def compare_recurrent(stream: dict, case: dict, theirs: dict[str, torch.Tensor])
     generator = torch.Generator().manual_seed(0)
     statistics = ppo_lstm.Statistics(D, N, args.gamma, args.normalize)
     columns = iter(range(N))
-    envs = make_vector(lambda: Played(stream, next(columns), SPACES[case["space"]]), N, seed=0)
-    obs, state = envs.reset()[0].copy(), agent.empty(N)
+    envs, obs = make_vector(lambda: Played(stream, next(columns), SPACES[case["space"]]), args, 0)
+    state = agent.empty(N)
     statistics.observe(obs, count=True)
     for i in range(ROUNDS):
-        batch, obs, state, _ = ppo_lstm.collect(agent, envs, obs, state, statistics, generator, 0, args)
+        batch, obs, state, _ = ppo_lstm.collect(agent, envs, obs, state, statistics, generator, args)
         batch = batch._replace(actions=theirs[f"{i}/actions"])
         with torch.no_grad():
             logps, _, values = agent(batch.obs, batch.actions, batch.state, batch.begins)
