@@ -44,10 +44,13 @@ def number(history: list[dict], statistic: str) -> float:
 @functools.lru_cache(1)
 def record(data: str, seed: int) -> tempfile.TemporaryDirectory:
     """A folder with the collections of a seed; data: Effect.data as JSON."""
-    (script, settings), folder = json.loads(data), tempfile.TemporaryDirectory()
-    module = importlib.import_module(f"algos.{script}")
+    from benchmarks import record_suite
+
+    (_, settings), folder = json.loads(data), tempfile.TemporaryDirectory()
+    steps = settings.pop("record_steps")
     with quiet_folder() as runs:
-        module.train(module.Args(**settings, seed=seed, output_dir=runs, record_dataset=folder.name))
+        args = record_suite.sac.Args(**settings, seed=seed, output_dir=runs)
+        record_suite.record(args, Path(folder.name), steps)
     return folder
 
 

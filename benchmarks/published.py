@@ -2,7 +2,7 @@
 Hopper, DQN and C51 on CartPole.
 
     python benchmarks/curves.py record ppo-hopper-1m --seeds 10      ppo-walker2d-1m, ...; 4 to 6 minutes for each seed
-    python benchmarks/record_suite.py --folder data --envs Hopper-v5 --seed 1        SAC, two hours and a quarter; then
+    python benchmarks/record_suite.py --env-id Hopper-v5 --output data/Hopper-v5     SAC, two hours and a quarter; then
     python benchmarks/curves.py add sac-hopper-1m data/Hopper-v5/runs/RUN
     python benchmarks/published.py random                            returns of random actions -> results/random.json
     python benchmarks/published.py show                              the tables of benchmarks/README.md

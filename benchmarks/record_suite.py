@@ -1,56 +1,137 @@
-"""Records D4RL's locomotion suite with sac.py, by D4RL's protocol.
+"""Records D4RL's collections of an environment with sac.py, by D4RL's protocol (arXiv 2004.07219, appendix C).
 
-    python benchmarks/record_suite.py --folder data
-    python benchmarks/record_suite.py --folder data --envs Hopper-v5 --total-timesteps 2000 --record-steps 500
+    python benchmarks/record_suite.py --env-id Hopper-v5 --output data/Hopper-v5
+    python benchmarks/record_suite.py --env-id Hopper-v5 --output data/small --total-timesteps 2000 --record-steps 500
 
-Of each environment: random, medium, medium-replay, full-replay, expert, and medium-expert, which is medium followed by
-expert. About three hours per million steps on two cores. A run that was stopped goes on where it was.
+The first takes about three hours on one core.
+
+    random, expert     sampled actions of the untrained and of the last agent
+    medium             of the first one whose return had come a third of the way between theirs
+    medium-replay      all that training had seen by then; full-replay: all that it saw
+    medium-expert      medium followed by expert
+
+Each is one HDF5 file with D4RL's keys. n steps, one episode after the other, e episodes:
+
+    observations (n, D), actions (n, A) in the environment's units, rewards (n,)      float32
+    terminals, timeouts (n,)      bool: the episode ended here by itself; it was cut off here
+    last_observations (e, D)      what the last step of each episode led to, which D4RL leaves out
+
+Attributes: the environment, and the returns of the random and the expert agent. A run that was stopped starts anew.
+(Minari's DataCollector is not used: it needs jax, and its resets do not follow --seed.)
 """
 
-import subprocess
+import copy
+import json
 import sys
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
+import gymnasium as gym
 import h5py
 import numpy as np
+import torch
 import tyro
 
-ROOT = Path(__file__).resolve().parents[1]
-KEYS = ("observations", "actions", "rewards", "terminals", "timeouts", "last_observations")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from algos import sac  # noqa: E402
+from utils.control import evaluate, make_env, seed_of, to_env  # noqa: E402
+from utils.core import Run  # noqa: E402
 
 
-def join(parts: list[Path], path: Path) -> None:
-    """One collection after the other; the attributes are the last one's."""
+class Recorder(gym.Wrapper):
+    """Keeps every step: observation, action, reward, terminated, truncated, next observation."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.rows: list[tuple] = []
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        self.obs = obs.astype(np.float32)  # a copy: environments may write into the same memory
+        return obs, info
+
+    def step(self, action):
+        row = self.obs, action.astype(np.float32).ravel()
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.obs = obs.astype(np.float32)
+        self.rows.append((*row, reward, terminated, truncated, self.obs))
+        return obs, reward, terminated, truncated, info
+
+
+def save(path: Path, about: dict, *parts: list[tuple]) -> None:
+    """Writes parts of a Recorder's rows as one collection; the last row of a part is a cut where no episode ends.
+    about: attributes."""
+    obs, actions, rewards, terminals, timeouts, next_obs = (np.array(column) for column in zip(*sum(parts, [])))
+    last = np.cumsum([len(part) for part in parts]) - 1
+    timeouts[last] |= ~terminals[last]
+    columns = {"observations": obs, "actions": actions, "rewards": rewards.astype(np.float32), "terminals": terminals,
+               "timeouts": timeouts, "last_observations": next_obs[terminals | timeouts]}  # fmt: skip
     with h5py.File(path, "w") as file:
-        for key in KEYS:
-            columns = []
-            for part in parts:
-                with h5py.File(part) as source:
-                    columns.append(source[key][:])
-            file.create_dataset(key, data=np.concatenate(columns), compression="gzip", shuffle=True)
-        with h5py.File(parts[-1]) as source:
-            file.attrs.update(source.attrs)
+        for name, column in columns.items():
+            file.create_dataset(name, data=column, compression="gzip", shuffle=True)
+        file.attrs.update(about)
 
 
-def main(
-    folder: Path,
-    envs: tuple[str, ...] = ("Hopper-v5", "HalfCheetah-v5", "Walker2d-v5"),
-    total_timesteps: int = 1_000_000,
-    record_steps: int = 1_000_000,
-    seed: int = 1,
-) -> None:
-    for env_id in envs:
-        target = folder / env_id
-        if not (target / "expert.hdf5").exists():
-            runs = sorted((target / "runs").glob("*/checkpoints"))
-            flags = {"env-id": env_id, "total-timesteps": total_timesteps, "record-dataset": target, "seed": seed,
-                     "learning-starts": min(10_000, total_timesteps // 10), "eval-every": max(total_timesteps // 50, 1),
-                     "record-steps": record_steps, "output-dir": target / "runs"}  # fmt: skip
-            flags = {"resume": runs[-1].parent} if runs else flags
-            words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-            subprocess.run([sys.executable, ROOT / "algos/sac.py", *words], check=True)
-        join([target / "medium.hdf5", target / "expert.hdf5"], target / "medium-expert.hdf5")
-        print(f"{env_id}: {', '.join(sorted(path.name for path in target.glob('*.hdf5')))}")
+def train(args: sac.Args) -> tuple[list[tuple], list[tuple[int, float, sac.Agent]]]:
+    """Trains sac.py. Returns the rows of all that it saw, and (step, return, agent) of each evaluation."""
+    recorders, agents = [], []
+
+    def make_vector(make, *rest):
+        recorders.append(Recorder(make()))
+        return vector(lambda: recorders[0], *rest)
+
+    class Kept(Run):
+        def end_step(self, step, parts):
+            if not agents:
+                agents.append((0, -np.inf, copy.deepcopy(parts["agent"])))  # before the first update
+            if self.history and self.history[-1]["step"] == step and "eval/return" in self.history[-1]:
+                agents.append((step, self.history[-1]["eval/return"], copy.deepcopy(parts["agent"])))
+            super().end_step(step, parts)
+
+    vector = sac.make_vector
+    with mock.patch.multiple(sac, Run=Kept, make_vector=make_vector):
+        sac.train(args)
+    return recorders[0].rows, agents
+
+
+def play(agent: sac.Agent, args: sac.Args, steps: int) -> list[tuple]:
+    """The rows of that many steps with sampled actions."""
+    env, generator = Recorder(make_env(args)), torch.Generator(args.device).manual_seed(args.seed)
+    obs, _ = env.reset(seed=seed_of(args.seed, 2**30))
+    while len(env.rows) < steps:
+        action = to_env(sac.act(agent.actor, env.action_space, obs[None], 1.0, generator), env.action_space)[0]
+        obs, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            obs, _ = env.reset()
+    return env.rows
+
+
+def record(args: sac.Args, output: Path, record_steps: int) -> None:
+    """Writes the six collections of one run of sac.py with one environment."""
+    seen, (untrained, *agents) = train(args)
+    make, actor = partial(make_env, args), untrained[2].actor
+    space, device = make().action_space, torch.device(args.device)
+    low = evaluate(make, lambda *inputs: to_env(sac.act(actor, space, *inputs), space), args, device)["eval/return"]
+    high = agents[-1][1]
+    medium = next((one for one in agents if one[1] >= low + (high - low) / 3), agents[-1])
+    random, medium_rows, expert = (play(one[2], args, record_steps) for one in (untrained, medium, agents[-1]))
+    about = {"env_id": args.env_id, "env_kwargs": json.dumps(args.env_kwargs), "seed": args.seed,
+             "medium_step": medium[0], "random_return": low, "expert_return": high}  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
+    for name, parts in {"random": [random], "medium": [medium_rows], "medium-replay": [seen[: medium[0]]],
+                        "medium-expert": [medium_rows, expert], "full-replay": [seen],
+                        "expert": [expert]}.items():  # fmt: skip
+        save(output / f"{name}.hdf5", about, *parts)
+    print(f"collections: {output}", flush=True)
+
+
+def main(env_id: str, output: Path, total_timesteps: int = 1_000_000, record_steps: int = 1_000_000, seed: int = 1):
+    """record_steps: of each of random, medium and expert."""
+    args = sac.Args(env_id=env_id, total_timesteps=total_timesteps, seed=seed, output_dir=str(output / "runs"),
+                    learning_starts=min(10_000, total_timesteps // 10),
+                    eval_every=max(total_timesteps // 50, 1))  # fmt: skip
+    record(args, output, record_steps)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,28 @@
 """Small datasets, in the formats that people have, that the tests of offline scripts write and train on."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 
-from utils.collection import save_collection
-from utils.envs import make_env
+from benchmarks.record_suite import Recorder, save
+from utils.control import make_env
 
 
 def pendulum(path: Path, env_id: str = "Pendulum-v1", length: int = 40) -> Path:
     """Six episodes with random actions, of Pendulum all cut off by time, as one of our collections."""
-    env, generator = make_env(env_id, (f"max_episode_steps={length}",)), np.random.default_rng(0)
-    columns = [[] for _ in range(5)]
+    args = SimpleNamespace(env_id=env_id, env_kwargs=(f"max_episode_steps={length}",))
+    env, generator = Recorder(make_env(args)), np.random.default_rng(0)
     for episode in range(6):
-        obs, terminated, truncated = env.reset(seed=episode)[0].copy(), False, False
-        while not (terminated or truncated):
-            action = generator.uniform(env.action_space.low, env.action_space.high).astype(np.float32)
-            next_obs, reward, terminated, truncated, _ = env.step(action.copy())
-            for column, value in zip(columns, (obs, action, reward, terminated, next_obs)):
-                column.append(np.array(value))
-            obs = next_obs.copy()
-    obs, actions, rewards, terminals, next_obs = (np.array(column) for column in columns)
+        env.reset(seed=episode)
+        ended = False
+        while not ended:
+            env.step(generator.uniform(env.action_space.low, env.action_space.high).astype(np.float32))
+            ended = any(env.rows[-1][3:5])
     about = {"env_id": env_id, "env_kwargs": f'["max_episode_steps={length}"]', "random_return": -300.0,
              "expert_return": -50.0}  # fmt: skip
-    save_collection(path, obs, actions, rewards.astype(np.float32), terminals, next_obs, about)
+    save(path, about, env.rows)
     return path
 
 

@@ -49,7 +49,7 @@ class Effect:
     """comparison of runs, as in "double < dqn / 2" -> in how many of the seeds it must hold"""
     seeds: int = 10
     data: tuple[str, dict] | None = None
-    """script and settings of a run before, with the same seed, whose collections are the datasets of the runs"""
+    """sac and settings of a run before with the same seed, of which benchmarks/record_suite.py makes their datasets"""
 
 
 @dataclass(frozen=True)
