@@ -29,7 +29,7 @@ from test_exact_ppo import (
 from torch import nn
 
 from algos import ppo, rnd
-from utils.envs import make_vector
+from utils.control import make_vector
 
 K = 3  # features
 SPACES = pytest.mark.parametrize("space", [DISCRETE, MULTI, GAUSSIAN], ids=["discrete", "multi", "gaussian"])
@@ -60,7 +60,7 @@ def make_batch(agent, steps: int = 6, envs: int = 4) -> rnd.Batch:
     so no two values are equal by chance."""
     batch, rng = random_batch(agent, steps, envs), np.random.default_rng(5)
     last_obs = np.eye(batch.obs.shape[-1])[-envs - 2 : -2]
-    return rnd.Batch(*batch[:6], *map(torch.as_tensor, (rng.random((steps, envs)), last_obs)))
+    return rnd.Batch(*batch, *map(torch.as_tensor, (rng.random((steps, envs)), last_obs)))
 
 
 def run_update(module, agent, batch, args, rate: float = 1.0) -> tuple[dict, dict]:
@@ -76,7 +76,7 @@ def run_update(module, agent, batch, args, rate: float = 1.0) -> tuple[dict, dic
 def own_update(agent, batch, rate: float, args) -> tuple[dict, dict]:
     p, generator, n = weights(agent), torch.Generator().manual_seed(0), args.num_minibatches
     target = agent.target.weight.detach().numpy()
-    obs, actions, rewards, next_obs, terminated, truncated, bonus, last = (x.double().numpy() for x in batch[:8])
+    obs, actions, rewards, next_obs, terminated, truncated, bonus, last = (x.double().numpy() for x in batch)
     steps, critic = len(obs), p["critic.weight"].T
     extrinsic = own_advantages(rewards, (obs @ critic)[..., 0], (next_obs @ critic)[..., 0], terminated, truncated,
                                args.gamma, args.gae_lambda)  # fmt: skip
@@ -256,12 +256,12 @@ def test_the_bonus_is_divided_by_the_deviation_of_its_discounted_sums():
 def rollout(space=DISCRETE, normalize: bool = False, rounds: int = 1):
     """Six steps of the two scripts of test_exact_ppo.py, whose episodes end in every way."""
     scripts = iter(SCRIPTS)
-    envs = make_vector(lambda: Script(next(scripts), space), 2, seed=0)
-    obs, args = envs.reset()[0].copy(), rnd.Args(num_envs=2, num_steps=6)
+    args = rnd.Args(num_envs=2, num_steps=6)
+    envs, obs = make_vector(lambda: Script(next(scripts), space), args, 0)
     statistics, agent = rnd.Statistics(2, 2, 0.9, normalize), linear_agent(2, space).float()
     statistics.observe(obs, count=True)
     for _ in range(rounds):
-        batch, obs, episodes = rnd.collect(agent, envs, obs, statistics, torch.Generator().manual_seed(0), 0, args)
+        batch, obs, episodes = rnd.collect(agent, envs, obs, statistics, torch.Generator().manual_seed(0), args)
     return agent, batch, obs, episodes, statistics
 
 
