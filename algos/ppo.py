@@ -390,8 +390,8 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
     envs, obs = make_vector(make, args, run.step)
     parts = dict(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator)
-    run.restore(**parts)
-    statistics.observe(obs, count=True)
+    if not run.restore(**parts):
+        statistics.observe(obs, count=True)
     step = run.step
     while step < run.total:
         if args.anneal_lr:  # everywhere; the paper anneals for Atari only

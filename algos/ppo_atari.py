@@ -5,7 +5,7 @@ and the frames of Mnih et al. 2015, "Human-level control through deep reinforcem
 
 Parent: ppo.py. Policy and value share a convolutional network, as in the paper, and rewards are reduced to their sign.
 
-The preprocessing of frames is what makes the games learnable: see make_atari. As ppo.py, maximises
+The preprocessing of frames is what makes the games learnable: see make_game. As ppo.py, maximises
 
     J(theta) = E { min[ rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t ] + c_ent H_t - c_vf (V(s_t) - R_t)^2 / 2 }
 
@@ -16,8 +16,7 @@ Run
     python algos/ppo_atari.py                                                     Pong, 10M steps: for a GPU
     python algos/ppo_atari.py --env-id ALE/KungFuMaster-v5 --total-timesteps 61440 --eval-episodes 5   a short budget
     python algos/ppo_atari.py --env-kwargs repeat_action_probability=0.25         sticky actions, ALE v5's default
-    python algos/ppo_atari.py --vector async                                      a process for each game
-    python algos/ppo_atari.py --vector native                                     ALE's own vector, in threads
+    python algos/ppo_atari.py --env-id package.module:Name-v0                     your own environment of images
     python algos/ppo_atari.py --evaluate RUN --capture-video
 
 Expect
@@ -37,19 +36,15 @@ Differences
     - From CleanRL and baselines: 4 epochs of 4 minibatches, entropy 0.01, value loss 0.5 of half squares. Both also
       clip the change of the value (--clip-vloss). From the paper: learning rate and clip. The paper anneals both, makes
       3 epochs and weighs the value loss by 1. It names the network of Mnih et al. 2016; that of 2015 is from baselines.
-    - --vector native presses FIRE at the start of a game alone, not after each lost life as we do. Evaluation is ours.
-      On resume its games begin anew.
-    - On resume, a game is replayed from its actions, as in ppo.py. That is exact: only the no-ops and sticky actions
-      are random, and the episode's seed fixes them.
+    - Images of fewer than 36 pixels go through two small convolutions.
 """
 
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -57,79 +52,73 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state
-from utils.cli import main, prepare, resolve
-from utils.envs import (
+from utils.control import (
     EnvArgs,
-    Vector,
+    RunningMeanStd,
     episode_columns,
+    evaluate,
     make_env,
+    make_image_env,
     make_vector,
-    open_env,
-    reset_vector,
-    restore_vector,
+    score_saved,
     step_vector,
 )
-from utils.errors import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval, UserError, parse_pairs
-from utils.rollouts import evaluate, score_saved
-from utils.run import Run
+from utils.core import Run, UserError, main, prepare
 
 NAME, TITLE = "ppo_atari", "PPO"
-PRESETS = {  # defaults, for arguments left at None
-    "images": dict(total_timesteps=10_000_000, num_envs=8, num_steps=128, learning_rate=2.5e-4, num_minibatches=4,
-                   update_epochs=4, ent_coef=0.01, hidden_size=512),
-}  # fmt: skip
+CLIP_NORMALIZED = 10.0  # bounds of normalised rewards, as in baselines
 
 
 @dataclass
 class Args(EnvArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
+    # inherited: seed, device, threads, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
-    most_threads, longest_gap = sys.maxsize, 250_000
+    most_threads = 64
     env_id: str = "ALE/Pong-v5"
-    """a game of the Arcade Learning Environment"""
-    total_timesteps: PositiveInt | None = None
+    """a game of the Arcade Learning Environment, or another environment of images"""
+    total_timesteps: int = 10_000_000
     """environment steps, over all environments"""
-    num_envs: PositiveInt | None = None
+    num_envs: int = 8
     """environments that are stepped together: N"""
-    num_steps: PositiveInt | None = None
+    num_steps: int = 128
     """steps of each environment between updates: T"""
-    vector: Literal["sync", "async", "native"] = "sync"
-    """one process, or one for each environment: async pays where a step takes longer than about 1 ms. native: the
-    environment's own vector (gym.make_vec), where it has one"""
-    learning_rate: PositiveFloat | None = None
+    vector: Literal["sync", "async"] = "sync"
+    """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
+    learning_rate: float = 2.5e-4
     """learning rate of Adam, at the start"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0"""
-    gamma: UnitInterval = 0.99
+    gamma: float = 0.99
     """discount"""
-    gae_lambda: UnitInterval = 0.95
+    gae_lambda: float = 0.95
     """lambda of the advantages"""
-    num_minibatches: PositiveInt | None = None
+    num_minibatches: int = 4
     """minibatches per epoch"""
-    update_epochs: PositiveInt | None = None
+    update_epochs: int = 4
     """epochs over each rollout"""
-    clip_coef: PositiveFloat = 0.1
+    clip_coef: float = 0.1
     """clip of the ratio: epsilon"""
     clip_vloss: bool = False
     """clip the change of the value by clip_coef, too"""
-    ent_coef: NonNegativeFloat | None = None
+    ent_coef: float = 0.01
     """weight of the entropy bonus: c_ent"""
-    vf_coef: NonNegativeFloat = 0.5
+    vf_coef: float = 0.5
     """weight of the value loss: c_vf"""
-    max_grad_norm: PositiveFloat = 0.5
+    max_grad_norm: float = 0.5
     """gradients are clipped to this norm"""
-    target_kl: PositiveFloat | None = None
+    target_kl: float | None = None
     """end the epochs of a rollout when approx_kl exceeds this"""
     normalize: bool = True
-    """train on the sign of rewards"""
+    """train on the sign of a game's rewards, and on other rewards normalised by running statistics"""
     normalize_advantages: bool = True
     """normalise advantages in every minibatch"""
-    hidden_size: PositiveInt | None = None
+    hidden_size: int = 512
     """units of the layer between convolutions and heads"""
+    log_std_init: float = 0.0
+    """log of the standard deviation of Gaussian actions at the start"""
     compile: bool = False
     """compile the network and the loss (half a minute at the start)"""
-    save_every: PositiveInt = 50_000
+    save_every: int = 50_000
     """environment steps between checkpoints"""
 
 
@@ -174,26 +163,17 @@ class Lives(gym.Wrapper):
         return obs, reward, terminated, truncated, info
 
 
-class LivesOfVector(gym.vector.VectorWrapper):
-    """Lives of ALE's own vector, which presses FIRE at the start of a game alone."""
-
-    def reset(self, **kwargs):
-        obs, info = self.env.reset(**kwargs)
-        self.lives = info["lives"]
-        return obs, info
-
-    def step(self, actions):
-        obs, rewards, terminated, truncated, info = self.env.step(actions)
-        lost, self.lives = info["lives"] < self.lives, info["lives"]
-        return obs, rewards, terminated, truncated, info | {"life_lost": lost}
-
-
-def make_atari(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None, num_envs: int = 0) -> Any:
-    """A game with Gymnasium's AtariPreprocessing: up to 30 no-ops at the start, each action for 4 frames, the maximum
-    of the last two, grey, 84 x 84, and 4 of those stacked: observations (4, 84, 84) uint8. Actions are not sticky, as
-    in CleanRL and unlike ALE v5's default: `repeat_action_probability=0.25` makes them so (Machado et al. 2018, arXiv
-    1709.06009). `frameskip` is another number of frames. With `num_envs`, ALE's own vector of as many games. Raises
-    UserError where the game, or a package for it, is missing, and for a frameskip that is no number."""
+def make_game(args: Args, **more) -> gym.Env:
+    """Of ALE a game with Gymnasium's AtariPreprocessing: up to 30 no-ops at the start, each action for 4 frames, the
+    maximum of the last two, grey, 84 x 84, and 4 of those stacked: observations (4, 84, 84) uint8. Actions are not
+    sticky, as in CleanRL and unlike ALE v5's default: `repeat_action_probability=0.25` makes them so (Machado et al.
+    2018, arXiv 1709.06009). `frameskip` is another number of frames. Other environments as they are. Raises UserError
+    where a package for games is missing, and where there are no images."""
+    if not args.env_id.startswith("ALE/"):
+        env = make_image_env(args, **more)
+        if len(env.observation_space.shape) != 3:
+            raise UserError(f"--env-id {args.env_id} has no images but {env.observation_space}: use ppo.py")
+        return env
     try:
         import ale_py
         import cv2
@@ -204,29 +184,28 @@ def make_atari(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str |
     cv2.setNumThreads(1)
     gym.register_envs(ale_py)
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-    asked = parse_pairs(("frameskip=4", "repeat_action_probability=0.0", *env_kwargs), "--env-kwargs")
-    frameskip, sticky = asked["frameskip"], asked["repeat_action_probability"]
-    if type(frameskip) is not int or frameskip < 1 or not isinstance(sticky, (int, float)) or not 0 <= sticky < 1:
-        right = "frameskip must be a whole number from 1, repeat_action_probability a number from 0 and below 1"
-        raise UserError(f"--env-kwargs has frameskip={frameskip} and repeat_action_probability={sticky}: {right}")
-    if num_envs:
-        kwargs = (*env_kwargs, f"frameskip={frameskip}", f"repeat_action_probability={sticky}",
-                  "autoreset_mode=SameStep", "reward_clipping=false")  # fmt: skip
-        return LivesOfVector(make_env(env_id, kwargs, num_envs=num_envs))
-    kwargs = (*env_kwargs, "frameskip=1", f"repeat_action_probability={sticky}")  # the wrapper skips the frames
-    game = SeededGame(make_env(env_id, kwargs, render_mode, flatten=False), sticky > 0)
+    asked = dict(pair.split("=", 1) for pair in args.env_kwargs)
+    frameskip, sticky = int(asked.get("frameskip", 4)), float(asked.get("repeat_action_probability", 0))
+    kwargs = (*args.env_kwargs, "frameskip=1", f"repeat_action_probability={sticky}")  # the wrapper skips the frames
+    game = SeededGame(make_env(replace(args, env_kwargs=kwargs), flatten=False, **more), sticky > 0)
     return gym.wrappers.FrameStackObservation(Lives(gym.wrappers.AtariPreprocessing(game, frame_skip=frameskip)), 4)
 
 
 class Agent(nn.Module):
     """One encoder of images (`obs_size` their C, H, W) for policy and value. Orthogonal weights (gain sqrt 2; policy
-    head 0.01, value head 1), zero biases. Actions are categorical, `parts` the number of choices."""
+    head 0.01, value head 1), zero biases. Box actions: diagonal Gaussian with a state-independent log_std. Other
+    actions: categorical, `parts` the number of choices of each."""
 
-    continuous = False
-
-    def __init__(self, obs_size, space, hidden_size: int):
+    def __init__(self, obs_size: tuple, space: gym.Space, hidden_size: int, log_std_init: float = 0.0):
         super().__init__()
-        self.space, self.parts = space, [int(space.n)]
+        self.space, self.continuous = space, isinstance(space, gym.spaces.Box)
+        if self.continuous:
+            self.parts = [int(np.prod(space.shape))]
+            self.log_std = nn.Parameter(torch.full((self.parts[0],), log_std_init))
+        elif isinstance(space, gym.spaces.MultiBinary):
+            self.parts = [2] * int(np.prod(space.shape))
+        else:
+            self.parts = [int(space.n)] if isinstance(space, gym.spaces.Discrete) else space.nvec.flatten().tolist()
         self.actor, self.critic, self.encoder = image_networks(obs_size, hidden_size, sum(self.parts))
 
     def features(self, obs: Tensor) -> Tensor:
@@ -239,16 +218,18 @@ class Agent(nn.Module):
         return self.critic(self.features(obs))[..., 0]
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """What makes `act` a sample: normal noise for Gaussian actions, Gumbel noise for categorical ones (the largest
-        of logits plus Gumbel noise is a draw from the softmax). With noise 0, `act` gives the likeliest action."""
-        # drawn for a whole rollout at once: Categorical.sample() at each step takes twice the time of the network
+        """What makes `act` a sample. It is drawn for a whole rollout at once, which is twice as fast as at each step.
+        Normal noise for Gaussian actions, Gumbel noise for categorical ones (the largest of logits plus Gumbel noise is
+        a draw from the softmax). With noise 0, `act` gives the likeliest action."""
         noise = torch.empty(*shape, sum(self.parts), device=generator.device)
         return noise.normal_(generator=generator) if self.continuous else -noise.exponential_(generator=generator).log()
 
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:
-        """Actions (N, 1), the index of each choice, of observations (N, C, H, W)."""
+        """Actions (N, A) of images (N, C, H, W): floats, or the index of each choice."""
         out = self.actor(self.features(obs))
-        return (out + noise).argmax(-1, keepdim=True)
+        if self.continuous:
+            return out + self.log_std.exp() * noise
+        return torch.stack([part.argmax(-1) for part in (out + noise).split(self.parts, -1)], -1)
 
     def forward(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability, entropy and value, each (...)."""
@@ -256,9 +237,18 @@ class Agent(nn.Module):
         return *self.log_prob(features, actions), self.critic(features)[..., 0]
 
     def log_prob(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability of actions (..., 1), and entropy in nats, each (...)."""
-        logps = self.actor(features).log_softmax(-1)
-        return logps.gather(-1, actions)[..., 0], -(logps.exp() * logps).sum(-1)
+        """Log-probability (of continuous actions: density) of actions (..., A), and entropy in nats, each (...)."""
+        out = self.actor(features)
+        if self.continuous:
+            z = (actions - out) * (-self.log_std).exp()
+            log_norm = self.log_std + 0.5 * np.log(2 * np.pi)
+            return -(0.5 * z * z + log_norm).sum(-1), (0.5 + log_norm).sum().expand(out.shape[:-1])
+        logp = entropy = out.new_zeros(())
+        for i, part in enumerate(out.split(self.parts, -1)):
+            logps = part.log_softmax(-1)
+            logp = logp + logps.gather(-1, actions[..., i : i + 1].long())[..., 0]
+            entropy = entropy - (logps.exp() * logps).sum(-1)
+        return logp, entropy
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
         """Actions (N, 1) as the vector environment takes them."""
@@ -288,39 +278,47 @@ def image_networks(shape: tuple[int, int, int], hidden_size: int, actions: int) 
 
 
 class Statistics:
-    """Stands for ppo.py's running statistics. Atari needs none."""
+    """Running statistics of discounted returns, one set for all environments. Of games the sign of rewards is taken,
+    and without --normalize they stay as they are. Images stay bytes: the network divides them by 255."""
 
-    def __init__(self, obs_size: int, num_envs: int, gamma: float, enabled: bool):
-        self.enabled = enabled
+    def __init__(self, games: bool, num_envs: int, gamma: float, enabled: bool):
+        self.games, self.returns = games, RunningMeanStd()
+        self.enabled, self.gamma, self.discounted = enabled, gamma, np.zeros(num_envs)
 
     def observe(self, obs: np.ndarray, count: bool = False) -> np.ndarray:
-        """Images as they are: the network divides them by 255."""
         return obs
 
     def reward(self, rewards: np.ndarray, done: np.ndarray) -> np.ndarray:
-        """The sign of rewards (N,), so that one learning rate fits all games."""
-        return np.sign(rewards) if self.enabled else rewards
+        """Counts rewards (N,) and divides them by the standard deviation of the discounted return so far."""
+        if not self.enabled:
+            return rewards
+        if self.games:
+            return np.sign(rewards)
+        self.discounted = self.discounted * self.gamma + rewards
+        self.returns.update(self.discounted)
+        self.discounted = self.discounted * ~done
+        return np.clip(rewards / np.sqrt(self.returns.var + 1e-8), -CLIP_NORMALIZED, CLIP_NORMALIZED)
 
     def weights(self) -> dict[str, Tensor]:
         return {}
 
     def state_dict(self) -> dict:
-        return {}
+        """Without the discounted returns so far: a resumed run begins new episodes."""
+        return {"returns": self.returns.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        pass
+        self.returns.load_state_dict(state["returns"])
 
 
 class Batch(NamedTuple):
     """What one iteration learns from: T steps of N environments."""
 
-    obs: Tensor  # (T, N, D), normalised; images (T, N, C, H, W), uint8
+    obs: Tensor  # (T, N, D), normalised
     actions: Tensor  # (T, N, A), before clipping
     rewards: Tensor  # (T, N) float32, normalised
     next_obs: Tensor  # like obs: what the step led to, before any reset
     terminated: Tensor  # (T, N) bool
     truncated: Tensor  # (T, N) bool
-    idle: Tensor | None = None  # (T, N) bool: steps of a native vector that only begin an episode; nothing to learn
 
 
 def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor, gamma: float,
@@ -338,7 +336,7 @@ def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor
 def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, advantages: Tensor, returns: Tensor,
              old_values: Tensor, args: Args) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Loss of one minibatch, to be minimised (equation 9 with the sign turned), and (approx_kl, clip_fraction,
-    entropy). obs (B, ...), actions (B, A), the others (B,)."""
+    entropy). obs (B, D), actions (B, A), the others (B,)."""
     logps, entropy, values = agent(obs, actions)
     log_ratio = logps - old_logps
     ratio = log_ratio.exp()
@@ -366,8 +364,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
         done = batch.terminated | batch.truncated
         advantages = gae(batch.rewards, values, next_values, batch.terminated, done, args.gamma, args.gae_lambda)
         returns = advantages + values
-    used = slice(None) if batch.idle is None else ~batch.idle.flatten()
-    rows = [x.flatten(0, 1)[used] for x in (batch.obs, batch.actions, old_logps, advantages, returns, values)]
+    rows = [x.flatten(0, 1) for x in (batch.obs, batch.actions, old_logps, advantages, returns, values)]
     norms, epochs = [], 0
     while epochs < args.update_epochs:
         epochs += 1
@@ -389,9 +386,9 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: Vector, obs: np.ndarray, statistics: Statistics,
-            generator: torch.Generator, step: int, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
-    """T steps of N environments from observations `obs` (N, ...), which the statistics have counted.
+def collect(agent: Agent, envs, obs: np.ndarray, statistics: Statistics,
+            generator: torch.Generator, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
+    """T steps of N environments from observations `obs` (N, D), which the statistics have counted.
 
     Returns a Batch, the observations to go on from, and (return, length) of the episodes that ended.
     """
@@ -399,19 +396,20 @@ def collect(agent: Agent, envs: Vector, obs: np.ndarray, statistics: Statistics,
     noise = agent.noise(shape, generator)
     actions, episodes, current = [], [], statistics.observe(obs)
     seen, next_obs = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
-    rewards, (terminated, truncated, idle) = np.empty(shape, np.float32), np.empty((3, *shape), bool)
+    rewards, (terminated, truncated) = np.empty(shape, np.float32), np.empty((2, *shape), bool)
     for t in range(args.num_steps):
-        seen[t], idle[t] = current, envs.log.idle
+        seen[t] = current
         actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
-        executed, now = agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
-        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed, now, lives=True)
+        executed = agent.to_env(actions[t].cpu().numpy())
+        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed)
+        terminated[t] |= envs.infos.get("life_lost", False)
         rewards[t] = statistics.reward(reward, terminated[t] | truncated[t])
         current = statistics.observe(obs, count=True)
         next_obs[t] = statistics.observe(true_obs) if ended else current
         episodes += ended
-    arrays = (seen, rewards, next_obs, terminated, truncated, idle)
+    arrays = (seen, rewards, next_obs, terminated, truncated)
     seen, *others = (torch.from_numpy(array).to(device) for array in arrays)
-    return Batch(seen, torch.stack(actions), *others), obs.copy(), episodes
+    return Batch(seen, torch.stack(actions), *others), obs, episodes
 
 
 def check(args: Args, space: gym.Space) -> None:
@@ -421,9 +419,8 @@ def check(args: Args, space: gym.Space) -> None:
         wanted = "a Box of floats, Discrete, MultiDiscrete or MultiBinary"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs {wanted}")
     rows = args.num_envs * args.num_steps
-    least = 4 if args.vector == "native" else 2  # up to half of its rows are idle
-    if rows % args.num_minibatches or rows // args.num_minibatches < least:
-        parts = f"the {rows} rows of a rollout (num_envs * num_steps) into parts of at least {least}"
+    if rows % args.num_minibatches or rows // args.num_minibatches < 2:
+        parts = f"the {rows} rows of a rollout (num_envs * num_steps) into parts of at least 2"
         raise UserError(f"--num-minibatches {args.num_minibatches} must divide {parts}")
     if args.total_timesteps < rows:
         raise UserError(f"--total-timesteps {args.total_timesteps} is less than one rollout of {rows} steps")
@@ -432,20 +429,21 @@ def check(args: Args, space: gym.Space) -> None:
 @torch.no_grad()
 def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor,
                       generator: torch.Generator) -> np.ndarray:  # fmt: skip
-    """What utils.rollouts.evaluate calls: actions (N, A) of raw observations (N, ...)."""
+    """What `evaluate` calls: actions (N, A) of raw observations (N, D)."""
     normalized = torch.from_numpy(statistics.observe(obs)).to(generator.device)
     return agent.to_env(agent.act(normalized, agent.noise((len(obs),), generator) * scale).cpu().numpy())
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    make, obs_size, space = open_env(args, make_atari)
-    settings = resolve(args, PRESETS, "images")
+    device, make = prepare(args), partial(make_game, args)
+    env = make()
+    obs_size, space = env.observation_space.shape, env.action_space
+    if args.eval_every is None:
+        args.eval_every = min(max(args.total_timesteps // 5, 1), 250_000)
     check(args, space)
-    agent = Agent(obs_size, space, args.hidden_size).to(device)
-    statistics = Statistics(obs_size, args.num_envs, args.gamma, args.normalize)
-    act = partial(act_in_evaluation, agent, statistics)
-    score_agent = partial(evaluate, make, act, args.eval_episodes, args.seed, device)
+    agent = Agent(obs_size, space, args.hidden_size, args.log_std_init).to(device)
+    statistics = Statistics(args.env_id.startswith("ALE/"), args.num_envs, args.gamma, args.normalize)
+    score_agent = partial(evaluate, make, partial(act_in_evaluation, agent, statistics), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent, statistics=statistics)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
@@ -454,40 +452,29 @@ def train(args: Args) -> list[dict]:
     if args.compile:
         agent.encoder.compile()
     rollout = args.num_envs * args.num_steps
-    total = args.total_timesteps // rollout * rollout
-    run = Run(args, NAME, args.env_id, total, ("return", "eval/return", "explained_variance"), "total_timesteps",
-              schedule_depends_on_budget=args.anneal_lr)  # fmt: skip
-    run.print(settings)
-    envs = make_vector(make, args.num_envs, args.seed, args.vector)
-
-    def state() -> dict:
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": envs.log.state(obs),
-                "statistics": statistics.state_dict(), "generator": generator.get_state()}  # fmt: skip
-
-    step, obs = run.step, restore_vector(envs, run.state["envs"]) if run.state else reset_vector(envs)
-    if not run.restore(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator):
+    run = Run(args, NAME, args.env_id, args.total_timesteps // rollout * rollout, ("return", "eval/return"))
+    envs, obs = make_vector(make, args, run.step, infos=("life_lost",))
+    parts = dict(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator)
+    if not run.restore(**parts):
         statistics.observe(obs, count=True)
+    step = run.step
     while step < run.total:
-        start = time.perf_counter()
         if args.anneal_lr:  # everywhere; the paper anneals for Atari only
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / run.total)
 
         # collect
-        with run.saving(step, state(), rng_state()):
-            batch, obs, episodes = collect(agent, envs, obs, statistics, generator, step, args)
-        collected, step = time.perf_counter(), step + rollout
+        batch, obs, episodes = collect(agent, envs, obs, statistics, generator, args)
+        step += rollout
 
         # update
         columns = update(agent, optimizer, batch, generator, args, loss_function) | episode_columns(episodes)
-        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step),
-                    "time/collect": collected - start, "time/iteration": time.perf_counter() - start}  # fmt: skip
+        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step)}
 
         # evaluate
         if run.due(step, args.eval_every):
-            with run.saving(step, state, columns=columns):
-                columns |= score_agent()
+            columns |= score_agent()
         run.log(step, **columns)
-        run.end_step(step, state)
+        run.end_step(step, parts)
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "explained variance": ("explained_variance",),
@@ -496,4 +483,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

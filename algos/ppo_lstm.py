@@ -21,26 +21,21 @@ the rollout, whichever is later.
 Run
     python algos/ppo_lstm.py                                                     CartPole-v1 without its velocities
     python algos/ppo_lstm.py --no-memory                                         the state is empty at each step
-    python algos/ppo_lstm.py --env-id Recall-v0                                  names a cue after 10 steps
-    python algos/ppo_lstm.py --env-id Pendulum-v1 --gamma 0.9 --learning-rate 1e-3 --total-timesteps 102400
-                                                                                 continuous actions
+    python algos/ppo_lstm.py --env-id algos.environments.recall:Recall-v0        names a cue after 10 steps
     python algos/ppo_lstm.py --env-id package.module:Name-v0 --env-kwargs size=5  your own environment
     python algos/ppo_lstm.py --evaluate RUN --eval-episodes 100                  scores a saved agent
 
 Expect
     CartPole without velocities, 24,576 steps with the rate annealed to 0: 500, the maximum, in 20 of 30 seeds, 457 on
     average. ppo.py, which sees one moment at a time, 39 to 46; --no-memory 37 to 46 (10 seeds; benchmarks/effects.py,
-    ppo_lstm-cartpole; the ten are among the better ones of the 30, at 488 to 500).
-    Recall-v0, four cues: all right after 51,200 steps (10 seeds); ppo.py and --no-memory name a quarter of them, by
-    chance (ppo_lstm-recall).
+    ppo_lstm-cartpole).
 
 Metrics
     As in ppo.py.
 
 Differences
     - One LSTM for policy and value, as in CleanRL's ppo_atari_lstm.py. sb3-contrib has one for each by default; where
-      it shares one, the value loss does not train it. It cuts rollouts into padded sequences, of which a minibatch
-      holds some.
+      it shares one, the value loss does not train it. It cuts rollouts into padded sequences.
     - The state before a rollout is not renewed in later epochs, though the weights that made it have changed; nor in
       CleanRL or sb3-contrib.
     - CleanRL treats truncation as termination. Here the last observation is bootstrapped from, with the state of its
@@ -49,7 +44,6 @@ Differences
 """
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -62,23 +56,17 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state
-from utils.cli import main, prepare, resolve
-from utils.envs import (
+from utils.control import (
     EnvArgs,
-    Vector,
+    RunningMeanStd,
     episode_columns,
-    make_env,
+    evaluate,
+    make_image_env,
     make_vector,
-    open_env,
-    reset_vector,
-    restore_vector,
+    score_saved,
     step_vector,
 )
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
-from utils.normalize import RunningMeanStd
-from utils.rollouts import evaluate, score_saved
-from utils.run import Run
+from utils.core import Run, UserError, main, prepare, preset
 
 NAME, TITLE = "ppo_lstm", "Recurrent PPO"
 PRESETS = {  # defaults that depend on the kind of actions and observations, for arguments left at None
@@ -94,56 +82,66 @@ CLIP_NORMALIZED = 10.0  # bounds of normalised observations and rewards, as in b
 
 @dataclass
 class Args(EnvArgs):
-    # inherited: seed, device, output_dir, keep, resume, track (RunArgs);
+    # inherited: seed, device, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "CartPoleNoVelocity-v0"
     """a Gymnasium environment, or MODULE:NAME of one that MODULE registers"""
-    total_timesteps: PositiveInt | None = None
+    total_timesteps: int | None = None
     """environment steps, over all environments"""
-    num_envs: PositiveInt | None = None
+    num_envs: int | None = None
     """environments that are stepped together: N"""
-    num_steps: PositiveInt | None = None
+    num_steps: int | None = None
     """steps of each environment between updates: T"""
     vector: Literal["sync", "async"] = "sync"
     """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
-    learning_rate: PositiveFloat | None = None
+    learning_rate: float | None = None
     """learning rate of Adam, at the start"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0"""
-    gamma: UnitInterval = 0.99
+    gamma: float = 0.99
     """discount"""
-    gae_lambda: UnitInterval = 0.95
+    gae_lambda: float = 0.95
     """lambda of the advantages"""
-    num_minibatches: PositiveInt | None = None
+    num_minibatches: int | None = None
     """minibatches per epoch: each holds whole sequences, of N / num_minibatches environments"""
-    update_epochs: PositiveInt | None = None
+    update_epochs: int | None = None
     """epochs over each rollout"""
-    clip_coef: PositiveFloat = 0.2
+    clip_coef: float = 0.2
     """clip of the ratio: epsilon"""
     clip_vloss: bool = False
     """clip the change of the value by clip_coef, too"""
-    ent_coef: NonNegativeFloat | None = None
+    ent_coef: float | None = None
     """weight of the entropy bonus: c_ent"""
-    vf_coef: NonNegativeFloat = 0.5
+    vf_coef: float = 0.5
     """weight of the value loss: c_vf"""
-    max_grad_norm: PositiveFloat = 0.5
+    max_grad_norm: float = 0.5
     """gradients are clipped to this norm"""
-    target_kl: PositiveFloat | None = None
+    target_kl: float | None = None
     """end the epochs of a rollout when approx_kl exceeds this"""
     normalize: bool = True
     """normalise observations and rewards by running statistics"""
     normalize_advantages: bool = True
     """normalise advantages in every minibatch"""
-    hidden_size: PositiveInt | None = None
+    hidden_size: int | None = None
     """units of the layer before the LSTM, and of the LSTM: H"""
     memory: bool = True
     """carry the LSTM's state from step to step; --no-memory: it is zero at every step, for comparison"""
     log_std_init: float = 0.0
     """log of the standard deviation of Gaussian actions at the start"""
-    threads: NonNegativeInt = 1
+    threads: int = 1
     """CPU threads: a second makes networks this small a tenth faster; 0: OMP_NUM_THREADS where set, else two"""
-    save_every: PositiveInt = 20_000
+    save_every: int = 20_000
     """environment steps between checkpoints"""
+
+
+def cartpole_without_velocities(**kwargs) -> gym.Env:
+    """CartPole-v1 of which place and angle are seen, but not where they go: that must be remembered."""
+    env = gym.make("CartPole-v1", disable_env_checker=True, **kwargs)
+    low, high = (getattr(env.observation_space, bound)[[0, 2]] for bound in ("low", "high"))
+    return gym.wrappers.TransformObservation(env, lambda obs: obs[[0, 2]], gym.spaces.Box(low, high))
+
+
+gym.register("CartPoleNoVelocity-v0", cartpole_without_velocities)
 
 
 class Agent(nn.Module):
@@ -152,7 +150,7 @@ class Agent(nn.Module):
 
     A state is the LSTM's h and c, (2, N, H). Time comes first: T steps of N environments."""
 
-    def __init__(self, obs_size, space, hidden_size: int, log_std_init: float = 0.0):
+    def __init__(self, obs_size, space: gym.Space, hidden_size: int, log_std_init: float = 0.0):
         super().__init__()
         self.space, self.continuous = space, isinstance(space, gym.spaces.Box)
         if self.continuous:
@@ -196,9 +194,9 @@ class Agent(nn.Module):
         return self.critic(self.features(obs[None], state, begins)[0])[0, :, 0]
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """What makes `act` a sample: normal noise for Gaussian actions, Gumbel noise for categorical ones (the largest
-        of logits plus Gumbel noise is a draw from the softmax). With noise 0, `act` gives the likeliest action."""
-        # drawn for a whole rollout at once: Categorical.sample() at each step takes twice the time of the network
+        """What makes `act` a sample. It is drawn for a whole rollout at once, which is twice as fast as at each step.
+        Normal noise for Gaussian actions, Gumbel noise for categorical ones (the largest of logits plus Gumbel noise is
+        a draw from the softmax). With noise 0, `act` gives the likeliest action."""
         noise = torch.empty(*shape, sum(self.parts), device=generator.device)
         return noise.normal_(generator=generator) if self.continuous else -noise.exponential_(generator=generator).log()
 
@@ -215,9 +213,9 @@ class Agent(nn.Module):
         features, _ = self.features(obs, state, begins)
         return *self.log_prob(features, actions), self.critic(features)[..., 0]
 
-    def log_prob(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    def log_prob(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability (of continuous actions: density) of actions (..., A), and entropy in nats, each (...)."""
-        out = self.actor(features)
+        out = self.actor(obs)
         if self.continuous:
             z = (actions - out) * (-self.log_std).exp()
             log_norm = self.log_std + 0.5 * np.log(2 * np.pi)
@@ -294,19 +292,18 @@ class Statistics:
         return {f"obs_{name}": self.obs.state_dict()[name] for name in ("mean", "var")} if used else {}
 
     def state_dict(self) -> dict:
-        discounted = torch.tensor(self.discounted)
-        return {"obs": self.obs.state_dict(), "returns": self.returns.state_dict(), "discounted": discounted}
+        """Without the discounted returns so far: a resumed run begins new episodes."""
+        return {"obs": self.obs.state_dict(), "returns": self.returns.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         self.obs.load_state_dict(state["obs"])
         self.returns.load_state_dict(state["returns"])
-        self.discounted = state["discounted"].numpy()
 
 
 class Batch(NamedTuple):
     """What one iteration learns from: T steps of N environments."""
 
-    obs: Tensor  # (T, N, D), normalised; images (T, N, C, H, W), uint8
+    obs: Tensor  # (T, N, D), normalised
     actions: Tensor  # (T, N, A), before clipping
     rewards: Tensor  # (T, N) float32, normalised
     next_obs: Tensor  # like obs: what the step led to, before any reset
@@ -383,8 +380,8 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: Vector, obs: np.ndarray, state: Tensor, statistics: Statistics,
-            generator: torch.Generator, step: int, args: Args) -> tuple[Batch, np.ndarray, Tensor, list]:  # fmt: skip
+def collect(agent: Agent, envs, obs: np.ndarray, state: Tensor, statistics: Statistics,
+            generator: torch.Generator, args: Args) -> tuple[Batch, np.ndarray, Tensor, list]:  # fmt: skip
     """T steps of N environments from observations `obs` (N, ...), which the statistics have counted, and the state
     (2, N, H) before them, empty where an episode begins.
 
@@ -394,15 +391,15 @@ def collect(agent: Agent, envs: Vector, obs: np.ndarray, state: Tensor, statisti
     noise = agent.noise(shape, generator)
     actions, episodes, current = [], [], statistics.observe(obs)
     seen, next_obs = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
-    rewards, terminated, truncated = np.empty(shape, np.float32), np.empty(shape, bool), np.empty(shape, bool)
+    rewards, (terminated, truncated) = np.empty(shape, np.float32), np.empty((2, *shape), bool)
     before, after, begins = state, [], torch.full(shape, not args.memory, device=device)
     for t in range(args.num_steps):
         seen[t] = current
         action, state = agent.act(torch.from_numpy(seen[t]).to(device), state, begins[t], noise[t])
         actions.append(action)
         after.append(state * args.memory)
-        executed, now = agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
-        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed, now)
+        executed = agent.to_env(actions[t].cpu().numpy())
+        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed)
         done = torch.from_numpy(terminated[t] | truncated[t]).to(device)
         if t + 1 < args.num_steps:
             begins[t + 1] |= done
@@ -413,7 +410,7 @@ def collect(agent: Agent, envs: Vector, obs: np.ndarray, state: Tensor, statisti
     arrays = (seen, rewards, next_obs, terminated, truncated)
     seen, *others = (torch.from_numpy(array).to(device) for array in arrays)
     batch = Batch(*(seen, torch.stack(actions), *others, begins, before, torch.stack(after)))
-    return batch, obs.copy(), state * ~done[:, None], episodes
+    return batch, obs, state * ~done[:, None], episodes
 
 
 def check(args: Args, space: gym.Space) -> None:
@@ -431,7 +428,7 @@ def check(args: Args, space: gym.Space) -> None:
 
 
 def act_in_evaluation(agent: Agent, statistics: Statistics, memory: bool) -> Callable:
-    """What utils.rollouts.evaluate calls in one evaluation: actions (N, A) of raw observations (N, ...). It remembers
+    """What `evaluate` calls in one evaluation: actions (N, A) of raw observations (N, ...). It remembers
     from call to call, and begins with nothing; each environment plays one episode."""
     state = None
 
@@ -448,60 +445,48 @@ def act_in_evaluation(agent: Agent, statistics: Statistics, memory: bool) -> Cal
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    make, obs_size, space = open_env(args, partial(make_env, images=True))
+    device, make = prepare(args), partial(make_image_env, args)
+    env = make()
+    shape, space = env.observation_space.shape, env.action_space
+    obs_size = shape if len(shape) == 3 else shape[0]
     kind = "continuous" if isinstance(space, gym.spaces.Box) else "discrete"
-    settings = resolve(args, PRESETS, "images" if isinstance(obs_size, tuple) else kind)
+    settings = preset(args, PRESETS, "images" if len(shape) == 3 else kind)
     check(args, space)
     agent = Agent(obs_size, space, args.hidden_size, args.log_std_init).to(device)
     statistics = Statistics(obs_size, args.num_envs, args.gamma, args.normalize)
 
     def score_agent(video: Path | None = None) -> dict[str, float]:
-        act = act_in_evaluation(agent, statistics, args.memory)
-        return evaluate(make, act, args.eval_episodes, args.seed, device, video)
+        return evaluate(make, act_in_evaluation(agent, statistics, args.memory), args, device, video)
 
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent, statistics=statistics)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     generator = torch.Generator(device).manual_seed(args.seed)
     rollout = args.num_envs * args.num_steps
-    total = args.total_timesteps // rollout * rollout
-    run = Run(args, NAME, args.env_id, total, ("return", "eval/return", "explained_variance"), "total_timesteps",
-              schedule_depends_on_budget=args.anneal_lr)  # fmt: skip
+    run = Run(args, NAME, args.env_id, args.total_timesteps // rollout * rollout, ("return", "eval/return"))
     run.print(settings)
-    envs = make_vector(make, args.num_envs, args.seed, args.vector)
-
-    def state() -> dict:
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": envs.log.state(obs),
-                "statistics": statistics.state_dict(), "generator": generator.get_state(),
-                "memory": memory}  # fmt: skip
-
-    step, obs = run.step, restore_vector(envs, run.state["envs"]) if run.state else reset_vector(envs)
-    memory = run.state["memory"].to(device) if run.state else agent.empty(args.num_envs)
-    memory = memory * torch.tensor(envs.log.length > 0, device=device)[:, None]  # an episode that could not be restored
-    if not run.restore(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator):
+    envs, obs = make_vector(make, args, run.step)
+    parts = dict(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator)
+    if not run.restore(**parts):
         statistics.observe(obs, count=True)
+    step, memory = run.step, agent.empty(args.num_envs)
     while step < run.total:
-        start = time.perf_counter()
         if args.anneal_lr:  # everywhere; the paper anneals for Atari only
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / run.total)
 
         # collect
-        with run.saving(step, state(), rng_state()):
-            batch, obs, memory, episodes = collect(agent, envs, obs, memory, statistics, generator, step, args)
-        collected, step = time.perf_counter(), step + rollout
+        batch, obs, memory, episodes = collect(agent, envs, obs, memory, statistics, generator, args)
+        step += rollout
 
         # update
         columns = update(agent, optimizer, batch, generator, args) | episode_columns(episodes)
-        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step),
-                    "time/collect": collected - start, "time/iteration": time.perf_counter() - start}  # fmt: skip
+        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step)}
 
         # evaluate
         if run.due(step, args.eval_every):
-            with run.saving(step, state, columns=columns):
-                columns |= score_agent()
+            columns |= score_agent()
         run.log(step, **columns)
-        run.end_step(step, state)
+        run.end_step(step, parts)
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "explained variance": ("explained_variance",),
@@ -510,4 +495,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

@@ -23,10 +23,9 @@ Run
     python algos/ppo_mask.py --env-id Taxi-v4 --total-timesteps 300000           Gymnasium's, from 1.3 on
 
 Expect
-    Board-v0: sampled actions get -4.0 after 8,192 steps, in about 5 seconds (seed 1). 30 seeds get -4.6 (standard
-    deviation 0.8). The best policy gets -4.2 on average over all starts, and more from the easier ones.
-    Without masks, which is ppo.py bit for bit, -71, and -5.7 after 24,576 steps. 10 seeds, 8,192 steps with the rate
-    annealed to 0: -4.7 +- 0.5 with masks, -94 +- 5 without (benchmarks/effects.py).
+    Board-v0: sampled actions get -4.6 after 8,192 steps, in about 5 seconds (30 seeds, standard deviation 0.8). The
+    best policy gets -4.2 on average. Without masks, which is ppo.py bit for bit, they get -94 (10 seeds;
+    benchmarks/effects.py).
 
 Metrics
     As in ppo.py. entropy is that over allowed actions, so it may rise where more of them are allowed.
@@ -39,7 +38,6 @@ Differences
 """
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -52,87 +50,123 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state
-from utils.cli import main, prepare, resolve
-from utils.envs import (
+from utils.control import (
     EnvArgs,
-    Vector,
+    RunningMeanStd,
     episode_columns,
+    evaluate,
     make_env,
     make_vector,
-    open_env,
-    reset_vector,
-    restore_vector,
+    score_saved,
     step_vector,
 )
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
-from utils.normalize import RunningMeanStd
-from utils.rollouts import evaluate, score_saved
-from utils.run import Run
+from utils.core import Run, UserError, main, prepare, preset
 
 NAME, TITLE = "ppo_mask", "Maskable PPO"
 PRESETS = {  # defaults, for arguments left at None
     "discrete": dict(total_timesteps=20_480, num_envs=8, num_steps=128, learning_rate=1e-3, num_minibatches=4,
-                     update_epochs=8, ent_coef=0.0, hidden_size=64),
+                     update_epochs=8),
 }  # fmt: skip
 CLIP_NORMALIZED = 10.0  # bounds of normalised observations and rewards, as in baselines
 
 
 @dataclass
 class Args(EnvArgs):
-    # inherited: seed, device, output_dir, keep, resume, track (RunArgs);
+    # inherited: seed, device, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "Board-v0"
     """a Gymnasium environment, or MODULE:NAME of one that MODULE registers"""
-    total_timesteps: PositiveInt | None = None
+    total_timesteps: int | None = None
     """environment steps, over all environments"""
-    num_envs: PositiveInt | None = None
+    num_envs: int | None = None
     """environments that are stepped together: N"""
-    num_steps: PositiveInt | None = None
+    num_steps: int | None = None
     """steps of each environment between updates: T"""
     vector: Literal["sync", "async"] = "sync"
     """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
-    learning_rate: PositiveFloat | None = None
+    learning_rate: float | None = None
     """learning rate of Adam, at the start"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0"""
-    gamma: UnitInterval = 0.99
+    gamma: float = 0.99
     """discount"""
-    gae_lambda: UnitInterval = 0.95
+    gae_lambda: float = 0.95
     """lambda of the advantages"""
-    num_minibatches: PositiveInt | None = None
+    num_minibatches: int | None = None
     """minibatches per epoch"""
-    update_epochs: PositiveInt | None = None
+    update_epochs: int | None = None
     """epochs over each rollout"""
-    clip_coef: PositiveFloat = 0.2
+    clip_coef: float = 0.2
     """clip of the ratio: epsilon"""
     clip_vloss: bool = False
     """clip the change of the value by clip_coef, too"""
-    ent_coef: NonNegativeFloat | None = None
+    ent_coef: float = 0.0
     """weight of the entropy bonus: c_ent"""
-    vf_coef: NonNegativeFloat = 0.5
+    vf_coef: float = 0.5
     """weight of the value loss: c_vf"""
-    max_grad_norm: PositiveFloat = 0.5
+    max_grad_norm: float = 0.5
     """gradients are clipped to this norm"""
-    target_kl: PositiveFloat | None = None
+    target_kl: float | None = None
     """end the epochs of a rollout when approx_kl exceeds this"""
     normalize: bool = True
     """normalise observations and rewards by running statistics"""
     normalize_advantages: bool = True
     """normalise advantages in every minibatch"""
-    hidden_size: PositiveInt | None = None
+    hidden_size: int = 64
     """units of the two hidden layers of policy and value network"""
     compile: bool = False
     """compile the loss (half a minute at the start)"""
-    threads: NonNegativeInt = 1
+    threads: int = 1
     """CPU threads: a second makes networks this small a tenth faster; 0: OMP_NUM_THREADS where set, else two"""
-    save_every: PositiveInt = 20_000
+    save_every: int = 20_000
     """environment steps between checkpoints"""
+
+
+class Board(gym.Env):
+    """A piece on a board of n x n cells is to go to the last cell, in a corner. An action names a cell and a direction,
+    4 n^2 in all; 2 to 4 are valid: those that name the piece's cell and keep it on the board. The others do nothing. So
+    do orders to units in a game of strategy (Huang and Ontanon 2020). The reward is -1; the corner ends the episode,
+    100 steps cut it off. The best return is minus the distance, rows and columns together.
+
+    mask: what action_masks() allows, the valid actions or all.
+    """
+
+    MOVES = np.array([(-1, 0), (1, 0), (0, -1), (0, 1)])
+
+    def __init__(self, n: int = 5, mask: bool = True):
+        self.n, self.mask, self.action_space = n, mask, gym.spaces.Discrete(4 * n * n)
+        self.observation_space = gym.spaces.Box(0, 1, (n * n,))
+
+    def targets(self) -> np.ndarray:
+        """The cells beside the piece in the four directions, (4,); -1 for those that are not there."""
+        cells = np.array(divmod(self.piece, self.n)) + self.MOVES
+        return np.where(((cells >= 0) & (cells < self.n)).all(1), cells @ [self.n, 1], -1)
+
+    def action_masks(self) -> np.ndarray:
+        valid = np.full((self.n**2, 4), not self.mask)
+        valid[self.piece] |= self.targets() >= 0
+        return valid.flatten()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time, self.piece = 0, int(self.np_random.integers(self.n**2 - 1))
+        return np.eye(self.n**2, dtype=np.float32)[self.piece], {}
+
+    def step(self, action):
+        cell, direction = divmod(int(action), 4)
+        if cell == self.piece and self.targets()[direction] >= 0:
+            self.piece = int(self.targets()[direction])
+        self.time += 1
+        obs = np.eye(self.n**2, dtype=np.float32)[self.piece]
+        return obs, -1.0, self.piece == self.n**2 - 1, self.time == 100, {}
+
+
+gym.register("Board-v0", Board)
 
 
 class Masked(gym.Wrapper):
     """Puts the mask of an observation in front of it: K numbers, 1 where an action is allowed. So the mask goes where
-    the observation goes: into the rollout, through processes, to evaluation, and into a resumed episode."""
+    the observation goes: into the rollout, through processes, to evaluation."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
@@ -170,12 +204,12 @@ class Masked(gym.Wrapper):
         return self.with_mask(obs, info, terminated or truncated), reward, terminated, truncated, info
 
 
-def make_masked(env_id: str, env_kwargs: tuple[str, ...] = (), render_mode: str | None = None) -> gym.Env:
-    """As utils.envs.make_env, with masks. Raises UserError for actions that are no choices."""
-    env = make_env(env_id, env_kwargs, render_mode)
+def make_masked(args: Args, **more) -> gym.Env:
+    """As `make_env`, with masks. Raises UserError for actions that are no choices."""
+    env = make_env(args, **more)
     if not isinstance(env.action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)):
         wanted = "masks need Discrete, MultiDiscrete or MultiBinary"
-        raise UserError(f"--env-id {env_id} has the action space {env.action_space}: {wanted}")
+        raise UserError(f"--env-id {args.env_id} has the action space {env.action_space}: {wanted}")
     return Masked(env)
 
 
@@ -187,10 +221,11 @@ def choices(space) -> list[int]:
 
 
 class Agent(nn.Module):
-    """Separate networks for policy and value, two tanh layers, orthogonal weights (gain sqrt 2; policy head 0.01, value
-    head 1), zero biases. They do not see the mask. Actions are categorical, `parts` the number of choices of each."""
+    """Separate networks for policy and value, two tanh layers each, which do not see the mask. Orthogonal weights (gain
+    sqrt 2; policy head 0.01, value head 1), zero biases. Actions are categorical, `parts` the number of choices of
+    each."""
 
-    def __init__(self, obs_size: int, space, hidden_size: int):
+    def __init__(self, obs_size: int, space: gym.Space, hidden_size: int):
         super().__init__()
         self.space, self.parts = space, choices(space)
         self.actor = network(obs_size - sum(self.parts), hidden_size, sum(self.parts), 0.01)
@@ -205,9 +240,9 @@ class Agent(nn.Module):
         return self.critic(obs[..., sum(self.parts) :])[..., 0]
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """What makes `act` a sample: Gumbel noise (the largest of logits plus Gumbel noise is a draw from the softmax).
-        With noise 0, `act` gives the likeliest action."""
-        # drawn for a whole rollout at once: Categorical.sample() at each step takes twice the time of the network
+        """What makes `act` a sample. It is drawn for a whole rollout at once, which is twice as fast as at each step.
+        Gumbel noise: the largest of logits plus Gumbel noise is a draw from the softmax. With noise 0, `act` gives the
+        likeliest action."""
         noise = torch.empty(*shape, sum(self.parts), device=generator.device)
         return -noise.exponential_(generator=generator).log()
 
@@ -280,13 +315,12 @@ class Statistics:
         return {f"obs_{name}": state[name][self.masks :] for name in ("mean", "var")} if self.enabled else {}
 
     def state_dict(self) -> dict:
-        discounted = torch.tensor(self.discounted)
-        return {"obs": self.obs.state_dict(), "returns": self.returns.state_dict(), "discounted": discounted}
+        """Without the discounted returns so far: a resumed run begins new episodes."""
+        return {"obs": self.obs.state_dict(), "returns": self.returns.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         self.obs.load_state_dict(state["obs"])
         self.returns.load_state_dict(state["returns"])
-        self.discounted = state["discounted"].numpy()
 
 
 class Batch(NamedTuple):
@@ -315,7 +349,7 @@ def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor
 def ppo_loss(agent: Agent, obs: Tensor, actions: Tensor, old_logps: Tensor, advantages: Tensor, returns: Tensor,
              old_values: Tensor, args: Args) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Loss of one minibatch, to be minimised (equation 9 with the sign turned), and (approx_kl, clip_fraction,
-    entropy). obs (B, ...), actions (B, A), the others (B,)."""
+    entropy). obs (B, D), actions (B, A), the others (B,)."""
     logps, entropy, values = agent(obs, actions)
     log_ratio = logps - old_logps
     ratio = log_ratio.exp()
@@ -364,9 +398,9 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: Vector, obs: np.ndarray, statistics: Statistics,
-            generator: torch.Generator, step: int, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
-    """T steps of N environments from observations `obs` (N, ...), which the statistics have counted.
+def collect(agent: Agent, envs, obs: np.ndarray, statistics: Statistics,
+            generator: torch.Generator, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
+    """T steps of N environments from observations `obs` (N, D), which the statistics have counted.
 
     Returns a Batch, the observations to go on from, and (return, length) of the episodes that ended.
     """
@@ -374,19 +408,19 @@ def collect(agent: Agent, envs: Vector, obs: np.ndarray, statistics: Statistics,
     noise = agent.noise(shape, generator)
     actions, episodes, current = [], [], statistics.observe(obs)
     seen, next_obs = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
-    rewards, terminated, truncated = np.empty(shape, np.float32), np.empty(shape, bool), np.empty(shape, bool)
+    rewards, (terminated, truncated) = np.empty(shape, np.float32), np.empty((2, *shape), bool)
     for t in range(args.num_steps):
         seen[t] = current
         actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
-        executed, now = agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
-        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed, now)
+        executed = agent.to_env(actions[t].cpu().numpy())
+        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed)
         rewards[t] = statistics.reward(reward, terminated[t] | truncated[t])
         current = statistics.observe(obs, count=True)
         next_obs[t] = statistics.observe(true_obs) if ended else current
         episodes += ended
     arrays = (seen, rewards, next_obs, terminated, truncated)
     seen, *others = (torch.from_numpy(array).to(device) for array in arrays)
-    return Batch(seen, torch.stack(actions), *others), obs.copy(), episodes
+    return Batch(seen, torch.stack(actions), *others), obs, episodes
 
 
 def check(args: Args) -> None:
@@ -402,61 +436,51 @@ def check(args: Args) -> None:
 @torch.no_grad()
 def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor,
                       generator: torch.Generator) -> np.ndarray:  # fmt: skip
-    """What utils.rollouts.evaluate calls: actions (N, A) of raw observations (N, ...)."""
+    """What `evaluate` calls: actions (N, A) of raw observations (N, D)."""
     normalized = torch.from_numpy(statistics.observe(obs)).to(generator.device)
     return agent.to_env(agent.act(normalized, agent.noise((len(obs),), generator) * scale).cpu().numpy())
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    make, obs_size, space = open_env(args, make_masked)
-    make().reset(seed=args.seed)  # where no mask comes, this says so before the run has a folder
-    settings = resolve(args, PRESETS, "discrete")
+    device, make = prepare(args), partial(make_masked, args)
+    env = make()
+    env.reset(seed=args.seed)  # where no mask comes, this says so before the run has a folder
+    obs_size, space = env.observation_space.shape[0], env.action_space
+    settings = preset(args, PRESETS, "discrete")
     check(args)
     agent = Agent(obs_size, space, args.hidden_size).to(device)
     statistics = Statistics(obs_size, sum(agent.parts), args.num_envs, args.gamma, args.normalize)
-    act = partial(act_in_evaluation, agent, statistics)
-    score_agent = partial(evaluate, make, act, args.eval_episodes, args.seed, device)
+    score_agent = partial(evaluate, make, partial(act_in_evaluation, agent, statistics), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent, statistics=statistics)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     generator = torch.Generator(device).manual_seed(args.seed)
     loss_function = torch.compile(ppo_loss) if args.compile else ppo_loss
     rollout = args.num_envs * args.num_steps
-    total = args.total_timesteps // rollout * rollout
-    run = Run(args, NAME, args.env_id, total, ("return", "eval/return", "explained_variance"), "total_timesteps",
-              schedule_depends_on_budget=args.anneal_lr)  # fmt: skip
+    run = Run(args, NAME, args.env_id, args.total_timesteps // rollout * rollout, ("return", "eval/return"))
     run.print(settings)
-    envs = make_vector(make, args.num_envs, args.seed, args.vector)
-
-    def state() -> dict:
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": envs.log.state(obs),
-                "statistics": statistics.state_dict(), "generator": generator.get_state()}  # fmt: skip
-
-    step, obs = run.step, restore_vector(envs, run.state["envs"]) if run.state else reset_vector(envs)
-    if not run.restore(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator):
+    envs, obs = make_vector(make, args, run.step)
+    parts = dict(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator)
+    if not run.restore(**parts):
         statistics.observe(obs, count=True)
+    step = run.step
     while step < run.total:
-        start = time.perf_counter()
         if args.anneal_lr:  # everywhere; the paper anneals for Atari only
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / run.total)
 
         # collect
-        with run.saving(step, state(), rng_state()):
-            batch, obs, episodes = collect(agent, envs, obs, statistics, generator, step, args)
-        collected, step = time.perf_counter(), step + rollout
+        batch, obs, episodes = collect(agent, envs, obs, statistics, generator, args)
+        step += rollout
 
         # update
         columns = update(agent, optimizer, batch, generator, args, loss_function) | episode_columns(episodes)
-        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step),
-                    "time/collect": collected - start, "time/iteration": time.perf_counter() - start}  # fmt: skip
+        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step)}
 
         # evaluate
         if run.due(step, args.eval_every):
-            with run.saving(step, state, columns=columns):
-                columns |= score_agent()
+            columns |= score_agent()
         run.log(step, **columns)
-        run.end_step(step, state)
+        run.end_step(step, parts)
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "explained variance": ("explained_variance",),
@@ -465,4 +489,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

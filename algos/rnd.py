@@ -20,27 +20,20 @@ it leads back to what is known. Everything else is PPO:
 
 Run
     python algos/rnd.py                                                          DeepSea of 10 x 10 cells
-    python algos/rnd.py --env-kwargs n=20 --total-timesteps 200000               where chance needs a million episodes
     python algos/rnd.py --update-proportion 0                                    a predictor that learns nothing
     python algos/rnd.py --env-id package.module:Name-v0 --env-kwargs size=5      your own environment
     python algos/rnd.py --evaluate RUN --eval-episodes 100                       scores a saved agent
 
 Expect
-    DeepSea 10 x 10: the treasure after 5,000 to 20,000 steps, 0.99 from 25,000 steps on (3 seeds), in about 10 seconds.
-    After 65,536 steps 10 of 10 seeds hold it (0.89 to 0.99). ppo.py mostly learns to stay on the left, which
-    costs nothing: it holds the treasure in 1 of 10, as does the bonus of a predictor that learns nothing
-    (benchmarks/effects.py, rnd-deepsea).
-    DeepSea 20 x 20, 200,000 steps: 0.99 from 60,000 steps on (2 seeds).
-    MountainCar-v0: -200, the minimum, after 200,000 steps (2 seeds). ppo.py, whose rewards are normalised, gets -145
-    (1 seed).
+    DeepSea 10 x 10, 65,536 steps in about 10 seconds: 10 of 10 seeds hold the treasure (0.89 to 0.99). ppo.py mostly
+    learns to stay on the left, which costs nothing: it holds the treasure in 1 of 10, as does the bonus of a predictor
+    that learns nothing (benchmarks/effects.py, rnd-deepsea).
 
 Metrics
-    As in ppo.py; explained_variance is of V_e. And:
-    explained_variance_int   of R_i by V_i
+    explained_variance       of R_e by V_e; explained_variance_int: of R_i by V_i
     novelty                  mean of n_t, before it is divided, in the last epoch: falls as all becomes known
 
 Differences
-    - Vectors only: images are flattened. The paper's experiments are of Atari.
     - Policy and value share no parameters, as in ppo.py; in the paper they share all but their heads.
     - Rewards are taken as they are. The paper clips them to +-1.
     - Policy and predictor see observations normalised by the same statistics, clipped to 10 and 5. In the paper the
@@ -52,7 +45,6 @@ Differences
 """
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -65,29 +57,24 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state
-from utils.cli import main, prepare, resolve
-from utils.envs import (
+from utils.control import (
     EnvArgs,
-    Vector,
+    RunningMeanStd,
     episode_columns,
+    evaluate,
+    make_env,
     make_vector,
-    open_env,
-    reset_vector,
-    restore_vector,
+    score_saved,
     step_vector,
 )
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
-from utils.normalize import RunningMeanStd
-from utils.rollouts import evaluate, score_saved
-from utils.run import Run
+from utils.core import Run, UserError, main, prepare, preset
 
 NAME, TITLE = "rnd", "RND"
 PRESETS = {  # defaults that depend on the kind of actions, for arguments left at None
     "discrete": dict(total_timesteps=65_536, num_envs=16, num_steps=64, learning_rate=1e-3, num_minibatches=4,
-                     update_epochs=4, ent_coef=0.01, hidden_size=64),
+                     update_epochs=4, ent_coef=0.01),
     "continuous": dict(total_timesteps=1_000_000, num_envs=16, num_steps=128, learning_rate=3e-4, num_minibatches=16,
-                       update_epochs=10, ent_coef=0.0, hidden_size=64),
+                       update_epochs=10, ent_coef=0.0),
 }  # fmt: skip
 CLIP_NORMALIZED = 10.0  # bounds of normalised observations, as in baselines
 CLIP_NOVELTY = 5.0  # bounds of what target and predictor see
@@ -96,74 +83,107 @@ FEATURES = 32  # numbers that the target gives; the paper has 512
 
 @dataclass
 class Args(EnvArgs):
-    # inherited: seed, device, output_dir, keep, resume, track (RunArgs);
+    # inherited: seed, device, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "DeepSea-v0"
     """a Gymnasium environment, or MODULE:NAME of one that MODULE registers"""
-    total_timesteps: PositiveInt | None = None
+    total_timesteps: int | None = None
     """environment steps, over all environments"""
-    num_envs: PositiveInt | None = None
+    num_envs: int | None = None
     """environments that are stepped together: N"""
-    num_steps: PositiveInt | None = None
+    num_steps: int | None = None
     """steps of each environment between updates: T"""
-    vector: Literal["sync", "async", "native"] = "sync"
-    """one process, or one for each environment: async pays where a step takes longer than about 1 ms. native: the
-    environment's own vector (gym.make_vec), where it has one"""
-    learning_rate: PositiveFloat | None = None
+    vector: Literal["sync", "async"] = "sync"
+    """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
+    learning_rate: float | None = None
     """learning rate of Adam, at the start"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0"""
-    gamma: UnitInterval = 0.99
+    gamma: float = 0.99
     """discount of rewards"""
-    int_gamma: UnitInterval = 0.99
+    int_gamma: float = 0.99
     """discount of the bonus: gamma_i"""
-    ext_coef: NonNegativeFloat = 2.0
+    ext_coef: float = 2.0
     """weight of the advantages of rewards: c_e"""
-    int_coef: NonNegativeFloat = 1.0
+    int_coef: float = 1.0
     """weight of the advantages of the bonus: c_i"""
-    update_proportion: UnitInterval = 0.25
+    update_proportion: float = 0.25
     """share of the rows of a minibatch that the predictor learns from"""
-    gae_lambda: UnitInterval = 0.95
+    gae_lambda: float = 0.95
     """lambda of the advantages"""
-    num_minibatches: PositiveInt | None = None
+    num_minibatches: int | None = None
     """minibatches per epoch"""
-    update_epochs: PositiveInt | None = None
+    update_epochs: int | None = None
     """epochs over each rollout"""
-    clip_coef: PositiveFloat = 0.2
+    clip_coef: float = 0.2
     """clip of the ratio: epsilon"""
     clip_vloss: bool = False
     """clip the change of the value by clip_coef, too"""
-    ent_coef: NonNegativeFloat | None = None
+    ent_coef: float | None = None
     """weight of the entropy bonus: c_ent"""
-    vf_coef: NonNegativeFloat = 0.5
+    vf_coef: float = 0.5
     """weight of the value loss: c_vf"""
-    max_grad_norm: PositiveFloat = 0.5
+    max_grad_norm: float = 0.5
     """gradients are clipped to this norm"""
-    target_kl: PositiveFloat | None = None
+    target_kl: float | None = None
     """end the epochs of a rollout when approx_kl exceeds this"""
     normalize: bool = True
     """normalise observations by running statistics"""
     normalize_advantages: bool = True
     """normalise advantages in every minibatch"""
-    hidden_size: PositiveInt | None = None
+    hidden_size: int = 64
     """units of the two hidden layers of each network"""
     log_std_init: float = 0.0
     """log of the standard deviation of Gaussian actions at the start"""
     compile: bool = False
     """compile the loss (half a minute at the start)"""
-    threads: NonNegativeInt = 1
+    threads: int = 1
     """CPU threads: a second makes networks this small a tenth faster; 0: OMP_NUM_THREADS where set, else two"""
-    save_every: PositiveInt = 20_000
+    save_every: int = 20_000
     """environment steps between checkpoints"""
 
 
-class Agent(nn.Module):
-    """Separate networks for policy and value, two tanh layers; the value has two heads, of the rewards and of the
-    bonus. Beside them the random target, which never changes, and the predictor. Orthogonal weights (gain sqrt 2;
-    policy head 0.01, value heads 1), zero biases. Box actions: diagonal Gaussian with a state-independent log_std.
-    Discrete, multi-discrete and multi-binary actions: categorical, `parts` the number of choices of each."""
+class DeepSea(gym.Env):
+    """A diver falls through n x n cells, one row a step, from the first column to the left or to the right (Osband et
+    al. 2019, bsuite). Each step to the right costs 0.01 / n; right in the last column finds the treasure, 1. That takes
+    n steps to the right, which a random walk takes once in 2^n episodes, and everything before says: go left. The best
+    return is 0.99, undiscounted. Which action is right differs from cell to cell.
 
-    def __init__(self, obs_size: int, space, hidden_size: int, log_std_init: float = 0.0):
+    mapping_seed: decides that.
+    """
+
+    def __init__(self, n: int = 10, mapping_seed: int = 0):
+        self.n, self.right = n, np.random.default_rng(mapping_seed).integers(2, size=(n, n))
+        self.observation_space, self.action_space = gym.spaces.Box(0, 1, (n * n,)), gym.spaces.Discrete(2)
+
+    def observe(self) -> np.ndarray:
+        """One-hot; all zeros below the last row, where the episode ends."""
+        cells = np.zeros((self.n + 1, self.n), np.float32)
+        cells[self.row, self.column] = 1
+        return cells[:-1].flatten()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.row = self.column = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        right = action == self.right[self.row, self.column]
+        found = right and self.column == self.n - 1
+        self.row, self.column = self.row + 1, min(max(self.column + (1 if right else -1), 0), self.n - 1)
+        return self.observe(), float(found - right * 0.01 / self.n), self.row == self.n, False, {}
+
+
+gym.register("DeepSea-v0", DeepSea)
+
+
+class Agent(nn.Module):
+    """Separate networks for policy and value, two tanh layers each; the value has two heads, of the rewards and of the
+    bonus. Beside them the fixed random target and the predictor. Orthogonal weights (gain sqrt 2; policy head 0.01,
+    value heads 1), zero biases. Box actions: diagonal Gaussian with a state-independent log_std. Other actions:
+    categorical, `parts` the number of choices of each."""
+
+    def __init__(self, obs_size: int, space: gym.Space, hidden_size: int, log_std_init: float = 0.0):
         super().__init__()
         self.space, self.continuous = space, isinstance(space, gym.spaces.Box)
         if self.continuous:
@@ -188,14 +208,14 @@ class Agent(nn.Module):
         return self.critic(obs)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """What makes `act` a sample: normal noise for Gaussian actions, Gumbel noise for categorical ones (the largest
-        of logits plus Gumbel noise is a draw from the softmax). With noise 0, `act` gives the likeliest action."""
-        # drawn for a whole rollout at once: Categorical.sample() at each step takes twice the time of the network
+        """What makes `act` a sample. It is drawn for a whole rollout at once, which is twice as fast as at each step.
+        Normal noise for Gaussian actions, Gumbel noise for categorical ones (the largest of logits plus Gumbel noise is
+        a draw from the softmax). With noise 0, `act` gives the likeliest action."""
         noise = torch.empty(*shape, sum(self.parts), device=generator.device)
         return noise.normal_(generator=generator) if self.continuous else -noise.exponential_(generator=generator).log()
 
     def act(self, obs: Tensor, noise: Tensor) -> Tensor:
-        """Actions (N, A) of observations (N, ...): floats, or the index of each choice."""
+        """Actions (N, A) of observations (N, D): floats, or the index of each choice."""
         out = self.actor(obs)
         if self.continuous:
             return out + self.log_std.exp() * noise
@@ -290,7 +310,6 @@ class Batch(NamedTuple):
     truncated: Tensor  # (T, N) bool
     bonus: Tensor  # (T, N) float32, normalised: how new next_obs was
     last_obs: Tensor  # (N, D), normalised: what the agent acts on next, after a reset, too
-    idle: Tensor | None = None  # (T, N) bool: steps of a native vector that only begin an episode; nothing to learn
 
 
 def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor, gamma: float,
@@ -345,9 +364,8 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
         intrinsic = gae(batch.bonus, values[..., 1], following, never, never, args.int_gamma, args.gae_lambda)
         returns = torch.stack([extrinsic, intrinsic], -1) + values
         advantages = args.ext_coef * extrinsic + args.int_coef * intrinsic
-    used = slice(None) if batch.idle is None else ~batch.idle.flatten()
     steps = (batch.obs, batch.actions, batch.next_obs, old_logps, advantages, returns, values)
-    rows = [x.flatten(0, 1)[used] for x in steps]
+    rows = [x.flatten(0, 1) for x in steps]
     norms, epochs = [], 0
     while epochs < args.update_epochs:
         epochs += 1
@@ -371,9 +389,9 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: Vector, obs: np.ndarray, statistics: Statistics,
-            generator: torch.Generator, step: int, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
-    """T steps of N environments from observations `obs` (N, ...), which the statistics have counted.
+def collect(agent: Agent, envs, obs: np.ndarray, statistics: Statistics,
+            generator: torch.Generator, args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
+    """T steps of N environments from observations `obs` (N, D), which the statistics have counted.
 
     Returns a Batch, the observations to go on from, and (return, length) of the episodes that ended.
     """
@@ -381,20 +399,19 @@ def collect(agent: Agent, envs: Vector, obs: np.ndarray, statistics: Statistics,
     noise = agent.noise(shape, generator)
     actions, episodes, current = [], [], statistics.observe(obs)
     seen, next_obs = (np.empty((args.num_steps, *current.shape), current.dtype) for _ in range(2))
-    rewards, (terminated, truncated, idle) = np.empty(shape, np.float32), np.empty((3, *shape), bool)
+    rewards, (terminated, truncated) = np.empty(shape, np.float32), np.empty((2, *shape), bool)
     for t in range(args.num_steps):
-        seen[t], idle[t] = current, envs.log.idle
+        seen[t] = current
         actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
-        executed, now = agent.to_env(actions[t].cpu().numpy()), step + (t + 1) * args.num_envs
-        obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed, now)
-        rewards[t] = reward
+        executed = agent.to_env(actions[t].cpu().numpy())
+        obs, true_obs, rewards[t], terminated[t], truncated[t], ended = step_vector(envs, executed)
         current = statistics.observe(obs, count=True)
         next_obs[t] = statistics.observe(true_obs) if ended else current
         episodes += ended
     bonus = statistics.bonus(agent.novelty(torch.from_numpy(next_obs).to(device)).cpu().numpy()).astype(np.float32)
-    arrays = (seen, rewards, next_obs, terminated, truncated, bonus, current, idle)
+    arrays = (seen, rewards, next_obs, terminated, truncated, bonus, current)
     seen, *others = (torch.from_numpy(array).to(device) for array in arrays)
-    return Batch(seen, torch.stack(actions), *others), obs.copy(), episodes
+    return Batch(seen, torch.stack(actions), *others), obs, episodes
 
 
 def check(args: Args, space: gym.Space) -> None:
@@ -404,9 +421,8 @@ def check(args: Args, space: gym.Space) -> None:
         wanted = "a Box of floats, Discrete, MultiDiscrete or MultiBinary"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: PPO needs {wanted}")
     rows = args.num_envs * args.num_steps
-    least = 4 if args.vector == "native" else 2  # up to half of its rows are idle
-    if rows % args.num_minibatches or rows // args.num_minibatches < least:
-        parts = f"the {rows} rows of a rollout (num_envs * num_steps) into parts of at least {least}"
+    if rows % args.num_minibatches or rows // args.num_minibatches < 2:
+        parts = f"the {rows} rows of a rollout (num_envs * num_steps) into parts of at least 2"
         raise UserError(f"--num-minibatches {args.num_minibatches} must divide {parts}")
     if args.total_timesteps < rows:
         raise UserError(f"--total-timesteps {args.total_timesteps} is less than one rollout of {rows} steps")
@@ -415,61 +431,50 @@ def check(args: Args, space: gym.Space) -> None:
 @torch.no_grad()
 def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, scale: Tensor,
                       generator: torch.Generator) -> np.ndarray:  # fmt: skip
-    """What utils.rollouts.evaluate calls: actions (N, A) of raw observations (N, ...)."""
+    """What `evaluate` calls: actions (N, A) of raw observations (N, D)."""
     normalized = torch.from_numpy(statistics.observe(obs)).to(generator.device)
     return agent.to_env(agent.act(normalized, agent.noise((len(obs),), generator) * scale).cpu().numpy())
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    make, obs_size, space = open_env(args)
-    kind = "continuous" if isinstance(space, gym.spaces.Box) else "discrete"
-    settings = resolve(args, PRESETS, kind)
+    device, make = prepare(args), partial(make_env, args)
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
+    settings = preset(args, PRESETS, "continuous" if isinstance(space, gym.spaces.Box) else "discrete")
     check(args, space)
     agent = Agent(obs_size, space, args.hidden_size, args.log_std_init).to(device)
     statistics = Statistics(obs_size, args.num_envs, args.int_gamma, args.normalize)
-    act = partial(act_in_evaluation, agent, statistics)
-    score_agent = partial(evaluate, make, act, args.eval_episodes, args.seed, device)
+    score_agent = partial(evaluate, make, partial(act_in_evaluation, agent, statistics), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent, statistics=statistics)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     generator = torch.Generator(device).manual_seed(args.seed)
     loss_function = torch.compile(ppo_loss) if args.compile else ppo_loss
     rollout = args.num_envs * args.num_steps
-    total = args.total_timesteps // rollout * rollout
-    run = Run(args, NAME, args.env_id, total, ("return", "eval/return", "explained_variance"), "total_timesteps",
-              schedule_depends_on_budget=args.anneal_lr)  # fmt: skip
+    run = Run(args, NAME, args.env_id, args.total_timesteps // rollout * rollout, ("return", "eval/return"))
     run.print(settings)
-    envs = make_vector(make, args.num_envs, args.seed, args.vector)
-
-    def state() -> dict:
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": envs.log.state(obs),
-                "statistics": statistics.state_dict(), "generator": generator.get_state()}  # fmt: skip
-
-    step, obs = run.step, restore_vector(envs, run.state["envs"]) if run.state else reset_vector(envs)
-    if not run.restore(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator):
+    envs, obs = make_vector(make, args, run.step)
+    parts = dict(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator)
+    if not run.restore(**parts):
         statistics.observe(obs, count=True)
+    step = run.step
     while step < run.total:
-        start = time.perf_counter()
         if args.anneal_lr:  # everywhere; the paper anneals for Atari only
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / run.total)
 
         # collect
-        with run.saving(step, state(), rng_state()):
-            batch, obs, episodes = collect(agent, envs, obs, statistics, generator, step, args)
-        collected, step = time.perf_counter(), step + rollout
+        batch, obs, episodes = collect(agent, envs, obs, statistics, generator, args)
+        step += rollout
 
         # update
         columns = update(agent, optimizer, batch, generator, args, loss_function) | episode_columns(episodes)
-        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step),
-                    "time/collect": collected - start, "time/iteration": time.perf_counter() - start}  # fmt: skip
+        columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step)}
 
         # evaluate
         if run.due(step, args.eval_every):
-            with run.saving(step, state, columns=columns):
-                columns |= score_agent()
+            columns |= score_agent()
         run.log(step, **columns)
-        run.end_step(step, state)
+        run.end_step(step, parts)
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "explained variance": ("explained_variance",),
@@ -478,4 +483,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

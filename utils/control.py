@@ -36,7 +36,7 @@ class EnvArgs(RunArgs):
     """with --evaluate: write RUN/video/ of the first episode"""
 
 
-def make_env(args, **more) -> gym.Env:
+def make_env(args, flatten: bool = True, **more) -> gym.Env:
     """The environment of --env-id, its observations flattened where they are no vector. `module:Name-v0` imports
     `module` first, also from the working directory. Raises UserError where there is none, or none with a fixed size."""
     find_users_code(Path.cwd())
@@ -51,11 +51,24 @@ def make_env(args, **more) -> gym.Env:
         right = "give a registered Gymnasium name, or MODULE:NAME of a module that registers it"
         raise UserError(f"cannot make --env-id {args.env_id} ({error}): {right}") from error
     space = env.observation_space
-    if isinstance(space, gym.spaces.Box) and len(space.shape) == 1:
+    if not flatten or isinstance(space, gym.spaces.Box) and len(space.shape) == 1:
         return env
     if not space.is_np_flattenable:
         raise UserError(f"--env-id {args.env_id} has the observation space {space}: it must have a fixed size")
     return gym.wrappers.FlattenObservation(env)
+
+
+def make_image_env(args, **more) -> gym.Env:
+    """As `make_env`, but images (bytes with three dimensions) stay, and come as C x H x W: the smaller one of the first
+    and the last dimension is taken for the channels."""
+    env = make_env(args, flatten=False, **more)
+    space = env.observation_space
+    if space.dtype != np.uint8 or len(space.shape or ()) != 3:
+        return make_env(args, **more)
+    if space.shape[0] < space.shape[2]:
+        return env
+    moved = gym.spaces.Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
+    return gym.wrappers.TransformObservation(env, lambda obs: np.moveaxis(obs, 2, 0), moved)
 
 
 class OnlyInfos(gym.Wrapper):
