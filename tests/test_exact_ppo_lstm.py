@@ -5,14 +5,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from control import BANDIT, close, float64
-from helpers import SMALL, command_line, metrics, new_run, stopped_after, user_error
+from control import close, float64
+from helpers import SMALL, command_line, metrics, new_run, user_error
 from test_exact_ppo import DISCRETE, GAUSSIAN, MULTI, NEXT, OBS, REWARDS, SCRIPTS, TERMINATED, TRUNCATED, Script
 
-from algos import ppo, ppo_lstm
+from algos import ppo, ppo_atari, ppo_lstm
 from algos.ppo import Statistics
-from utils.checkpoint import load_newest
-from utils.envs import make_vector
+from utils.control import make_vector
 
 H, T, N, D = 5, 7, 4, 3
 SPACES = pytest.mark.parametrize("space", [DISCRETE, MULTI, GAUSSIAN], ids=["discrete", "multi", "gaussian"])
@@ -99,13 +98,13 @@ def test_nothing_crosses_the_end_of_an_episode():
 def rollout(space, memory: bool = True, rounds: int = 1):
     """Batches of six steps of the two scripts of test_exact_ppo.py, whose episodes end in every way."""
     scripts = iter(SCRIPTS)
-    envs = make_vector(lambda: Script(next(scripts), space), 2, seed=0)
     sizes = dict(num_envs=2, num_steps=6, num_minibatches=1, update_epochs=1, ent_coef=0.0)
-    obs, args = envs.reset()[0].copy(), ppo_lstm.Args(**sizes, memory=memory)
+    args = ppo_lstm.Args(**sizes, memory=memory)
+    envs, obs = make_vector(lambda: Script(next(scripts), space), args, 0)
     agent, statistics = make_agent(space, 2).float(), Statistics(2, 2, 0.99, False)
     state, generator, batches = agent.empty(2), torch.Generator().manual_seed(0), []
     for _ in range(rounds):
-        batch, obs, state, episodes = ppo_lstm.collect(agent, envs, obs, state, statistics, generator, 0, args)
+        batch, obs, state, episodes = ppo_lstm.collect(agent, envs, obs, state, statistics, generator, args)
         batches.append(batch)
     return agent, batches, state, episodes, args
 
@@ -245,19 +244,28 @@ def test_whole_updates_by_a_second_implementation(space):
     assert numbers["clip_fraction"] > 0.05
 
 
+class Head(torch.nn.Module):
+    """A head of a recurrent agent whose state is empty at each step: a network of observations (..., D)."""
+
+    def __init__(self, body, head):
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, obs):
+        flat = obs.reshape(1, -1, D)
+        begins = torch.ones(flat.shape[:2], dtype=torch.bool)
+        features, _ = self.body.features(flat, self.body.empty(flat.shape[1]).double(), begins)
+        return self.head(features).view(*obs.shape[:-1], -1)
+
+
 class Feedforward(ppo.Agent):
     """The networks of a recurrent agent on an empty state, as ppo.py's agent."""
 
     def __init__(self, recurrent):
         super().__init__(D, recurrent.space, 2)
-        self.actor, self.critic, self.body = recurrent.actor, recurrent.critic, recurrent
+        self.actor, self.critic = Head(recurrent, recurrent.actor), Head(recurrent, recurrent.critic)
         if self.continuous:
             self.log_std = recurrent.log_std
-
-    def features(self, obs):
-        flat = obs.reshape(1, -1, D)
-        begins = torch.ones(flat.shape[:2], dtype=torch.bool)
-        return self.body.features(flat, self.body.empty(flat.shape[1]).double(), begins)[0].view(*obs.shape[:-1], H)
 
 
 @float64()
@@ -269,8 +277,6 @@ def test_without_memory_it_is_ppo(space):
     batch, theirs = random_batch(ours, memory=False), Feedforward(copy)
     parameters = list(copy.parameters())
     first = ppo_lstm.update(ours, torch.optim.SGD(ours.parameters(), 0.1), batch, torch.Generator(), args)
-    for parameter in theirs.parameters():
-        parameter.requires_grad_(any(parameter is p for p in parameters))
     second = ppo.update(theirs, torch.optim.SGD(parameters, 0.1), ppo.Batch(*batch[:6]), torch.Generator(), args)
     close([first[name] for name in second], list(second.values()), 1e-7)
     moved = 0.0
@@ -312,14 +318,27 @@ def test_minibatches_hold_whole_sequences(number, words, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_environment_that_could_not_be_restored_begins_with_nothing(tmp_path, monkeypatch):
-    """The others keep what they remember."""
-    args = [*SMALL["ppo_lstm"], "--keep", 99, *BANDIT.split(), "draws=start", "action=unit"]
-    reference = new_run(ppo_lstm, tmp_path / "runs", *args)
-    (reference / "curve.png").touch()
-    folder = stopped_after(96, reference, tmp_path)
-    assert load_newest(folder / "checkpoints")["memory"].any()
+def test_a_resumed_run_remembers_nothing(tmp_path, monkeypatch):
+    """Its environments begin new episodes."""
+    folder = new_run(ppo_lstm, tmp_path / "runs", *SMALL["ppo_lstm"], "--total-timesteps", 96)
     collect, states = ppo_lstm.collect, []
     monkeypatch.setattr(ppo_lstm, "collect", lambda *args: states.append(args[3]) or collect(*args))
-    command_line(ppo_lstm, "--resume", folder)
+    command_line(ppo_lstm, "--resume", folder, "--total-timesteps", 160)
     assert not states[0].any() and states[1].any() and metrics(folder)[-1]["step"] == 160
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 10), (4, 84, 84)], ids=str)
+def test_images_go_through_the_encoder_of_ppo_atari(shape):
+    """Bytes, divided by 255, through networks with the same first weights; then through the LSTM."""
+    agents = []
+    for module in (ppo_lstm, ppo_atari):
+        torch.manual_seed(0)
+        agents.append(module.Agent(shape, DISCRETE, 8))
+    ours, theirs = agents
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter), name
+    obs = torch.randint(0, 256, (5, 2, *shape), dtype=torch.uint8)
+    features, _ = ours.features(obs, ours.empty(2), torch.zeros(5, 2, dtype=torch.bool))
+    close(features, ours.lstm(theirs.features(obs))[0].detach(), 1e-6)
+    statistics = ppo_lstm.Statistics(shape, 2, 0.99, True)
+    assert np.array_equal(statistics.observe(obs[0].numpy(), count=True), obs[0]) and not statistics.weights()

@@ -15,7 +15,7 @@ from scipy import stats
 from torch import nn
 
 from algos import ppo, ppo_mask
-from utils.envs import make_vector, reset_vector, step_vector
+from utils.control import make_vector, step_vector
 
 MULTI = MultiDiscrete([2, 3])
 TOLL = ["--env-id", "environments:Toll-v0", "--env-kwargs"]
@@ -159,14 +159,15 @@ def test_only_allowed_actions_are_taken(action, more, tmp_path):
 
 def test_the_mask_stands_before_its_observation():
     """Also where a vector resets: there it is the new episode's; the last observation of the old one keeps its own."""
-    envs = make_vector(lambda: ppo_mask.make_masked("environments:Toll-v0", ("action=multidiscrete",)), 2, 1)
-    obs, inner = reset_vector(envs), [env.unwrapped for env in envs.envs]
+    args = ppo_mask.Args(env_id="environments:Toll-v0", env_kwargs=("action=multidiscrete",), num_envs=2)
+    envs, obs = make_vector(lambda: ppo_mask.make_masked(args), args, 0)
+    inner = [env.unwrapped for env in envs.envs]
     assert obs.shape == (2, 7)
-    for step in range(85):
+    for _ in range(85):
         masks = np.stack([np.concatenate(env.masks) for env in inner])
         assert np.array_equal(obs[:, :5], masks) and (obs[:, 6] == [env.time for env in inner]).all()
         actions = np.stack([[m.argmax() for m in env.masks] for env in inner])
-        obs, true_obs, *_, ended = step_vector(envs, actions, step)
+        obs, true_obs, *_, ended = step_vector(envs, actions)
         assert (true_obs[:, 4] == 0).all() and (true_obs[:, 6] == 40).all() if ended else (obs == true_obs).all()
 
 

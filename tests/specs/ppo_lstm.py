@@ -43,18 +43,10 @@ h-for-c: two states that are the same size
 memory-not-in-evaluation: a policy is a function of the observation, until it is not
 - actions, state = agent.act(normalized, state, begins,
 + actions, _ = agent.act(normalized, state, begins,
-
-memory-not-restored: weights, optimizer and environments are back
-- run.state["memory"].to(device) if run.state else agent.empty(args.num_envs)
-+ agent.empty(args.num_envs)
-
-memory-of-a-lost-episode: the environment begins a new one, and the state still knows the old one
-- memory = memory * torch.tensor(envs.log.length > 0, device=device)[:, None]
-+ pass
 """
 
 HIDDEN = dict(env_id="CartPoleNoVelocity-v0", total_timesteps=24_576, eval_every=0)
-RECALL = dict(env_id="Recall-v0", total_timesteps=51_200, eval_every=0, eval_episodes=100)
+RECALL = dict(env_id="algos.environments.recall:Recall-v0", total_timesteps=51_200, eval_every=0, eval_episodes=100)
 
 SPEC = Spec(
     "Recurrent PPO",
@@ -69,7 +61,9 @@ SPEC = Spec(
     },
     effects={
         "ppo_lstm-cartpole": Effect(
-            dict(lstm=("ppo_lstm", HIDDEN), ppo=("ppo", HIDDEN), control=("ppo_lstm", HIDDEN | dict(memory=False))),
+            dict(lstm=("ppo_lstm", HIDDEN),
+                 ppo=("ppo", HIDDEN | dict(env_id="algos.ppo_lstm:CartPoleNoVelocity-v0")),
+                 control=("ppo_lstm", HIDDEN | dict(memory=False))),
             "last eval/return",
             claims={"lstm > 2 * ppo": 9, "lstm > 2 * control": 9},
         ),

@@ -69,7 +69,8 @@ SPEC = Spec(
     },
     effects={
         "ppo_mask-board": Effect(
-            dict(mask=("ppo_mask", BOARD), ppo=("ppo", BOARD), control=("ppo_mask", BOARD | ALL_ALLOWED)),
+            dict(mask=("ppo_mask", BOARD), ppo=("ppo", BOARD | dict(env_id="algos.ppo_mask:Board-v0")),
+                 control=("ppo_mask", BOARD | ALL_ALLOWED)),
             "last eval/return_stochastic",
             claims={"mask > ppo / 3": 9, "control < 3 * mask": 9, "control == ppo": 10},
         ),

@@ -104,7 +104,8 @@ SPEC = Spec(
     },
     effects={
         "rnd-deepsea": Effect(
-            dict(rnd=("rnd", SEA), ppo=("ppo", SEA), control=("rnd", SEA | dict(update_proportion=0.0))),
+            dict(rnd=("rnd", SEA), ppo=("ppo", SEA | dict(env_id="algos.rnd:DeepSea-v0")),
+                 control=("rnd", SEA | dict(update_proportion=0.0))),
             "last eval/return_stochastic",
             claims={"rnd > 0.9": 9, "ppo < 0.05": 9, "control < 0.05": 9},
         ),
