@@ -251,8 +251,11 @@ class Agent(nn.Module):
         return logp, entropy
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
-        """Actions (N, 1) as the vector environment takes them."""
-        return actions[:, 0]
+        """Actions (N, A) as the vector environment takes them: Gaussian ones clipped to the bounds, but only when they
+        are executed. Their log-probability is that of the action before clipping."""
+        if self.continuous:
+            return actions.reshape(-1, *self.space.shape).clip(self.space.low, self.space.high)
+        return actions.reshape(-1, *self.space.shape) + getattr(self.space, "start", 0)
 
 
 def orthogonal(layers: list, gains: list[float]) -> None:
