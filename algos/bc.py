@@ -46,7 +46,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -54,14 +54,9 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.cli import main, prepare
-from utils.envs import open_env
-from utils.errors import PositiveFloat, PositiveInt, UserError
+from utils.control import ReplayBuffer, evaluate, is_bounded, make_env, score_saved, to_env, to_unit
+from utils.core import Run, UserError, main, prepare
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
-from utils.replay import ReplayBuffer
-from utils.rollouts import evaluate, score_saved
-from utils.run import Run
-from utils.spaces import to_env, to_unit
 
 NAME, TITLE = "bc", "BC"
 LOG_STD_BOUNDS = (-5.0, 2.0)
@@ -69,23 +64,23 @@ LOG_STD_BOUNDS = (-5.0, 2.0)
 
 @dataclass
 class Args(OfflineArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs); env_kwargs, eval_every,
+    # inherited: seed, device, threads, output_dir, resume, track (RunArgs); env_kwargs, eval_every,
     # eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
-    max_steps: PositiveInt = 10_000
+    max_steps: int = 10_000
     """updates"""
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: float = 3e-4
     """learning rate of Adam"""
-    batch_size: PositiveInt = 256
+    batch_size: int = 256
     """transitions per update"""
-    hidden_size: PositiveInt = 256
+    hidden_size: int = 256
     """units of the two hidden layers"""
-    dropout: Annotated[float, "at least 0 and below 1"] = 0.0
+    dropout: float = 0.0
     """share of the actor's hidden units that is dropped in training"""
-    top_fraction: Annotated[float, "above 0 and at most 1"] = 1.0
+    top_fraction: float = 1.0
     """train on the trajectories of highest return, up to this fraction of all steps"""
-    log_every: PositiveInt = 500
+    log_every: int = 500
     """updates between rows of metrics"""
-    save_every: PositiveInt = 5_000
+    save_every: int = 5_000
     """updates between checkpoints"""
 
 
@@ -158,6 +153,13 @@ def top_rows(data: Dataset, fraction: float) -> np.ndarray:
     return np.isin(data.trajectory(), kept)
 
 
+def check(args: Args, space: gym.Space) -> None:
+    """Raises UserError for impossible settings."""
+    if not is_bounded(space):
+        wanted = "a Box of floats with finite bounds"
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
+
+
 @torch.no_grad()
 def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float,
         generator: torch.Generator) -> np.ndarray:  # fmt: skip
@@ -169,13 +171,14 @@ def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | fl
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
+    device, make = prepare(args), partial(make_env, args)
     data = None if args.evaluate else load_dataset(args)
-    make, obs_size, space = open_env(args)
-    action_size = math.prod(space.shape or ())
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
+    check(args, space)
+    action_size = math.prod(space.shape)
     agent = Agent(obs_size, action_size, args).to(device)
-    score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),
-                          args.eval_episodes, args.seed, device)  # fmt: skip
+    score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     check_spaces(data, obs_size, space)
@@ -188,14 +191,11 @@ def train(args: Args) -> list[dict]:
                data.terminated[rows, None], data.next_obs[rows])  # fmt: skip
     optimizer = torch.optim.Adam(agent.actor.parameters(), lr=args.learning_rate, fused=True)
     generator = torch.Generator(device).manual_seed(args.seed)
-    run = Run(args, NAME, args.env_id, args.max_steps, ("nll", "eval/return"))
+    run = Run(args, NAME, data.name, args.max_steps, ("nll", "eval/return"))
     run.print(f"{data.name}: {len(data.starts)} trajectories, {rows.sum()} transitions taken of {len(data.obs)}")
-
-    def state() -> dict:
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "generator": generator.get_state()}
-
+    parts = dict(agent=agent, optimizer=optimizer, generator=generator)
+    run.restore(**parts)
     step = run.step
-    run.restore(agent=agent, optimizer=optimizer, generator=generator)
     while step < run.total:
         # update
         batch = Transitions(*replay.sample(args.batch_size, generator))
@@ -208,15 +208,13 @@ def train(args: Args) -> list[dict]:
             columns = {name: value.item() for name, value in metrics.items()}
             columns["time/updates_per_second"] = run.speed(step)
             if due:
-                with run.saving(step, state, columns=columns):
-                    columns |= score_agent()
-                columns |= compared(columns, data, run, step)
+                columns |= compared(score_agent(), data, run, step)
             run.log(step, **columns)
-        run.end_step(step, state)
+        run.end_step(step, parts)
 
     curves = {"return": ("eval/return", "eval/return_stochastic"), "nll": ("nll",)}
     return run.finish(agent.state_dict(), curves, f"{TITLE} on {data.name}")
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

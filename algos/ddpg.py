@@ -25,30 +25,22 @@ Run
     python algos/ddpg.py --evaluate RUN --eval-episodes 100 --capture-video             scores a saved agent
 
 Expect
-    Pendulum-v1 with the settings of the recorded curve (64 units, learning rate 2e-3): from -1,481 and -1,438 to -180
-    and -146 within 6,000 steps (seeds 2 and 3), in 20 CPU seconds. In 12 of 30 seeds a return drops by more than 100
-    between two evaluations, by up to 543. The default run: -170 (seed 1, 48 seconds on two cores).
-    Hopper-v5, 300,000 steps with the authors' settings: 848, 1,393 and 1,672 in the mean of the last three evaluations
-    (seeds 1 to 3, about 40 minutes each on one core). td3.py has 2,427, 899 and 2,028 there: three seeds do not tell
-    the two apart.
+    Pendulum-v1: -170 (seed 1, 48 seconds on two cores). With the settings of the recorded curve 12 of 30 seeds drop by
+    more than 100 between two evaluations. Hopper-v5, 300,000 steps with the authors' settings: 1,304 (3 seeds, 40
+    minutes each on one core); td3.py has 1,785: three seeds do not tell the two apart.
 
 Metrics
-    return, length      of the training episodes that ended since the row before; absent where none did
-    eval/return         mean over --eval-episodes without noise; eval/return_stochastic: with that of exploration
-    eval/success        share of these episodes that reach a success; where the environment reports it
-    Of the newest update:
-    q                   mean of Q over the batch; should stay near the discounted return, runaway growth is divergence
+    eval/return         without noise; eval/return_stochastic: with that of exploration
+    q                   mean of Q over the newest batch; should stay near the discounted return
     q_policy            mean of Q(s, mu(s)); far above q, the actor has found errors of the critic
     td_error            mean |Q(s, a) - y|
-    grad_norm           of the critic
 
 Differences
     - Noise is normal and independent at each step, as TD3's authors have it. The paper's is an Ornstein-Uhlenbeck
-      process.
+      process. It is drawn in units of [-1, 1], before stretching to the environment's bounds.
     - No batch normalisation, no weight decay of the critic, no small initial weights of the output layers, and the
       action enters the critic's first layer. The command for HalfCheetah takes the settings of TD3's authors
       (sfujim/TD3, OurDDPG.py and main.py, for HalfCheetah-v2), which they call re-tuned; we have not read the paper's.
-    - Noise is drawn for each environment and in units of [-1, 1], before stretching to the environment's bounds.
     - The default is for Pendulum and starts learning earlier than the authors.
 """
 
@@ -67,60 +59,58 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.cli import main, prepare
-from utils.envs import (
+from utils.control import (
     EnvArgs,
+    ReplayBuffer,
     episode_columns,
+    evaluate,
+    is_bounded,
+    make_env,
     make_vector,
-    open_env,
-    reset_vector,
-    restore_vector,
+    score_saved,
     step_vector,
+    to_env,
 )
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
-from utils.replay import ReplayBuffer
-from utils.rollouts import evaluate, score_saved
-from utils.run import Run
-from utils.spaces import is_bounded, to_env
+from utils.core import Run, UserError, main, prepare
 
 NAME, TITLE = "ddpg", "DDPG"
 
 
 @dataclass
 class Args(EnvArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
+    # inherited: seed, device, threads, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "Pendulum-v1"
     """a Gymnasium environment with bounded continuous actions, or MODULE:NAME of one that MODULE registers"""
-    total_timesteps: PositiveInt = 10_000
+    total_timesteps: int = 10_000
     """environment steps, over all environments"""
-    num_envs: PositiveInt = 1
+    num_envs: int = 1
     """environments that are stepped together"""
     vector: Literal["sync", "async"] = "sync"
     """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: float = 1e-3
     """learning rate of Adam, for actor and critic"""
-    gamma: UnitInterval = 0.99
+    gamma: float = 0.99
     """discount"""
-    tau: UnitInterval = 0.005
+    tau: float = 0.005
     """step of the targets towards actor and critic"""
-    exploration_noise: NonNegativeFloat = 0.1
+    exploration_noise: float = 0.1
     """standard deviation of the noise that is added to actions in [-1, 1]"""
-    utd_ratio: PositiveInt = 1
+    utd_ratio: int = 1
     """updates per environment step"""
-    batch_size: PositiveInt = 256
+    batch_size: int = 256
     """transitions per update"""
-    buffer_size: PositiveInt = 1_000_000
+    buffer_size: int = 1_000_000
     """newest transitions that are kept, on the device"""
-    learning_starts: NonNegativeInt = 1_000
+    learning_starts: int = 1_000
     """steps with uniformly random actions before the first update"""
-    hidden_size: PositiveInt = 256
+    hidden_size: int = 256
     """units of the two hidden layers of actor and critic"""
     compile: bool = False
     """compile the losses: meant for a GPU"""
-    log_every: PositiveInt = 500
+    log_every: int = 500
     """environment steps between rows of metrics"""
-    save_every: PositiveInt = 10_000
+    save_every: int = 10_000
     """environment steps between checkpoints"""
 
 
@@ -234,8 +224,9 @@ def act(actor: Actor, obs: np.ndarray, scale: Tensor | float, generator: torch.G
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    make, obs_size, space = open_env(args)
+    device, make = prepare(args), partial(make_env, args)
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     action_size = math.prod(space.shape)
     agent = Agent(obs_size, action_size, args.hidden_size).to(device)
@@ -243,7 +234,7 @@ def train(args: Args) -> list[dict]:
     def act_in_evaluation(obs: np.ndarray, scale: Tensor, generator: torch.Generator) -> np.ndarray:
         return to_env(act(agent.actor, obs, scale * args.exploration_noise, generator), space)
 
-    score_agent = partial(evaluate, make, act_in_evaluation, args.eval_episodes, args.seed, device)
+    score_agent = partial(evaluate, make, act_in_evaluation, args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
@@ -251,36 +242,20 @@ def train(args: Args) -> list[dict]:
     losses = [torch.compile(loss) if args.compile else loss for loss in (critic_loss, actor_loss)]
     generator = torch.Generator(device).manual_seed(args.seed)
     replay = ReplayBuffer(args.buffer_size, (obs_size, action_size, 1, 1, obs_size), device)
-    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "q"), "total_timesteps")
-    envs = make_vector(make, args.num_envs, args.seed, args.vector)
-
-    def state(drawn: Tensor | None = None) -> dict:
-        """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
-        environment's draws from global generators are not repeated: copying those at each step would cost time."""
-        return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
-                "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
-                "metrics": metrics, "episodes": episodes, "replay": replay.save(run.dir / "replay", args.keep)
-                }  # fmt: skip
-
-    step, episodes, metrics = run.step, [], {}
-    if run.state is not None:
-        metrics, episodes = run.state["metrics"], run.state["episodes"]
-        replay.load(run.dir / "replay", run.state["replay"])
-        obs = restore_vector(envs, run.state["envs"])
-    else:
-        obs = reset_vector(envs)
-    run.restore(agent=agent, optimizers=optimizers, generator=generator)
+    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "q"))
+    envs, obs = make_vector(make, args, run.step)
+    parts = optimizers._asdict() | dict(agent=agent, generator=generator, replay=replay)
+    run.restore(**parts)
+    step, episodes, metrics = run.step, run.state.get("episodes", []), run.state.get("metrics", {})
     while step < run.total:
         # collect
-        after = step + args.num_envs
-        with run.saving(step, partial(state, generator.get_state())):
-            if step < args.learning_starts:
-                actions = torch.rand(len(obs), action_size, generator=generator, device=device).cpu().numpy() * 2 - 1
-            else:
-                actions = act(agent.actor, obs, args.exploration_noise, generator)
-            next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space), after)
+        if step < args.learning_starts:
+            actions = torch.rand(len(obs), action_size, generator=generator, device=device).cpu().numpy() * 2 - 1
+        else:
+            actions = act(agent.actor, obs, args.exploration_noise, generator)
+        next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space))
         replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
-        obs, step, episodes = next_obs.copy(), after, episodes + ended
+        obs, step, episodes = next_obs, step + args.num_envs, episodes + ended
 
         # update
         if step > args.learning_starts:
@@ -295,11 +270,8 @@ def train(args: Args) -> list[dict]:
             columns["time/steps_per_second"] = run.speed(step)
             if logs:  # an evaluation in between leaves the episodes to the row that is due
                 columns, episodes = columns | episode_columns(episodes), []
-            if due:
-                with run.saving(step, state, columns=columns):
-                    columns |= score_agent()
-            run.log(step, **columns)
-        run.end_step(step, state)
+            run.log(step, **columns, **(score_agent() if due else {}))
+        run.end_step(step, parts | dict(episodes=episodes, metrics=metrics))
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "value": ("q", "q_policy")}
@@ -307,4 +279,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

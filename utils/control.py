@@ -13,6 +13,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
@@ -46,7 +47,8 @@ def make_env(args, flatten: bool = True, **more) -> gym.Env:
         with contextlib.suppress(ValueError):
             kwargs[name] = json.loads(value)
     try:
-        env = gym.make(args.env_id, disable_env_checker=True, **kwargs, **more)
+        spec = EnvSpec.from_json(args.env_id) if args.env_id.startswith("{") else args.env_id  # JSON: of Minari
+        env = gym.make(spec, disable_env_checker=True, **kwargs, **more)
     except (gym.error.Error, ModuleNotFoundError) as error:
         right = "give a registered Gymnasium name, or MODULE:NAME of a module that registers it"
         raise UserError(f"cannot make --env-id {args.env_id} ({error}): {right}") from error
