@@ -1,19 +1,177 @@
-"""What ppo_atari.py adds to ppo.py: frames, lives, the shared network. tests/test_families.py: the rest is ppo.py's."""
+"""What ppo_atari.py adds to ppo.py: images and their network, games, lives. tests/test_families.py: the rest is
+ppo.py's."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import command_line, user_error
+import torch.nn.functional as F
+from control import close
+from helpers import SMALL, assert_same_result, command_line, metrics, new_run, user_error, weights
+from test_exact_ppo import BINARY, DISCRETE, GAUSSIAN, MULTI
 
-from algos import ppo_atari
-from utils.envs import make_vector, reset_vector, restore_vector, step_vector
+from algos import ppo, ppo_atari
+from utils.control import make_env, make_image_env, make_vector
 
 pytest.importorskip("ale_py", reason="not run: ale-py is not installed")
-BREAKOUT = partial(ppo_atari.make_atari, "ALE/Breakout-v5")
+PIXELS = ["--env-id", "environments:Pixels-v0", "--hidden-size", 8]
+FOUR = gym.spaces.Discrete(4)
+SHAPES = pytest.mark.parametrize("shape", [(3, 8, 10), (4, 84, 84), (2, 36, 40), (5, 35, 90), (1, 1, 3)], ids=str)
+
+
+def settings(env_id: str, *pairs: str, **more) -> ppo_atari.Args:
+    return ppo_atari.Args(env_id=env_id, env_kwargs=pairs, **more)
+
+
+# images
+
+
+@pytest.mark.parametrize("layout", ["last", "first"])
+def test_channels_come_first(layout):
+    ours = make_image_env(settings("environments:Pixels-v0", f"layout={layout}"))
+    plain = gym.make("Pixels-v0")
+    assert ours.observation_space == gym.spaces.Box(0, 255, (3, 8, 10), np.uint8)
+    expected = np.moveaxis(plain.reset(seed=3)[0], -1, 0)
+    assert np.array_equal(ours.reset(seed=3)[0], expected) and expected[0].any() and not expected[1].any()
+    for action in (0, 1):
+        assert np.array_equal(ours.step(action)[0], np.moveaxis(plain.step(action)[0], -1, 0))
+
+
+@pytest.mark.parametrize("name, shape", [("image", (3, 4, 4)), ("matrix", (6,)), ("dict", (5,)), ("box", (3,))])
+def test_only_bytes_with_three_dimensions_are_images(name, shape):
+    args = settings("environments:Bandit-v0", f"observation={name}")
+    assert make_image_env(args).observation_space.shape == shape
+    assert len(make_env(args).observation_space.shape) == 1
+
+
+def test_both_layouts_give_the_same_run(tmp_path):
+    first, last = (new_run(ppo_atari, tmp_path, *SMALL["ppo"], *PIXELS, "--env-kwargs", f"layout={layout}")
+                   for layout in ("first", "last"))  # fmt: skip
+    assert_same_result(first, last)
+    assert not [name for name in weights(first) if name.startswith("obs_")]  # bytes have no statistics
+
+
+def encoded(agent: ppo_atari.Agent, obs: torch.Tensor) -> torch.Tensor:
+    """Images (B, C, H, W) through the agent's weights, in plain functions."""
+    large, p = min(obs.shape[-2:]) >= 36, dict(agent.encoder.named_parameters())
+    steps, padding = ({0: 4, 2: 2, 4: 1}, 0) if large else ({0: 1, 2: 2}, 1)
+    x = obs / 255.0
+    for layer, stride in steps.items():
+        x = F.conv2d(x, p[f"{layer}.weight"], p[f"{layer}.bias"], stride, padding).relu()
+    last = 2 * len(steps) + 1
+    return (x.flatten(1) @ p[f"{last}.weight"].T + p[f"{last}.bias"]).relu()
+
+
+def make_agent(shape, space=FOUR, hidden_size=16) -> ppo_atari.Agent:
+    torch.manual_seed(0)
+    return ppo_atari.Agent(shape, space, hidden_size)
+
+
+def images(*shape) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+@SHAPES
+def test_policy_and_value_share_the_encoder(shape):
+    """Log-probability, entropy, value and action against a second forward pass; with any leading dimensions."""
+    agent, obs = make_agent(shape), images(2, 3, *shape)
+    x = encoded(agent, obs.flatten(0, 1))
+    policy = torch.distributions.Categorical(logits=x @ agent.actor.weight.T + agent.actor.bias)
+    actions = policy.sample()
+    logps, entropy, values = agent(obs, actions.view(2, 3, 1))
+    assert logps.shape == entropy.shape == values.shape == (2, 3)
+    close(logps.flatten(), policy.log_prob(actions).detach(), 1e-5)
+    close(entropy.flatten(), policy.entropy().detach(), 1e-5)
+    close(values.flatten(), (x @ agent.critic.weight.T + agent.critic.bias)[:, 0].detach(), 1e-5)
+    close(agent.value(obs), values.detach(), 1e-6)
+    assert torch.equal(agent.act(obs[0], torch.zeros(3, 4))[:, 0], policy.logits.view(2, 3, 4)[0].argmax(-1))
+
+
+@pytest.mark.parametrize("space", [DISCRETE, MULTI, BINARY, GAUSSIAN], ids=["discrete", "multi", "binary", "gaussian"])
+def test_actions_are_those_of_ppo(space):
+    """Behind the encoder: noise, actions, what is executed, log-probabilities and entropies."""
+    ours, theirs, obs = make_agent((3, 8, 10), space), ppo.Agent(16, space, 4), images(50, 3, 8, 10)
+    torch.nn.init.normal_(ours.actor.weight)
+    theirs.actor = ours.actor
+    if ours.continuous:
+        ours.log_std = theirs.log_std = torch.nn.Parameter(torch.tensor([-0.5, 0.3]))
+    noise, expected = (agent.noise((50,), torch.Generator().manual_seed(1)) for agent in (ours, theirs))
+    assert torch.equal(noise, expected)
+    with torch.no_grad():
+        features, actions = ours.features(obs), ours.act(obs, noise)
+        assert torch.equal(actions, theirs.act(features, noise)) and len(actions.unique(dim=0)) > 2
+        for found, wanted in zip(ours(obs, actions)[:2], theirs.log_prob(features, actions)):
+            assert torch.equal(found, wanted)
+    assert np.array_equal(ours.to_env(actions.numpy()), theirs.to_env(actions.numpy()))
+
+
+@SHAPES
+def test_first_weights(shape):
+    """Orthogonal: sqrt 2 in the encoder, 0.01 for the policy, 1 for the value. The first policy is nearly uniform."""
+    agent = make_agent(shape)
+    hidden = [(layer, 2**0.5) for layer in agent.encoder if hasattr(layer, "weight")]
+    for layer, gain in [*hidden, (agent.actor, 0.01), (agent.critic, 1.0)]:
+        weight = layer.weight.detach().flatten(1)
+        close(torch.linalg.svdvals(weight), [gain] * min(weight.shape), 1e-4)
+        assert not layer.bias.any()
+    assert agent(images(8, *shape), torch.zeros(8, 1))[1].min() > np.log(4) - 1e-3
+
+
+def test_one_update_by_hand():
+    """Plain gradient descent on a loss written out again: ratios, clip, values, entropy. Policy and value both move the
+    encoder."""
+    agent = make_agent((3, 8, 10))
+    args = ppo_atari.Args(num_minibatches=1, update_epochs=2, ent_coef=0.1, max_grad_norm=1e9, clip_coef=0.2)
+    torch.nn.init.normal_(agent.actor.weight, 0, 0.5)
+    before = {name: p.detach().clone().requires_grad_() for name, p in agent.named_parameters()}
+    obs, next_obs = images(4, 3, 3, 8, 10), images(4, 3, 3, 8, 10).flip(0)
+    generator = torch.Generator().manual_seed(2)
+    actions, rewards = torch.randint(0, 4, (4, 3, 1), generator=generator), torch.randn(4, 3, generator=generator)
+    terminated = torch.rand(4, 3, generator=generator) < 0.3
+    batch = ppo_atari.Batch(obs, actions, rewards, next_obs, terminated, torch.zeros(4, 3, dtype=torch.bool))
+
+    def forward(x):
+        features = encoded(agent, x.flatten(0, 1))  # the agent's own weights
+        policy = torch.distributions.Categorical(logits=features @ agent.actor.weight.T + agent.actor.bias)
+        return policy, (features @ agent.critic.weight.T + agent.critic.bias)[:, 0]
+
+    with torch.no_grad():
+        policy, values = forward(obs)
+        old, next_values = policy.log_prob(actions.flatten()), forward(next_obs)[1].view(4, 3)
+        advantages = ppo_atari.gae(rewards, values.view(4, 3), next_values, terminated, terminated, 0.99, 0.95)
+        advantages = advantages.flatten()
+        returns, scaled = advantages + values, (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    for _ in range(2):
+        policy, now = forward(obs)
+        ratio = (policy.log_prob(actions.flatten()) - old).exp()
+        gain = torch.minimum(ratio * scaled, ratio.clamp(0.8, 1.2) * scaled)
+        loss = -(gain + 0.1 * policy.entropy()).mean() + 0.25 * ((now - returns) ** 2).mean()
+        gradients = torch.autograd.grad(loss, list(agent.parameters()))
+        with torch.no_grad():
+            for p, g in zip(agent.parameters(), gradients):
+                p -= 0.05 * g
+    expected = {name: p.detach().clone() for name, p in agent.named_parameters()}
+    agent.load_state_dict(before)
+    ppo_atari.update(agent, torch.optim.SGD(agent.parameters(), 0.05), batch, torch.Generator(), args)
+    for name, p in agent.named_parameters():
+        close(p, expected[name], 1e-5)
+        assert (p - before[name]).abs().max() > 1e-4, f"{name} did not move"
+
+
+def test_it_learns(tmp_path):
+    """Which column is red: 7 of 7, where chance gives 1.75."""
+    args = "--device cpu --num-envs 8 --num-steps 32 --total-timesteps 4096 --eval-every 0 --eval-episodes 20 "
+    args += "--learning-rate 2e-3 --env-id environments:Pixels-v0 --hidden-size 32"
+    assert metrics(new_run(ppo_atari, tmp_path, *args.split()))[-1]["eval/return"] > 6.5
+
+
+# games
+
+
+def game(name: str = "Breakout", *pairs: str) -> gym.Env:
+    return ppo_atari.make_game(settings(f"ALE/{name}-v5", *pairs))
 
 
 def play(env, seed: int, steps: int) -> list:
@@ -29,7 +187,7 @@ def play(env, seed: int, steps: int) -> list:
 
 
 def test_a_seed_determines_the_game():
-    first, again, other = (play(BREAKOUT(), seed, 40) for seed in (1, 1, 2))
+    first, again, other = (play(game(), seed, 40) for seed in (1, 1, 2))
     assert all(np.array_equal(a[0], b[0]) and a[1:] == b[1:] for a, b in zip(first, again))
     assert any(not np.array_equal(a[0], b[0]) for a, b in zip(first, other))
     assert first[0][0].shape == (4, 84, 84) and first[0][0].dtype == np.uint8
@@ -38,7 +196,7 @@ def test_a_seed_determines_the_game():
 def test_frames_are_gymnasium_s():
     """The newest frame of a stack equals that of Gymnasium's own preprocessing on the plain game, and the older ones
     are the frames before."""
-    ours = BREAKOUT()
+    ours = game()
     plain = gym.make("ALE/Breakout-v5", frameskip=1, repeat_action_probability=0.0)
     theirs = gym.wrappers.AtariPreprocessing(plain)
     obs, _ = ours.reset(seed=5)
@@ -56,19 +214,19 @@ def test_frames_are_gymnasium_s():
 def test_sticky_actions(probability):
     """The share of frames that repeat the action before is the one that was asked for, 0 by default; the seed
     determines them, in a game that has been played before as in a new one."""
-    kwargs = () if probability is None else (f"repeat_action_probability={probability}",)
-    env = BREAKOUT(kwargs)
+    pairs = () if probability is None else (f"repeat_action_probability={probability}",)
+    env = game("Breakout", *pairs)
     assert env.unwrapped.ale.getFloat("repeat_action_probability") == pytest.approx(probability or 0)
-    first, again, new = play(env, 3, 60), play(env, 3, 60), play(BREAKOUT(kwargs), 3, 60)
+    first, again, new = play(env, 3, 60), play(env, 3, 60), play(game("Breakout", *pairs), 3, 60)
     for other in (again, new):
         assert all(np.array_equal(a[0], b[0]) and a[1:] == b[1:] for a, b in zip(first, other))
-    plain = play(BREAKOUT(), 3, 60)
+    plain = play(game(), 3, 60)
     assert all(np.array_equal(a[0], b[0]) for a, b in zip(first, plain)) == (probability is None)
 
 
 @pytest.mark.parametrize("frameskip", [1, 2, 4, 7])
 def test_frames_of_an_action(frameskip):
-    env = BREAKOUT(() if frameskip == 4 else (f"frameskip={frameskip}",))
+    env = game() if frameskip == 4 else game("Breakout", f"frameskip={frameskip}")
     env.reset(seed=1)
     before = env.unwrapped.ale.getEpisodeFrameNumber()
     for action in (0, 2, 3, 0):
@@ -76,32 +234,8 @@ def test_frames_of_an_action(frameskip):
     assert env.unwrapped.ale.getEpisodeFrameNumber() - before == 4 * frameskip
 
 
-def test_going_on_inside_a_sticky_game():
-    """As in tests/test_envs.py: the replay repeats what the emulator drew, and so does what follows."""
-    make = partial(BREAKOUT, ("repeat_action_probability=0.5",))
-
-    def played(envs, rng, steps):
-        return [step_vector(envs, rng.integers(4, size=2), step)[0].copy() for step in range(steps)]
-
-    envs, other = make_vector(make, 2, 1), make_vector(make, 2, 1)
-    reset_vector(envs)
-    obs = played(envs, np.random.default_rng(0), 50)[-1]
-    assert np.array_equal(restore_vector(other, envs.log.state(obs)), obs)
-    ours, theirs = (played(vector, np.random.default_rng(1), 50) for vector in (envs, other))
-    assert np.array_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("pair", ["frameskip=0", "frameskip=[2, 5]", "frameskip=2.5", "frameskip=true",
-                                  "repeat_action_probability=1", "repeat_action_probability=-0.1",
-                                  "repeat_action_probability=often"])  # fmt: skip
-def test_what_the_emulator_cannot_do(pair, tmp_path, capsys):
-    with user_error(capsys, "--env-kwargs", "must be"):
-        command_line(ppo_atari, "--env-kwargs", pair, "--output-dir", tmp_path / "runs")
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_lost_life_is_said_and_does_not_end_the_game():
-    rows, lives, lost = play(BREAKOUT(), 1, 900), 5, 0
+    rows, lives, lost = play(game(), 1, 900), 5, 0
     for _, _, terminated, life_lost, left in rows:
         assert life_lost == (left < lives and not terminated)
         assert terminated == (left == 0)
@@ -111,7 +245,7 @@ def test_a_lost_life_is_said_and_does_not_end_the_game():
 
 def test_fire_is_pressed_for_the_agent():
     """At the start and after every lost life: a policy that never presses it loses all of its lives."""
-    env = BREAKOUT()
+    env = game()
     env.reset(seed=1)
     assert any(env.step(0)[2] for _ in range(2000))
     assert "FIRE" not in gym.make("ALE/Freeway-v5").unwrapped.get_action_meanings()
@@ -120,66 +254,33 @@ def test_fire_is_pressed_for_the_agent():
 
 def test_bootstrap_ends_with_a_life_and_the_game_goes_on():
     """In a rollout the row of a lost life is terminated, and its next observation is that of the same game."""
-    envs = make_vector(BREAKOUT, 1, 1)
-    obs, seen = reset_vector(envs), 0
-    for step in range(400):
-        obs, true_obs, _, terminated, _, ended = step_vector(envs, np.array([0]), step, lives=True)
-        lives = envs.envs[0].unwrapped.ale.lives()
-        if terminated[0]:
-            seen += 1
-            assert np.array_equal(obs, true_obs) != bool(ended)
-            assert lives == 5 - seen % 5
-    assert seen >= 5
+    args, agent, lives = settings("ALE/Breakout-v5", num_envs=1, num_steps=400), make_agent((4, 84, 84)), []
+    envs, obs = make_vector(game, args, 0, infos=("life_lost",))
+
+    def act(obs, noise):
+        lives.append(envs.envs[0].unwrapped.ale.lives())
+        return torch.zeros(1, 1, dtype=torch.long)
+
+    agent.act = act
+    statistics = ppo_atari.Statistics(True, 1, 0.99, True)
+    batch, _, episodes = ppo_atari.collect(agent, envs, obs, statistics, torch.Generator(), args)
+    lost, new = np.diff(lives) != 0, np.diff(lives) > 0
+    assert np.array_equal(batch.terminated[:-1, 0], lost) and lost.sum() >= 6 and len(episodes) >= new.sum() >= 1
+    for t in range(399):
+        assert torch.equal(batch.next_obs[t], batch.obs[t + 1]) != new[t]
 
 
-def test_the_network_is_shared_and_right():
-    """Policy, entropy and value against a second forward pass in plain functions; both heads train the convolutions."""
-    torch.manual_seed(0)
-    agent = ppo_atari.Agent((4, 84, 84), gym.spaces.Discrete(6), 16).double()
-    obs = torch.randint(0, 256, (2, 3, 4, 84, 84), dtype=torch.uint8)
-    agent.features = lambda x: agent.encoder(x.flatten(0, -4).double() / 255).view(*x.shape[:-3], -1)
-    actions = torch.randint(0, 6, (2, 3, 1))
-    logps, entropy, values = agent(obs, actions)
-    x = obs.flatten(0, 1).double() / 255
-    for i, stride in ((0, 4), (2, 2), (4, 1)):
-        x = torch.conv2d(x, agent.encoder[i].weight, agent.encoder[i].bias, stride).relu()
-    x = (x.flatten(1) @ agent.encoder[7].weight.T + agent.encoder[7].bias).relu()
-    policy = torch.distributions.Categorical(logits=x @ agent.actor.weight.T + agent.actor.bias)
-    torch.testing.assert_close(logps.flatten(), policy.log_prob(actions.flatten()))
-    torch.testing.assert_close(entropy.flatten(), policy.entropy())
-    torch.testing.assert_close(values.flatten(), (x @ agent.critic.weight.T + agent.critic.bias)[:, 0])
-    torch.testing.assert_close(agent.value(obs), values)
-    assert torch.equal(agent.act(obs[0], torch.zeros(3, 6))[:, 0], policy.logits.view(2, 3, 6)[0].argmax(-1))
-    for number in (logps.sum(), values.sum()):
-        (gradient,) = torch.autograd.grad(number, agent.encoder[0].weight, retain_graph=True)
-        assert gradient.abs().sum() > 0
-
-
-def test_uint8_observations_are_divided_once():
-    agent = ppo_atari.Agent((4, 84, 84), gym.spaces.Discrete(2), 8)
-    ones = agent.encoder(torch.ones(1, 4, 84, 84))
-    torch.testing.assert_close(agent.features(torch.full((1, 4, 84, 84), 255, dtype=torch.uint8)), ones)
-
-
-def test_rewards_are_signs_and_scores_are_not():
-    """What is trained on is -1, 0 or 1; the environment, hence the logged return, has the score itself."""
-    statistics = ppo_atari.Statistics((4, 84, 84), 1, 0.99, True)
+def test_rewards_of_games_are_signs_and_scores_are_not():
+    """Other rewards are scaled as in ppo.py. The environment, hence the logged return, has the score itself."""
+    statistics = ppo_atari.Statistics(True, 1, 0.99, True)
     assert statistics.reward(np.array([-3.0, 0.0, 7.0]), np.zeros(3, bool)).tolist() == [-1, 0, 1]
-    off = ppo_atari.Statistics((4, 84, 84), 1, 0.99, False)
+    off = ppo_atari.Statistics(True, 1, 0.99, False)
     assert off.reward(np.array([-3.0, 7.0]), np.zeros(2, bool)).tolist() == [-3, 7]
-    assert max(row[1] for row in play(partial(ppo_atari.make_atari, "ALE/Qbert-v5")(), 1, 200)) > 1
-
-
-def test_the_first_policy_is_nearly_uniform_and_the_first_values_are_not_all_equal():
-    torch.manual_seed(0)
-    agent = ppo_atari.Agent((4, 84, 84), gym.spaces.Discrete(6), 64)
-    obs = torch.randint(0, 256, (8, 4, 84, 84), dtype=torch.uint8)
-    _, entropy, values = agent(obs, torch.zeros(8, 1, dtype=torch.long))
-    assert entropy.min() > np.log(6) - 1e-4
-    hidden = [(layer, 2**0.5) for layer in agent.encoder if hasattr(layer, "weight")]
-    for layer, gain in [*hidden, (agent.actor, 0.01), (agent.critic, 1.0)]:
-        weight = layer.weight.detach().flatten(1)
-        assert torch.linalg.svdvals(weight).tolist() == pytest.approx([gain] * min(weight.shape), rel=1e-4)
+    ours, theirs = ppo_atari.Statistics(False, 3, 0.9, True), ppo.Statistics(2, 3, 0.9, True)
+    rng = np.random.default_rng(0)
+    for rewards, done in zip(rng.normal(2, 3, (50, 3)), rng.random((50, 3)) < 0.2):
+        assert np.array_equal(ours.reward(rewards, done), theirs.reward(rewards, done))
+    assert max(row[1] for row in play(game("Qbert"), 1, 200)) > 1
 
 
 class Game(gym.Env):
@@ -208,8 +309,8 @@ def test_rewards_of_the_pressed_button_count():
     assert obs == 4 and reward == 3 + 4 and info["life_lost"]
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "ALE/Nope-v5"])
-def test_what_is_no_game(env_id, tmp_path, capsys):
-    with user_error(capsys, env_id):
+@pytest.mark.parametrize("env_id, words", [("CartPole-v1", "no images"), ("ALE/Nope-v5", "MODULE:NAME")])
+def test_what_has_no_images(env_id, words, tmp_path, capsys):
+    with user_error(capsys, env_id, words):
         command_line(ppo_atari, "--env-id", env_id, "--output-dir", tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

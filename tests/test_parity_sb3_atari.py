@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from algos import ppo_atari
-from utils.envs import make_vector
+from utils.control import make_vector
 
 pytest.importorskip("ale_py", reason="not run: ale-py is not installed")
 WHY = "stable-baselines3 cannot be imported: pip install stable-baselines3==2.9.0"
@@ -39,7 +39,7 @@ class Played(gym.Env):
     def step(self, action):
         reward, (lost, over) = self.rewards[self.t], self.events[:, self.t]
         self.t += 1
-        return self.images[self.t], float(reward), bool(over or lost and self.lives), False, {"life_lost": lost}
+        return self.images[self.t], float(reward), bool(over or lost and self.lives), False, {"life_lost": bool(lost)}
 
 
 def theirs_of(model) -> dict[str, torch.Tensor]:
@@ -68,13 +68,13 @@ def test_rollouts_and_updates():
     agent, before = ppo_atari.Agent((4, 84, 84), Played.action_space, H), theirs_of(model)
     agent.load_state_dict(before)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    generator, statistics = torch.Generator().manual_seed(0), ppo_atari.Statistics((4, 84, 84), N, args.gamma, True)
+    generator, statistics = torch.Generator().manual_seed(0), ppo_atari.Statistics(True, N, args.gamma, True)
     columns = iter(range(N))
-    envs = make_vector(lambda: Played(next(columns), False), N, seed=0)
-    obs, (_, callback) = envs.reset()[0].copy(), model._setup_learn(ROUNDS * T * N)
+    envs, obs = make_vector(lambda: Played(next(columns), False), args, 0, infos=("life_lost",))
+    _, callback = model._setup_learn(ROUNDS * T * N)
     for _ in range(ROUNDS):
         model.collect_rollouts(model.env, callback, model.rollout_buffer, T)
-        batch, obs, _ = ppo_atari.collect(agent, envs, obs, statistics, generator, 0, args)
+        batch, obs, _ = ppo_atari.collect(agent, envs, obs, statistics, generator, args)
         theirs = {name: torch.tensor(getattr(model.rollout_buffer, name)) for name in
                   ("observations", "actions", "rewards", "log_probs", "values", "advantages")}  # fmt: skip
         batch = batch._replace(actions=theirs["actions"].long())
@@ -97,7 +97,7 @@ def test_frames(game, gap):
     """Up to the first lost life: frames, signs of rewards, and when it is lost. `gap`: between frames, in the mean."""
     from stable_baselines3.common.atari_wrappers import AtariWrapper
 
-    ours = ppo_atari.make_atari(f"ALE/{game}-v5")
+    ours = ppo_atari.make_game(ppo_atari.Args(env_id=f"ALE/{game}-v5"))
     theirs = AtariWrapper(gym.make(f"ALE/{game}-v5", frameskip=1, repeat_action_probability=0.0))
     frame, obs = theirs.reset(seed=3)[0], ours.reset(seed=3)[0]
     if "FIRE" in ours.unwrapped.get_action_meanings():
