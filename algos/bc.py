@@ -22,14 +22,12 @@ Run
 
 Expect
     The default run, Hopper-v5's collection: a return of 197, in half a minute on 2 CPU cores. With --top-fraction 0.1
-    it is 937 (each: seed 1, mean actions, 10 episodes). The collection's best trajectory
-    has 2,485.
+    it is 937 (each: seed 1, mean actions, 10 episodes). The collection's best trajectory has 2,485.
 
 Metrics
     nll                 mean of -log pi over the batch, nats of the [-1, 1] box; falls
     std                 mean of the policy's standard deviations
-    eval/return         mean over --eval-episodes, mean actions; eval/return_stochastic: sampled actions
-    eval/success        share of episodes, mean actions, that reach a success; where the environment reports it
+    eval/return         mean actions; eval/return_stochastic: sampled actions
     eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data; R is eval/return
     eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
     eval/best_return    in the last row: the best of all evaluations. It is picked by test score; eval/return is not

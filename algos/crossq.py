@@ -30,36 +30,22 @@ Run
     python algos/crossq.py --evaluate RUN --eval-episodes 100 --capture-video           scores a saved agent
 
 Expect
-    Pendulum-v1: from -1,430 to -167 with the likeliest actions, -169 after 4,000 steps (seed 1), in 88 CPU seconds on
-    one thread. On narrow networks, 64 units, the mean return over 4,000 steps is -638 +- 120; by sac.py at equal
-    settings -969 +- 37; without batch norm -967 +- 150 (10 seeds, 95 % intervals). CrossQ is ahead of both in all ten
-    (benchmarks/effects.py, crossq-pendulum). Those settings, an actor that waits and tau 0.005, are slow for SAC here.
-    With tau 0.01 and no waiting SAC is as good from 3,000 steps on: CrossQ has -1,287, -630, -294, -193 after 1,000 to
-    4,000 steps, SAC -1,698, -726, -264, -194 (30 seeds, the recorded curves).
+    Pendulum-v1: from -1,430 to -167 with the likeliest actions (seed 1), in 88 CPU seconds on one thread. On narrow
+    networks the mean return over 4,000 steps is -638; by sac.py at equal settings -969, without batch norm -967 (10
+    seeds; benchmarks/effects.py, crossq-pendulum). With tau 0.01 and no waiting SAC is as good from 3,000 steps on.
 
 Metrics
-    return, length      of the training episodes that ended since the row before; absent where none did
-    eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
-    eval/success        share of these episodes that reach a success; where the environment reports it
-    Of the newest update (entropy and alpha: of the newest that moved the actor):
-    q                   mean of Q_1 over the batch; should stay near the discounted return, runaway growth is divergence
-    td_error            mean |Q_1(s, a) - y|
-    entropy             mean of -log pi in nats of the [-1, 1] box; comes down to the target entropy
-    alpha               temperature; settles
-    grad_norm           of the critics
+    As in sac.py.
 
 Differences
-    - The command for HalfCheetah takes the settings of the authors' code (adityab/CrossQ, train.py: learning rate 1e-3,
-      Adam with beta_1 0.5, critics of 2 x 2048 units, an actor of 2 x 256); we have not read the paper's table. The
-      default is for Pendulum: narrow critics, and it starts learning earlier. Its training ends within the warm-up.
+    - The command for HalfCheetah takes the settings of the authors' code (adityab/CrossQ, train.py); we have not read
+      the paper's table. The default is for Pendulum: narrow critics, and training ends within the warm-up.
     - After the warm-up the authors' BatchRenorm (sbx/sac/policies.py) divides by sqrt(variance / r^2 + epsilon). Ours
-      is the formula of batch renormalisation. They differ where a variance is as small as epsilon, 1e-3. r and d have
-      their bounds at once, as there; the paper of batch renormalisation widens them slowly.
-    - Stable-Baselines3-contrib 2.9 (common/torch_layers.py) divides the batch's variance by n - 1; its critics have
-      1024 units by default.
-    - TorchRL (torchrl/modules/models/batchrenorm.py) has a warm-up of 10,000 passes and an epsilon of 1e-5. It discards
-      the result of `num_batches_tracked.clamp_max`: r - 1 and d are doubled after two warm-ups, tripled after three.
-    - Without --sde, --her-k and the ensembles of sac.py. CrossQ with --no-batch-norm is sac.py --tau 1, but for Adam.
+      is the formula of batch renormalisation. r and d have their bounds at once, as there.
+    - Stable-Baselines3-contrib 2.9 (common/torch_layers.py) divides the batch's variance by n - 1.
+    - TorchRL (torchrl/modules/models/batchrenorm.py) discards the result of `num_batches_tracked.clamp_max`: r - 1 and
+      d are doubled after two warm-ups, tripled after three.
+    - CrossQ with --no-batch-norm is sac.py --tau 1, but for Adam.
 """
 
 import math

@@ -32,36 +32,20 @@ Run
 
 Expect
     The default run, Hopper-v5's collection: a return of 939 (seed 1, mean actions, 10 episodes), from 343 after 2,000
-    updates. It takes a minute and a half on 2 CPU cores. Over 20 episodes, seeds 1 to 3 end at 937, 970 and 1,150.
-    bc.py gets 197 there, and 937 with --top-fraction 0.1 (seed 1). With the smaller settings of the recorded curves,
-    the mean return is 258 for BC (30 seeds), 1,038 for IQL (30) and 1,224 for 10 %-BC (100).
+    updates. It takes a minute and a half on 2 CPU cores. bc.py gets 197 there, and 937 with --top-fraction 0.1.
 
 Metrics
-    Of the newest update:
     q, v                means of min Qbar(s, a) and V(s); in units of the mapped rewards (--rewards); near the returns
-    weight              mean of min(exp(beta A), 100); 1 to 10
-    clipped             share of weights at 100; rises late, below 0.1
-    td_error            mean |Q_1 - target of L_Q|
+    weight              mean of min(exp(beta A), 100); 1 to 10. clipped: share of weights at 100; below 0.1
     nll                 mean of -log pi over the batch, unweighted
-    std                 mean of the policy's standard deviations
-    Of episodes:
-    return, length      of the online episodes that ended since the row before
-    eval/return         mean over --eval-episodes, mean actions; eval/return_stochastic: sampled actions
-    eval/success        share of episodes, mean actions, that reach a success; where the environment reports it. It is
-                        AntMaze's score: eval/return counts every step at the goal where the environment goes on there
-    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data; R is eval/return
-    eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
-    eval/best_return    in the last row: the best of all evaluations. It is picked by test score; eval/return is not
+    eval/success        AntMaze's score: eval/return counts every step at the goal where the environment goes on there
+    eval/score, eval/d4rl_score and eval/best_return: as in bc.py
 
 Differences
     - None in the update: the authors' code (JAX) is the source of every constant. CORL normalises states. It
       scales rewards only for Hopper's medium and medium-replay, where tau is 0.001 and the policy deterministic; for
       AntMaze it takes 1 off each. Its advantages and targets of Q use V as it was before the update.
-    - --normalize is CORL's, not the authors'. On what SAC had seen of Hopper-v5 in 80,000 steps the mean return is
-      1,715 with it, 1,131 without it, and CORL's is 1,572 (100,000 updates, five seeds). The gain is 585 (Student's
-      95 %: 74 to 1,096). On another such collection CORL had three times our return without it: Offline in
-      benchmarks/README.md.
-    - The authors draw minibatches on the CPU; ours are drawn on the device.
+    - --normalize is CORL's, not the authors'. benchmarks/README.md has what it is worth.
 """
 
 import copy
@@ -70,7 +54,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -78,14 +62,20 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.cli import main, prepare, resolve
-from utils.envs import episode_columns, make_vector, open_env, reset_vector, restore_vector, step_vector
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
+from utils.control import (
+    ReplayBuffer,
+    episode_columns,
+    evaluate,
+    is_bounded,
+    make_env,
+    make_vector,
+    score_saved,
+    step_vector,
+    to_env,
+    to_unit,
+)
+from utils.core import Run, UserError, main, prepare, preset
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
-from utils.replay import ReplayBuffer
-from utils.rollouts import evaluate, score_saved
-from utils.run import Run
-from utils.spaces import to_env, to_unit
 
 NAME, TITLE = "iql", "IQL"
 LOG_STD_BOUNDS = (-5.0, 2.0)
@@ -100,39 +90,40 @@ PRESETS = {  # the authors' configurations, for arguments left at None
 
 @dataclass
 class Args(OfflineArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs); env_kwargs, eval_every,
+    num_envs = 1  # online
+    # inherited: seed, device, threads, output_dir, resume, track (RunArgs); env_kwargs, eval_every,
     # eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
-    max_steps: PositiveInt = 10_000
+    max_steps: int = 10_000
     """updates on the dataset"""
-    online_steps: NonNegativeInt = 0
+    online_steps: int = 0
     """environment steps after max_steps, one update each"""
     domain: Literal["mujoco", "antmaze", "kitchen", "adroit"] = "mujoco"
     """use the authors' expectile, temperature, dropout and rewards for this domain"""
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: float = 3e-4
     """learning rate of Adam, for policy, critics and value"""
     anneal_actor: bool = True
     """let the policy's learning rate fall by a cosine to 0 over max_steps"""
-    gamma: UnitInterval = 0.99
+    gamma: float = 0.99
     """discount"""
-    tau: UnitInterval = 0.005
+    tau: float = 0.005
     """step of the target critics towards the critics"""
-    expectile: Annotated[float, "above 0 and below 1"] | None = None
+    expectile: float | None = None
     """expectile of the value"""
-    temperature: NonNegativeFloat | None = None
+    temperature: float | None = None
     """inverse temperature of the policy's weights: beta"""
     rewards: Literal["raw", "return-range", "minus-one"] | None = None
     """treatment of rewards: none, times 1,000 / (highest - lowest return of the dataset), or minus 1"""
     normalize: bool = False
     """subtract the dataset's mean from observations and divide them by its standard deviation"""
-    batch_size: PositiveInt = 256
+    batch_size: int = 256
     """transitions per update"""
-    hidden_size: PositiveInt = 256
+    hidden_size: int = 256
     """units of the two hidden layers"""
-    dropout: Annotated[float, "at least 0 and below 1"] | None = None
+    dropout: float | None = None
     """share of the actor's hidden units that is dropped in training"""
-    log_every: PositiveInt = 500
+    log_every: int = 500
     """updates between rows of metrics"""
-    save_every: PositiveInt = 5_000
+    save_every: int = 5_000
     """updates between checkpoints"""
 
 
@@ -263,6 +254,13 @@ def reward_map(data: Dataset, treatment: str) -> tuple[float, float]:
     return 1.0, -1.0 if treatment == "minus-one" else 0.0
 
 
+def check(args: Args, space: gym.Space) -> None:
+    """Raises UserError for impossible settings."""
+    if not is_bounded(space):
+        wanted = "a Box of floats with finite bounds"
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
+
+
 @torch.no_grad()
 def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float,
         generator: torch.Generator) -> np.ndarray:  # fmt: skip
@@ -274,17 +272,19 @@ def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | fl
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    settings = resolve(args, PRESETS, args.domain)
+    device, make = prepare(args), partial(make_env, args)
+    settings = preset(args, PRESETS, args.domain)
     data = None if args.evaluate else load_dataset(args)
-    make, obs_size, space = open_env(args)
-    action_size = math.prod(space.shape or ())
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
+    check(args, space)
+    action_size = math.prod(space.shape)
     agent = Agent(obs_size, action_size, args).to(device)
 
     def policy(obs: np.ndarray, *noise) -> np.ndarray:
         return to_env(act(agent.actor, space, agent.normalized(obs), *noise), space)
 
-    score_agent = partial(evaluate, make, policy, args.eval_episodes, args.seed, device)
+    score_agent = partial(evaluate, make, policy, args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     check_spaces(data, obs_size, space)
@@ -299,35 +299,22 @@ def train(args: Args) -> list[dict]:
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
     optimizers = Optimizers(*(adam(part.parameters()) for part in (agent.actor, agent.critics, agent.value)))
     generator = torch.Generator(device).manual_seed(args.seed)
-    run = Run(args, NAME, args.env_id, args.max_steps + args.online_steps, ("return", "eval/return", "weight"),
-              "online_steps")  # fmt: skip
+    run = Run(args, NAME, data.name, args.max_steps + args.online_steps, ("return", "eval/return", "weight"))
     run.print(f"{data.name}: {len(data.starts)} trajectories, {rows.sum()} transitions taken of {len(data.obs)}")
     run.print(settings)
-    envs = make_vector(make, 1, args.seed)
-
-    def state(drawn: Tensor | None = None) -> dict:
-        """If a step fails, `drawn` is the generator's state before it, so a resumed run repeats the step. The
-        environment's draws from global generators are not repeated: copying those at each step would cost time."""
-        online = {"envs": envs.log.state(obs), "episodes": episodes,
-                  "replay": replay.save(run.dir / "replay", args.keep)} if step > args.max_steps else {}  # fmt: skip
-        return {"agent": agent.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
-                "generator": generator.get_state() if drawn is None else drawn} | online  # fmt: skip
-
-    step, obs, episodes = run.step, None, []
-    if step > args.max_steps:
-        replay.load(run.dir / "replay", run.state["replay"])
-        obs, episodes = restore_vector(envs, run.state["envs"]), run.state["episodes"]
-    run.restore(agent=agent, optimizers=optimizers, generator=generator)
+    envs, obs = make_vector(make, args, max(0, run.step - args.max_steps))
+    parts = optimizers._asdict() | dict(agent=agent, generator=generator)
+    online = dict(replay=replay)  # before, it is the dataset
+    run.restore(**parts | (online if run.step > args.max_steps else {}))
+    step, episodes = run.step, run.state.get("episodes", [])
     while step < run.total:
         # collect
         if step >= args.max_steps:
-            obs = reset_vector(envs) if obs is None else obs
-            with run.saving(step, partial(state, generator.get_state())):
-                actions = act(agent.actor, space, agent.normalized(obs), 1.0, generator)
-                next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space), step + 1)
+            actions = act(agent.actor, space, agent.normalized(obs), 1.0, generator)
+            next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space))
             replay.add(agent.normalized(obs), actions, factor * rewards[:, None] + summand, terminated[:, None],
                        agent.normalized(true_obs))  # fmt: skip
-            obs, episodes = next_obs.copy(), episodes + ended
+            obs, episodes = next_obs, episodes + ended
 
         # update
         learning_rate = args.learning_rate
@@ -344,11 +331,9 @@ def train(args: Args) -> list[dict]:
             columns = {name: value.item() for name, value in metrics.items()} | episode_columns(episodes)
             columns["time/updates_per_second"], episodes = run.speed(step), []
             if due:
-                with run.saving(step, state, columns=columns):
-                    columns |= score_agent()
-                columns |= compared(columns, data, run, step)
+                columns |= compared(score_agent(), data, run, step)
             run.log(step, **columns)
-        run.end_step(step, state)
+        run.end_step(step, parts | (online | dict(episodes=episodes) if step > args.max_steps else {}))
 
     envs.close()
     curves = {"return": ("eval/return", "eval/return_stochastic"), "value": ("q", "v"), "weight": ("weight",)}
@@ -356,4 +341,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

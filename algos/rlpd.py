@@ -25,33 +25,18 @@ Run
     python algos/rlpd.py --evaluate RUN --eval-episodes 100 --capture-video      scores a saved agent
 
 Expect
-    The default run, Hopper-v5's collection: from 84 to 282 with the likeliest actions (seed 1, two threads), to 339 on
-    one thread; about 75 CPU seconds there, two minutes on two cores. sac.py has 264 after 20,000 steps.
-    Pendulum-v1 with what sac.py saw in 4,000 steps, 64 units, mean return after 400 to 700 steps: -440 +- 50; without
-    the data -910 +- 290, worse in 9 of 10 seeds; without LayerNorm -740 +- 120 (10 seeds, 95 % intervals). Drawn
-    uniformly from one buffer (--offline-ratio None) the data helps as much, -426 +- 55: this task shows what the data
-    is worth, not what the halves are (benchmarks/effects.py, rlpd-pendulum).
+    The default run, Hopper-v5's collection: from 84 to 282 with the likeliest actions (seed 1), in two minutes on two
+    cores. sac.py has 264 after 20,000 steps. Pendulum-v1, mean return after 400 to 700 steps: -440; without the data
+    -910, without LayerNorm -740, drawn uniformly from one buffer -426 (10 seeds; benchmarks/effects.py, rlpd-pendulum).
 
 Metrics
-    return, length      of the training episodes that ended since the row before; absent where none did
-    eval/return         mean over --eval-episodes, likeliest action; eval/return_stochastic: sampled actions
-    eval/success        share of these episodes that reach a success; where the environment reports it
-    eval/score          100 (R - random) / (expert - random) with the returns recorded beside the data; R is eval/return
-    eval/d4rl_score     the same with D4RL's constants: D4RL's files on its -v4 environments only
-    eval/best_return    in the last row: the best of all evaluations. It is picked by test score; eval/return is not
-    Of the newest update (entropy and alpha: of the newest that moved the actor):
-    q                   mean of Q_1 over the batch; should stay near the discounted return, runaway growth is divergence
-    td_error            mean |Q_1(s, a) - y|
-    entropy             mean of -log pi in nats of the [-1, 1] box; comes down to the target entropy
-    alpha               temperature; settles
-    grad_norm           of the critics
+    As in sac.py. eval/score, eval/d4rl_score and eval/best_return: as in bc.py.
 
 Differences
     - The loss of the critics is half a sum over them, the authors' a mean (ikostrikov/rlpd,
       rlpd/agents/sac/sac_learner.py): Adam hides the factor. LayerNorm's epsilon is PyTorch's 1e-5, theirs 1e-6.
-    - The authors draw one large minibatch per step and split it; ours are drawn one by one. Their --offline_ratio takes
-      other shares than a half, but their `combine` interleaves the two halves (train_finetuning.py) and so needs equal
-      ones. They clip the dataset's actions to 1 - 1e-5; nothing here needs it, since no density is taken of them.
+    - The authors draw one large minibatch per step and split it; ours are drawn one by one. They clip the dataset's
+      actions to 1 - 1e-5; nothing here needs it, since no density is taken of them.
     - For AntMaze and Adroit the authors take three hidden layers, leave entropy out of the target, and pay AntMaze 1
       less per step. These are not offered. We have not read the paper's tables.
     - Rewards are the dataset's own and the environment's own: they must agree.
