@@ -102,6 +102,8 @@ def load_dataset(args: OfflineArgs) -> Dataset:
         data = read_hdf5(path) if path.is_file() else read_minari(path)
     except ImportError as error:
         raise UserError(f'--dataset {path} needs {error.name}: pip install h5py "minari[hdf5]"') from error
+    except (OSError, ValueError) as error:  # a file that is cut off, an id that the server does not know
+        raise UserError(f"--dataset {path} cannot be read: {error}") from error
     if not all(np.isfinite(column).all() for column in (data.obs, data.actions, data.rewards, data.next_obs)):
         raise UserError(f"--dataset {path} has numbers that are not finite")
     data.name = args.dataset or data.name
@@ -154,7 +156,7 @@ def read_minari(path: Path) -> Dataset:
     about = dataset.storage.read_raw_metadata(dataset.storage.data_path)
     spaces = [json.loads(about[f"{which}_space"]) for which in ("observation", "action")]
     parts = []
-    for episode in dataset:
+    for episode in (episode for episode in dataset if len(episode.rewards)):
         obs, actions = flat(spaces[0], episode.observations), flat(spaces[1], episode.actions)
         parts.append((obs[:-1], actions, episode.rewards, episode.terminations, obs[1:]))
     obs, actions, rewards, terminated, next_obs = (np.concatenate(part).astype(np.float32) for part in zip(*parts))
