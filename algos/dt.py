@@ -54,7 +54,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -63,13 +63,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.cli import main, prepare
-from utils.envs import open_env
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
+from utils.control import is_bounded, make_env, rollouts, score_saved, to_env, to_unit
+from utils.core import Run, UserError, main, prepare
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
-from utils.rollouts import rollouts, score_saved
-from utils.run import Run
-from utils.spaces import to_env, to_unit
 
 NAME, TITLE = "dt", "Decision Transformer"
 TARGETS = (1.0, 0.75, 0.5, 0.25)  # default target returns: from the lowest (0) to the highest (1) of the dataset
@@ -77,43 +73,43 @@ TARGETS = (1.0, 0.75, 0.5, 0.25)  # default target returns: from the lowest (0) 
 
 @dataclass
 class Args(OfflineArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs); env_kwargs, eval_every,
+    # inherited: seed, device, threads, output_dir, resume, track (RunArgs); env_kwargs, eval_every,
     # eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
-    max_steps: PositiveInt = 1_000
+    max_steps: int = 1_000
     """updates"""
-    eval_episodes: PositiveInt = 7
+    eval_episodes: int = 7
     """evaluation episodes for each of --target-returns"""
     target_returns: tuple[float, ...] = ()
     """returns to ask for; none: the dataset's highest, and 3/4, 1/2, 1/4 of the way there from its lowest"""
-    rtg_scale: PositiveFloat = 1_000.0
+    rtg_scale: float = 1_000.0
     """returns-to-go are divided by this"""
-    context_length: PositiveInt = 5
+    context_length: int = 5
     """steps in a window: K"""
-    embed_dim: PositiveInt = 128
+    embed_dim: int = 128
     """width of the transformer"""
-    num_layers: PositiveInt = 3
+    num_layers: int = 3
     """blocks"""
-    num_heads: PositiveInt = 1
+    num_heads: int = 1
     """attention heads"""
-    dropout: Annotated[float, "at least 0 and below 1"] = 0.1
+    dropout: float = 0.1
     """dropout of embeddings, attention and residuals"""
-    max_episode_length: PositiveInt = 1_000
+    max_episode_length: int = 1_000
     """time steps that have an embedding of their own; later ones share the last"""
-    batch_size: PositiveInt = 128
+    batch_size: int = 128
     """windows per update"""
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: float = 1e-3
     """learning rate of AdamW, after the warm-up"""
-    warmup_steps: NonNegativeInt = 500
+    warmup_steps: int = 500
     """updates over which the learning rate rises linearly"""
-    weight_decay: NonNegativeFloat = 1e-4
+    weight_decay: float = 1e-4
     """weight decay of AdamW, on all parameters"""
-    max_grad_norm: PositiveFloat = 0.25
+    max_grad_norm: float = 0.25
     """gradients are clipped to this norm"""
     precision: Literal["float32", "bfloat16"] = "float32"
     """precision of the forward pass (autocast); weights and optimizer stay float32"""
-    log_every: PositiveInt = 100
+    log_every: int = 100
     """updates between rows of metrics"""
-    save_every: PositiveInt = 500
+    save_every: int = 500
     """updates between checkpoints"""
 
 
@@ -234,8 +230,11 @@ def update(model: DecisionTransformer, optimizer: torch.optim.Optimizer, batch: 
     return {"loss": loss.detach(), "grad_norm": grad_norm}
 
 
-def check(args: Args) -> None:
+def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for impossible settings."""
+    if not is_bounded(space):
+        wanted = "a Box of floats with finite bounds"
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
     if args.embed_dim % args.num_heads:
         raise UserError(f"--embed-dim {args.embed_dim} must be a multiple of --num-heads {args.num_heads}")
 
@@ -280,17 +279,18 @@ def scores(returns: np.ndarray, targets: tuple[float, ...]) -> dict[str, float]:
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    check(args)
+    device, make = prepare(args), partial(make_env, args)
     data = None if args.evaluate else load_dataset(args).whole()  # as the authors' download script
-    make, obs_size, space = open_env(args)
-    model = DecisionTransformer(obs_size, math.prod(space.shape or ()), args).to(device)
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
+    check(args, space)
+    model = DecisionTransformer(obs_size, math.prod(space.shape), args).to(device)
 
     def score_agent(video: Path | None = None) -> dict[str, float]:
         return scores(achieved(model, make, space, args, device, video), args.target_returns)
 
     if args.evaluate:
-        return score_saved(args, score_agent, ("target_returns",), model=model)
+        return score_saved(args, score_agent, model=model)
     check_spaces(data, obs_size, space)
     returns = data.trajectory_returns()
     lowest, highest = returns.min().item(), returns.max().item()
@@ -301,15 +301,12 @@ def train(args: Args) -> list[dict]:
     rows = sequences(data, space, model, args.rtg_scale, device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
     generator = torch.Generator(device).manual_seed(args.seed)
-    run = Run(args, NAME, args.env_id, args.max_steps, ("loss", "eval/return", "eval/slope"))
+    run = Run(args, NAME, data.name, args.max_steps, ("loss", "eval/return", "eval/slope"))
     run.print(f"{data.name}: {len(data.starts)} trajectories, {len(data.obs)} steps, returns up to {highest:.0f}; "
               f"target returns: {', '.join(f'{target:g}' for target in args.target_returns)}")  # fmt: skip
-
-    def state() -> dict:
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "generator": generator.get_state()}
-
+    parts = dict(model=model, optimizer=optimizer, generator=generator)
+    run.restore(**parts)
     step = run.step
-    run.restore(model=model, optimizer=optimizer, generator=generator)
     while step < run.total:
         # update
         optimizer.param_groups[0]["lr"] = args.learning_rate * min((step + 1) / max(args.warmup_steps, 1), 1)
@@ -323,16 +320,13 @@ def train(args: Args) -> list[dict]:
             columns = {name: value.item() for name, value in metrics.items()}
             columns["time/updates_per_second"] = run.speed(step)
             if due:
-                with run.saving(step, state, columns=columns):
-                    columns |= score_agent()
-                columns |= compared(columns, data, run, step)
+                columns |= compared(score_agent(), data, run, step)
             run.log(step, **columns)
-        run.end_step(step, state)
+        run.end_step(step, parts)
 
-    asked = {target: f"eval/return_at_{target:g}" for target in args.target_returns}
-    curves = {"return": tuple(asked.values()), "return over target": asked, "loss": ("loss",), "slope": ("eval/slope",)}
+    curves = {"return": ("eval/return_at_*",), "loss": ("loss",), "slope": ("eval/slope",)}
     return run.finish(model.state_dict(), curves, f"{TITLE} on {data.name}")
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

@@ -62,44 +62,41 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state
-from utils.cli import main, prepare
-from utils.envs import (
+from utils.control import (
+    LONGEST,
     EnvArgs,
-    Vector,
     episode_columns,
+    evaluate,
+    make_env,
     make_vector,
-    open_env,
-    reset_vector,
-    restore_vector,
+    score_saved,
     step_vector,
 )
-from utils.errors import PositiveFloat, PositiveInt, UnitInterval, UserError
-from utils.rollouts import LONGEST, evaluate, score_saved
-from utils.run import Run
+from utils.core import Run, UserError, main, prepare
 
 NAME, TITLE = "reinforce", "REINFORCE"
 
 
 @dataclass
 class Args(EnvArgs):
-    # inherited: seed, device, threads, output_dir, keep, resume, track (RunArgs);
+    num_envs = 1
+    # inherited: seed, device, threads, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "CartPole-v1"
     """a Gymnasium environment with discrete actions, or MODULE:NAME of one that MODULE registers"""
-    total_timesteps: PositiveInt = 100_000
+    total_timesteps: int = 100_000
     """environment steps; the last episodes are played to their end, uncounted"""
-    num_episodes: PositiveInt = 8
+    num_episodes: int = 8
     """episodes per update"""
-    learning_rate: PositiveFloat = 1e-2
+    learning_rate: float = 1e-2
     """learning rate of Adam"""
-    gamma: UnitInterval = 0.99
+    gamma: float = 0.99
     """discount"""
     baseline: bool = True
     """subtract what the other episodes got from the same step on"""
-    hidden_size: PositiveInt = 64
+    hidden_size: int = 64
     """units of the hidden layer"""
-    save_every: PositiveInt = 10_000
+    save_every: int = 10_000
     """environment steps between checkpoints"""
 
 
@@ -148,7 +145,7 @@ def act(policy: nn.Module, obs: np.ndarray, scale: Tensor | float, generator: to
     return (logits + scale * noise).argmax(-1).cpu().numpy()
 
 
-def collect(policy: nn.Module, envs: Vector, obs: np.ndarray, start: int, step: int, generator: torch.Generator,
+def collect(policy: nn.Module, envs, obs: np.ndarray, start: int, generator: torch.Generator,
             args: Args) -> tuple[Batch, np.ndarray, list]:  # fmt: skip
     """`num_episodes` whole episodes, one after the other, from the first observation `obs` (1, D). The environment's
     actions count from `start`.
@@ -165,10 +162,10 @@ def collect(policy: nn.Module, envs: Vector, obs: np.ndarray, start: int, step: 
             if len(rows[-1]) == LONGEST:
                 wrong = f"an episode of --env-id {args.env_id} has not ended after {LONGEST} steps"
                 raise UserError(f"{wrong}: --env-kwargs max_episode_steps=1000 sets a limit")
-            action, step = act(policy, obs, 1.0, generator), step + 1
-            following, _, reward, _, _, ended = step_vector(envs, start + action, step)
+            action = act(policy, obs, 1.0, generator)
+            following, _, reward, _, _, ended = step_vector(envs, start + action)
             rows[-1].append((obs[0], action[0], reward[0]))
-            obs = following.copy()
+            obs = following
         episodes += ended
     columns = [[torch.tensor(np.array(column)) for column in zip(*episode)] for episode in rows]
     seen, actions, rewards = (pad_sequence(list(column), batch_first=True) for column in zip(*columns))
@@ -187,30 +184,26 @@ def check(args: Args, space: gym.Space) -> None:
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    make, obs_size, space = open_env(args)
+    device, make = prepare(args), partial(make_env, args)
+    env = make()
+    obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     policy = nn.Sequential(nn.Linear(obs_size, args.hidden_size), nn.Tanh(), nn.Linear(args.hidden_size, int(space.n)))
     policy.to(device)
     score_agent = partial(evaluate, make, lambda obs, scale, generator: space.start + act(
-        policy, obs, scale, generator), args.eval_episodes, args.seed, device)  # fmt: skip
+        policy, obs, scale, generator), args, device)  # fmt: skip
     if args.evaluate:
         return score_saved(args, score_agent, policy=policy)
     optimizer = torch.optim.Adam(policy.parameters(), lr=args.learning_rate)
     generator = torch.Generator(device).manual_seed(args.seed)
-    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "entropy"), "total_timesteps")
-    envs = make_vector(make, 1, args.seed)
-
-    def state() -> dict:
-        return {"policy": policy.state_dict(), "optimizer": optimizer.state_dict(),
-                "envs": envs.log.state(obs), "generator": generator.get_state()}  # fmt: skip
-
-    step, obs = run.step, restore_vector(envs, run.state["envs"]) if run.state else reset_vector(envs)
-    run.restore(policy=policy, optimizer=optimizer, generator=generator)
+    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "entropy"))
+    envs, obs = make_vector(make, args, run.step)
+    parts = dict(policy=policy, optimizer=optimizer, generator=generator)
+    run.restore(**parts)
+    step = run.step
     while step < run.total:
         # collect
-        with run.saving(step, state(), rng_state()):
-            batch, obs, episodes = collect(policy, envs, obs, space.start, step, generator, args)
+        batch, obs, episodes = collect(policy, envs, obs, space.start, generator, args)
         step = min(step + int(batch.mask.sum()), run.total)
 
         # update
@@ -219,10 +212,9 @@ def train(args: Args) -> list[dict]:
 
         # evaluate
         if run.due(step, args.eval_every):
-            with run.saving(step, state, columns=columns):
-                columns |= score_agent()
+            columns |= score_agent()
         run.log(step, **columns)
-        run.end_step(step, state)
+        run.end_step(step, parts)
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "entropy": ("entropy",), "advantage std": ("advantage_std",)}
@@ -230,4 +222,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

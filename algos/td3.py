@@ -37,7 +37,6 @@ Expect
     Where every true Q is 0, Q(s, mu(s)) is 1.94 by DDPG and 0.58 by TD3 (10 seeds; benchmarks/effects.py, td3-bias).
 
 Metrics
-    eval/return         without noise; eval/return_stochastic: with that of exploration
     q                   mean of Q_1 over the newest batch; should stay near the discounted return
     q_policy            mean of Q_1(s, mu(s)); far above q, the actor has found errors of the critic
 

@@ -161,7 +161,7 @@ class Run:
             self.dir.mkdir(parents=True, exist_ok=True)
             versions = {name: version(name) for name in ("torch", "numpy", "transformers", "gymnasium")}
             config = {"algo": algo, "task": task, "args": vars(args), "versions": versions, "command": sys.argv}
-            replace(self.dir / "config.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
+            write_atomically(self.dir / "config.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
             self.metrics = open(self.dir / "metrics.jsonl", "a+")
             self.metrics.truncate(self.state.get("metrics_size", 0))  # rows behind the checkpoint are computed again
             self.metrics.seek(0)
@@ -218,7 +218,7 @@ class Run:
             state = {name: state_of(part) for name, part in parts.items()}
             if self.writes:
                 state |= {"step": step, "rng": rng_state(), "metrics_size": self.metrics.tell()}
-                replace(self.dir / "checkpoint.pt", lambda file: torch.save(state, file))
+                write_atomically(self.dir / "checkpoint.pt", lambda file: torch.save(state, file))
         self.step = step
         if asked and step < self.total:
             print(f"stopped after step {step}; continue with --resume {self.dir}", flush=True)
@@ -246,7 +246,7 @@ class Run:
         return self.history
 
 
-def replace(path: Path, write: Callable) -> None:
+def write_atomically(path: Path, write: Callable) -> None:
     """`write(file)`, flushed to the disk, then renamed: a kill leaves the old file or the new."""
     with open(path.with_name(path.name + ".tmp"), "wb") as file:
         write(file)
