@@ -1,10 +1,4 @@
-"""A run: its arguments, folder, numbers and checkpoints. Knows no algorithm.
-
-RUN/config.json      arguments as resolved, versions, command
-RUN/metrics.jsonl    one row a step; only columns that start with time/ may differ after a resume
-RUN/checkpoint.pt    what --resume continues from
-RUN/curve.png, RUN/model/
-"""
+"""A run: its arguments, and its folder with config.json, metrics.jsonl, checkpoint.pt, curve.png and model/."""
 
 import dataclasses
 import json
@@ -97,13 +91,12 @@ def preset(args: RunArgs, presets: dict[str, dict], row: str) -> str:
     return f"settings for {row}: {filled}"
 
 
-def find_users_code(folder: str | Path) -> None:
-    """Lets `import` find what is in `folder`. If it has a package called `utils`, that is from now on this name's: all
-    of ours is loaded."""
-    folder, ours = Path(folder).resolve(), Path(__file__).resolve().parents[1]
+def find_users_code(folder: Path) -> None:
+    """Lets `import` find what is in `folder`. If it has a package `utils`, the name is its own: all of ours is loaded."""
+    ours = str(Path(__file__).resolve().parents[1])
     sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
-    if folder != ours and ((folder / "utils").is_dir() or (folder / "utils.py").is_file()):
-        sys.path.remove(str(ours)) if str(ours) in sys.path else None
+    if str(folder) != ours and any(folder.glob("utils*")):
+        sys.path[:] = [path for path in sys.path if path != ours]
         for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
             del sys.modules[name]
 
