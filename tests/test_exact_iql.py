@@ -21,10 +21,10 @@ from scipy import optimize, stats
 from torch import nn
 
 from algos import bc, iql
-from utils.collection import save_collection
-from utils.errors import UserError
+from benchmarks.record_suite import save
+from utils.control import ReplayBuffer
+from utils.core import UserError
 from utils.offline import Dataset
-from utils.replay import ReplayBuffer
 
 D, A, H, B = 3, 2, 8, 16  # observations, actions, hidden units, rows of a minibatch
 GAMMA, TAU, RATE, EXPECTILE, TEMPERATURE = 0.9, 0.1, 1e-2, 0.8, 3.0
@@ -383,11 +383,12 @@ def recorded(tmp_path_factory):
         while not over:
             action = env.action_space.sample()
             next_obs, reward, terminated, truncated, _ = env.step(action)
-            rows.append((obs, action, np.float32(reward), terminated, next_obs, terminated or truncated))
+            rows.append((obs, action, np.float32(reward), terminated, truncated, next_obs))
             obs, over = next_obs, terminated or truncated
-    columns = [np.array(column) for column in zip(*rows)]
+    obs, actions, rewards, terminals, timeouts, next_obs = (np.array(column) for column in zip(*rows))
+    columns = [obs, actions, rewards, terminals, next_obs, terminals | timeouts]
     path = tmp_path_factory.mktemp("data") / "probe.hdf5"
-    save_collection(path, *columns[:5], {"env_id": "environments:Probe-v0"})
+    save(path, {"env_id": "environments:Probe-v0"}, rows)
     assert 0 < columns[3].sum() < 12  # some terminated, some were cut off
     return path, columns
 
