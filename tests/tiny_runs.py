@@ -64,7 +64,7 @@ MODELS = {  # name -> architecture, seed of the weights, settings
     "jitter": ("Mixtral", 0, {"router_jitter_noise": 1e-4, "num_local_experts": 2}),
 }
 gym.register("Heavy-v0", "gymnasium.envs.classic_control:PendulumEnv", kwargs={"g": 20}, max_episode_steps=40)
-gym.register("NoisyPong-v0", "tiny_runs:noisy_pong")
+gym.register("ALE/NoisyPong-v0", "tiny_runs:noisy_pong")
 
 
 def noisy_pong(**kwargs) -> gym.Env:

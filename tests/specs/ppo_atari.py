@@ -87,7 +87,7 @@ SPEC = Spec(
             differs=dict(update_epochs=(4, "makes 3 epochs"), vf_coef=(0.5, "weighs the value loss by 1")),
         ),
     ),
-    flags=PPO | dict(env_id="NoisyPong-v0", env_kwargs=("max_num_frames_per_episode=80",), num_steps=4,
+    flags=PPO | dict(env_id="ALE/NoisyPong-v0", env_kwargs=("max_num_frames_per_episode=80",), num_steps=4,
                      total_timesteps=16, learning_rate=1e-3),
     only=("seed", "env_id", "env_kwargs", "clip_coef", "normalize", "hidden_size", "compile"),
     special={
