@@ -18,9 +18,9 @@ from torch import nn
 from torch.func import functional_call
 
 from algos import dt
-from utils.collection import save_collection
+from benchmarks.record_suite import save
+from utils.control import to_env
 from utils.offline import Dataset
-from utils.spaces import to_env
 
 D, A, W, K, B = 3, 2, 8, 5, 6  # observations, actions, width, steps in a window, windows
 LONGEST = 12  # time steps with an embedding of their own
@@ -351,8 +351,8 @@ def run(tmp_path_factory):
     ends = np.isin(np.arange(14), STARTS[1:] - 1)
     next_obs = np.roll(data.obs, -1, 0)
     next_obs[ends] = next_obs[-1] = 99
-    save_collection(folder / "data.hdf5", data.obs, data.actions, data.rewards, data.terminated, next_obs,
-                    {"env_id": "PlainrlDtToy-v0"})  # fmt: skip
+    rows = list(zip(data.obs, data.actions, data.rewards, data.terminated, ends, next_obs))
+    save(folder / "data.hdf5", {"env_id": "PlainrlDtToy-v0"}, rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dt, "update", recording)
         out = new_run(dt, folder / "runs", *SETTINGS, "--dataset", folder / "data.hdf5")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from algos import bc, iql, rlpd
-from benchmarks import make_authors_fixtures as authors
+from benchmarks.peers import make_authors_fixtures as authors
 
 EXACT = 1e-9  # float64, four steps of Adam
 DENSE = [f"MLP_0/Dense_{i}" for i in range(3)]
