@@ -35,8 +35,8 @@ import tyro
 from scipy.stats import t as student
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.machine import cores  # noqa: E402
 from utils.errors import PositiveInt, UserError, check_numbers  # noqa: E402
-from utils.machine import cores  # noqa: E402
 
 OURS = ("seed", "output-dir", "resume")  # set for each seed, so not to be given
 
@@ -85,7 +85,7 @@ def command(args: Args, flags: list[str], seed: int) -> list:
     runs = sorted(path.parent for path in (args.folder / f"seed-{seed}").glob("*/config.json"))
     if any((run / "model").is_dir() for run in runs):
         return []
-    begun = [run for run in runs if any((run / "checkpoints").glob("step-*.pt"))]
+    begun = [run for run in runs if any(run.glob("checkpoint*/*.pt")) or (run / "checkpoint.pt").exists()]
     more = ["--resume", begun[-1]] if begun else [*flags, "--seed", seed, "--output-dir", args.folder / f"seed-{seed}"]
     return [sys.executable, args.script, *more]
 

@@ -92,7 +92,7 @@ def preset(args: RunArgs, presets: dict[str, dict], row: str) -> str:
 
 
 def find_users_code(folder: Path) -> None:
-    """Lets `import` find what is in `folder`. If it has a package `utils`, the name is its own: all of ours is loaded."""
+    """Lets `import` find what is in `folder`. A package `utils` there takes the name: all of ours is loaded."""
     ours = str(Path(__file__).resolve().parents[1])
     sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
     if str(folder) != ours and any(folder.glob("utils*")):

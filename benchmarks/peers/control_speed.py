@@ -123,8 +123,8 @@ def now() -> tuple[float, float]:
 def run_ours(name: str, case: Case, seed: int, threads: int, compiled: bool) -> list[tuple]:
     """Marks of a whole run of our script: (step, *now(), seconds in environment, inference and update until then)."""
     from algos import ppo
-    from utils.replay import ReplayBuffer
-    from utils.run import Run
+    from utils.control import ReplayBuffer
+    from utils.core import Run
 
     script, marks, seconds = importlib.import_module(f"algos.{name.split('-')[0]}"), [], [0.0, 0.0, 0.0]
 

@@ -42,10 +42,8 @@ from scipy import stats
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from benchmarks.peers.trl_grpo import machine  # noqa: E402
-from utils.envs import make_env  # noqa: E402
+from utils.control import evaluate, make_env, rollouts, to_env, to_unit  # noqa: E402
 from utils.offline import load_dataset  # noqa: E402
-from utils.rollouts import evaluate, rollouts  # noqa: E402
-from utils.spaces import to_env, to_unit  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 Algo = Literal["iql", "dt"]
@@ -77,7 +75,7 @@ def read(dataset: str):
 
     args = bc.Args(dataset=dataset)
     data = load_dataset(args)
-    make = partial(make_env, args.env_id, args.env_kwargs)
+    make = partial(make_env, args)
     env = make()
     env.close()
     return data, make, env.action_space
@@ -116,7 +114,8 @@ def corl_iql(folder: Path, dataset: str, seed: int, steps: int):
 
     def score(episodes: int) -> float:
         actor.eval()
-        return evaluate(make, act, episodes, seed, torch.device("cpu"))["eval/return"]
+        scoring = types.SimpleNamespace(eval_episodes=episodes, seed=seed)
+        return evaluate(make, act, scoring, torch.device("cpu"))["eval/return"]
 
     return update, score
 

@@ -25,8 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from algos import sac  # noqa: E402
 from benchmarks.curves import CURVES, FOLDER, recorded, run_once  # noqa: E402
-from utils.envs import make_env  # noqa: E402
-from utils.rollouts import evaluate  # noqa: E402
+from utils.control import evaluate, make_env  # noqa: E402
 
 NAME = "sac-halfcheetah"
 
@@ -37,8 +36,8 @@ def train(name: str, steps: int, seed: int) -> dict:
     from stable_baselines3.common.callbacks import BaseCallback
 
     args = sac.Args(**CURVES[name].settings)
-    env_id, every, episodes = args.env_id, args.eval_every, args.eval_episodes
-    start, returns = time.perf_counter(), []
+    args.seed, every, episodes = seed, args.eval_every, args.eval_episodes
+    start, returns, make = time.perf_counter(), [], partial(make_env, args)
 
     class Evaluation(BaseCallback):
         def _on_step(self) -> bool:
@@ -49,12 +48,12 @@ def train(name: str, steps: int, seed: int) -> dict:
                     return np.concatenate([self.model.predict(part, deterministic=mode)[0] for part, mode in parts])
 
                 state = torch.get_rng_state()  # a sampled action must not change the training that follows
-                scores = evaluate(partial(make_env, env_id), act, episodes, seed, torch.device("cpu"))
+                scores = evaluate(make, act, args, torch.device("cpu"))
                 torch.set_rng_state(state)
                 returns.append(scores["eval/return"])
             return True
 
-    model = SAC("MlpPolicy", make_env(env_id), learning_starts=args.learning_starts, seed=seed, device="cpu")
+    model = SAC("MlpPolicy", make(), learning_starts=args.learning_starts, seed=seed, device="cpu")
     model.learn(steps or args.total_timesteps, callback=Evaluation())
     return {"seed": seed, "eval/return": returns, "mean eval/return": float(np.mean(returns)),
             "last eval/return": returns[-1], "seconds": round(time.perf_counter() - start, 1),
