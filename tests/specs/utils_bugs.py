@@ -18,7 +18,7 @@ TESTS = {  # as Spec.tests
     "utils/memory.py": "memory",
     "utils/models.py": "exact_grpo parity_trl invariance sft exact_dpo lora checks runs distributed",
     "utils/normalize.py": "exact_ppo parity_sb3",
-    "utils/offline.py": "offline_data exact_iql exact_dt command_line_control",
+    "utils/offline.py": "offline_data exact_iql exact_dt collection",
     "utils/preferences.py": "preferences unpaired parity_trl_dpo dpo_runs",
     "utils/replay.py": "exact_sac exact_iql resume_control",
     "utils/reward_models.py": "reward_models exact_reward_model",
@@ -372,24 +372,20 @@ a-success-is-forgotten: only the last step is looked at, and many tasks go on af
 + success[i] = float(reported)
 
 wrappers-left-out: a name and arguments look like a whole environment
-- additional_wrappers=wrappers)
-+ additional_wrappers=())
-
-any-function-is-an-environment: what a file names is called
-- getattr(load_env_creator(part.entry_point), "__mro__", ())
-+ [gym.Env, gym.Wrapper]
+- key in known & spec.keys()}
++ key in known & spec.keys() - {"additional_wrappers"}}
 
 evaluated-where-it-was-recorded: two specifications in one file, of which the first is always there
-- about.get("eval_env_spec") or about.get("env_spec") or ""
-+ about.get("env_spec") or ""
+- about.get("eval_env_spec") or about.get("env_spec") or
++ about.get("env_spec") or
 
 cut-off-trajectory-kept: the end of a file looks like an end of an episode
 - cut_off, ends[-1] = not ends[-1], True
 + cut_off, ends[-1] = False, True
 
 score-of-another-environment: what was recorded belongs to the environment of the recording
-- data.env_id, data.returns = args.env_id, ()
-+ data.env_id = args.env_id
+- (data.env_id, data.env_kwargs) != (args.env_id, args.env_kwargs)
++ data.env_id is None
 
 replay-grows-for-ever: files are written and nobody deletes them
 -                 path.unlink()
@@ -532,8 +528,8 @@ variance-without-the-means: variances of batches are averaged, and that between 
 + (self.var * self.count + squares) / total
 
 bounds-taken-as-symmetric: in MuJoCo most bounds are -1 and 1
-- stretched = space.low + (actions + 1) / 2 * (space.high - space.low)
-+ stretched = actions * space.high
+- stretched = space.low + (actions.reshape(-1, *space.shape) + 1) / 2 * (space.high - space.low)
++ stretched = actions.reshape(-1, *space.shape) * space.high
 
 rows-that-were-never-written: buffers are allocated whole
 - held = min(self.total, self.capacity)
