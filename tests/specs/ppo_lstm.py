@@ -74,7 +74,7 @@ SPEC = Spec(
         ),
     },
     flags=PARENT.flags,
-    special=PARENT.special | dict(num_minibatches=({}, 1)),
+    special=PARENT.special | dict(num_minibatches=({}, 1), clip_coef=({"clip_coef": 0.01}, 0.005)),
     noise=PARENT.noise,
     bugs=parse_bugs(BUGS),
 )  # fmt: skip
