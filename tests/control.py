@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from helpers import command_line
 
 from algos import bc, c51, crossq, ddpg, dqn, dt, her, iql, ppo, rainbow, reinforce, rlpd, sac, td3
 from tests.specs import SPECS
+from utils.control import make_env
 
 SCRIPTS = {"ppo": ppo, "sac": sac, "ddpg": ddpg, "td3": td3, "dqn": dqn}
 OTHERS = {"crossq": crossq, "c51": c51, "her": her, "rainbow": rainbow, "reinforce": reinforce}
@@ -39,6 +41,20 @@ def float64():
 def close(actual, expected, atol=1e-10) -> None:
     actual, expected = (x.detach() if isinstance(x, torch.Tensor) else x for x in (actual, expected))
     np.testing.assert_allclose(actual, np.asarray(expected), rtol=0, atol=atol)
+
+
+def env_of(env_id: str, *env_kwargs: str):
+    """The environment as a script makes it."""
+    return make_env(SimpleNamespace(env_id=env_id, env_kwargs=env_kwargs))
+
+
+def checkpoint(folder) -> dict:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def stored_rows(folder) -> np.ndarray:
+    """The replay buffer of a run's checkpoint."""
+    return checkpoint(folder)["replay"]["rows"].numpy()
 
 
 def without(rows: list[dict], start: str = "eval/") -> list[dict]:

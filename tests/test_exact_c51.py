@@ -86,7 +86,7 @@ def test_update_equals_a_second_implementation(double):
 
     for count in range(1, 5):
         batch = rows(B, count)
-        numbers = c51.update(agent, optimizer, batch, count, args)
+        numbers = c51.metrics(agent, *c51.update(agent, optimizer, batch, count, args))
         chosen, other = (
             [int(((row * atoms).sum(1)).argmax()) for row in own_probs(name, batch.next_obs)]
             for name in (("q", "target") if double else ("target", "q"))

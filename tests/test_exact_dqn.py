@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from control import adam, close, float64, minibatch, mlp, named, randomise
+from control import adam, checkpoint, close, float64, minibatch, mlp, named, randomise, stored_rows
 from environments import Probe
 from every_script import sharing, stand_in, with_function
 from helpers import metrics, new_run, weights
@@ -21,7 +21,6 @@ from torch import nn
 
 from algos import dqn
 from tests.specs import SPECS
-from utils.checkpoint import load_newest
 
 script = stand_in("dqn", "exploration", "update")
 D, A, H, B = 3, 4, 8, 16  # observations, actions, hidden units, rows of a minibatch
@@ -69,7 +68,7 @@ def test_update_equals_a_second_implementation(double, huber, tau):
     far, differs = 0, 0
     for count in range(1, 8):
         batch = rows(B, count)
-        numbers = dqn.update(agent, optimizer, batch, count, args)
+        numbers = dqn.metrics(agent, *dqn.update(agent, optimizer, batch, count, args))
         target = own_target(p, batch, double)
         differs += (own_target(p, batch, not double) != target).sum()
         loss, q = own_loss(p, batch, target, huber)
@@ -184,10 +183,8 @@ SETTINGS = ("--device cpu --env-id environments:Steps-v0 --total-timesteps 160 -
             ).split()  # fmt: skip
 
 
-def rows_of(folder, total: int = 160) -> list[np.ndarray]:
-    files = sorted((folder / "replay").iterdir())
-    stored = np.concatenate([np.fromfile(path, np.float32) for path in files]).reshape(total, 11)
-    return np.split(stored, [4, 5, 6, 7], 1)
+def rows_of(folder) -> list[np.ndarray]:
+    return np.split(stored_rows(folder), [4, 5, 6, 7], 1)
 
 
 def assert_true(obs, actions, rewards, terminated, next_obs) -> None:
@@ -232,16 +229,16 @@ def test_train_stores_true_transitions_and_learns_from_them(a_run):
 
 @without_goals
 def test_train_takes_every_update(a_run):
-    """Three at each multiple of six steps after learning_starts, counted from 1, by Adam for exactly Q."""
+    """Three at each multiple of six steps after learning_starts, counted from step 0 on, by Adam for exactly Q."""
     folder, calls = a_run
-    assert [call[3] for call in calls] == list(range(1, 1 + 3 * len(range(42, 161, 6))))
+    assert [call[3] for call in calls] == list(range(1 + 3 * 6, 1 + 3 * len(range(6, 161, 6))))
     agent, optimizer = calls[0][:2]
     (group,) = optimizer.param_groups
     assert type(optimizer) is torch.optim.Adam
     assert [id(x) for x in group["params"]] == [id(x) for x in agent.q.parameters()]
     assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.9, 0.999), 0)
-    saved, moved = load_newest(folder / "checkpoints"), dict(agent.named_parameters())
-    assert saved["updates"] == len(calls) == {x["step"].item() for x in saved["optimizer"]["state"].values()}.pop()
+    saved, moved = checkpoint(folder), dict(agent.named_parameters())
+    assert len(calls) == {x["step"].item() for x in saved["optimizer"]["state"].values()}.pop()
     for name, tensor in weights(folder).items():
         if name.startswith("q.") and name in moved:  # the target network was not renewed: it is what Q was at first
             assert not torch.equal(tensor, weights(folder)[name.replace("q.", "target.", 1)])

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from control import adam, close, float64, named, randomise
+from control import adam, checkpoint, close, float64, named, randomise, stored_rows
 from every_script import stand_in
 from helpers import SMALL, metrics, new_run, weights
 from scipy import stats
@@ -15,7 +15,6 @@ from test_exact_c51 import by_floor_and_ceiling
 from test_exact_dqn import SETTINGS, rows
 
 from algos import c51, rainbow
-from utils.checkpoint import load_newest
 
 script = stand_in("rainbow", "update", "merge")
 GAMMA, RATE, D, A, H, N, B = 0.9, 1e-2, 3, 4, 8, 7, 16
@@ -50,14 +49,14 @@ def test_train_stores_every_window_within_its_episode(n, tmp_path, monkeypatch):
     window crosses an end, and each step of an ended episode starts one, those near the end a shorter one."""
     taken, step_vector = [], rainbow.step_vector
 
-    def recording(envs, actions, step):
-        out = step_vector(envs, actions, step)
+    def recording(envs, actions):
+        out = step_vector(envs, actions)
         taken.append((actions + 1, *(x.copy() for x in out[1:5])))
         return out
 
     monkeypatch.setattr(rainbow, "step_vector", recording)
     folder = new_run(rainbow, tmp_path, *SETTINGS, "--eval-every", 0, "--n-step", n, "--gamma", GAMMA)
-    stored = np.concatenate([np.fromfile(path, np.float32) for path in sorted((folder / "replay").iterdir())])
+    stored = stored_rows(folder)
     expected, kinds = [], set()
     for env in range(2):
         steps, before = [], None
@@ -262,7 +261,8 @@ def test_update_equals_a_second_implementation(without):
         plain, g = rows(B, count), torch.Generator().manual_seed(count)
         steps, w = torch.randint(1, 4, (B, 1), generator=g).double(), torch.rand(B, 1, generator=g)
         batch = rainbow.Transitions(*plain, steps, w)
-        numbers, divergence = rainbow.update(agent, optimizer, batch, count, args, generator)
+        *found, divergence = rainbow.update(agent, optimizer, batch, count, args, generator)
+        numbers = rainbow.metrics(agent, *found)
         noises = {net: factors(same, sizes) if args.noisy else None for net in ("q", "target")}
         chosen, other = (
             [int((row * atoms).sum(1).argmax()) for row in own_probs(net, batch.next_obs, noises[net])]
@@ -316,13 +316,12 @@ def test_train_draws_by_divergence_and_renews_what_it_drew(tmp_path, monkeypatch
     monkeypatch.setattr(rainbow, "update", recording_update)
     monkeypatch.setattr(rainbow.Priorities, "renew", recording_renew)
     folder = new_run(rainbow, tmp_path, *SETTINGS, "--prioritized-replay-alpha", 0.7)
-    stored = np.concatenate([np.fromfile(path, np.float32) for path in sorted((folder / "replay").iterdir())])
-    stored = stored.reshape(-1, 12)
-    assert (load_newest(folder / "checkpoints")["priorities"] > 0).sum() == len(stored), "a row was given no priority"
+    stored = stored_rows(folder)
+    assert (checkpoint(folder)["priorities"]["values"] > 0).sum() == len(stored), "a row was given no priority"
     assert [beta for beta, *_ in drawn] == pytest.approx(
         [0.4 + 0.6 * s / 160 for s in range(42, 161, 6) for _ in "abc"]
     )
-    for number, ((_, index, weight), (batch, (_, divergence)), (again, given, alpha, before)) in enumerate(
+    for number, ((_, index, weight), (batch, (*_, divergence)), (again, given, alpha, before)) in enumerate(
         zip(drawn, calls, renewed, strict=True), 1
     ):
         close(torch.cat(batch[:6], 1), stored[index])

@@ -16,7 +16,7 @@ import torch
 from test_parity_tianshou import EXACT, c51_updates, close, compare, rainbow_updates, recorded, stored
 
 from algos import c51, rainbow
-from benchmarks import make_cleanrl_fixtures as cleanrl
+from benchmarks.peers import make_cleanrl_fixtures as cleanrl
 from benchmarks.peers.make_tianshou_fixtures import GAMMA
 
 N = cleanrl.N_STEP

@@ -17,7 +17,7 @@ from control import float64
 from safetensors import safe_open
 
 from algos import crossq
-from benchmarks import make_sb3_crossq_fixtures as sb3
+from benchmarks.peers import make_sb3_crossq_fixtures as sb3
 
 EXACT = 1e-8  # float64, three steps of Adam
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from algos import dqn
-from benchmarks import make_sb3_dqn_fixtures as sb3
+from benchmarks.peers import make_sb3_dqn_fixtures as sb3
 
 EXACT = 1e-9  # float64, five steps of Adam
 
@@ -35,7 +35,8 @@ def ours(inputs: dict, tau: float, script) -> list[dict[str, torch.Tensor]]:
     optimizer = torch.optim.Adam(agent.q.parameters(), sb3.RATE, fused=True)
     for i in range(sb3.UPDATES):
         batch = script.Transitions(*(inputs[name][i] for name in script.Transitions._fields))
-        assert script.update(agent, optimizer, batch, i + 1, args)["grad_norm"] < 10
+        found = script.update(agent, optimizer, batch, i + 1, args)
+        assert script.metrics(agent, *found)["grad_norm"] < 10
         states.append({name: t.detach().clone() for name, t in agent.state_dict().items()})
     return states
 

@@ -14,10 +14,10 @@ from helpers import new_run
 from safetensors import safe_open
 
 from algos import her
-from benchmarks import make_sb3_her_fixtures as sb3
+from algos.her import BitFlip
+from benchmarks.peers import make_sb3_her_fixtures as sb3
 from benchmarks.peers.make_sb3_her_fixtures import EPISODES, K, N
-from utils.problems import BitFlip
-from utils.replay import ReplayBuffer
+from utils.control import ReplayBuffer
 
 SIZES = (3 * N, 1, 1, 1, 3 * N)
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from algos import sac
-from benchmarks import make_sb3_sac_fixtures as sb3
+from benchmarks.peers import make_sb3_sac_fixtures as sb3
 
 EXACT = 1e-9  # float64, three steps of Adam; SB3's log(1 - tanh(u)^2) loses digits that our form keeps
 STEP = 1e-5  # of SB3's epsilon, beside steps of RATE = 1e-2

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from algos import ddpg, td3
-from benchmarks import make_sb3_td3_fixtures as sb3
+from benchmarks.peers import make_sb3_td3_fixtures as sb3
 
 EXACT = 1e-9
 

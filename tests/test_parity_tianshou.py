@@ -25,9 +25,9 @@ from helpers import new_run
 from safetensors import safe_open
 
 from algos import c51, rainbow, reinforce
-from benchmarks import make_tianshou_fixtures as tianshou
+from benchmarks.peers import make_tianshou_fixtures as tianshou
 from benchmarks.peers.make_tianshou_fixtures import CASES, EVERY, GAMMA, UPDATES, V_MAX, V_MIN, A, B, D, H, N, T, given
-from utils.replay import ReplayBuffer
+from utils.control import ReplayBuffer
 
 EXACT = 1e-9  # float64, five steps of Adam
 EPSILON = np.finfo(np.float32).eps.item()
@@ -76,7 +76,7 @@ def stored(module, inputs: dict, tmp_path, *args) -> list[torch.Tensor]:
         return buffers[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "open_env", lambda args: (lambda: Played(inputs), D, Played.action_space))
+        patch.setattr(module, "make_env", lambda args, **_: Played(inputs))
         patch.setattr(module, "act", lambda *_: next(actions))
         patch.setattr(module, "evaluate", lambda *_: {})
         patch.setattr(module, "ReplayBuffer", kept)
@@ -127,7 +127,7 @@ def rainbow_updates(inputs: dict, columns: list, weights: torch.Tensor, log, eps
             patch.setattr(rainbow, "project", lambda *inputs, kept=targets: kept.append(project(*inputs)) or kept[-1])
             index, own = priorities.draw(B, tianshou.BETA, generator)
             batch = rainbow.Transitions(*(column[index] for column in columns), weights[i].double()[:, None])
-            _, divergence = rainbow.update(agent, optimizer, batch, i + 1, args, generator)
+            *_, divergence = rainbow.update(agent, optimizer, batch, i + 1, args, generator)
         entropy = divergence - torch.xlogy(targets[0], targets[0]).sum(1)  # of the target and what is learned
         priorities.renew(index, entropy + epsilon - 1e-6, tianshou.ALPHA)
         largest = max(largest, entropy.max().item() + epsilon)

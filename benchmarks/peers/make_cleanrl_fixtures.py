@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import make_tianshou_fixtures as given  # noqa: E402
+from benchmarks.peers import make_tianshou_fixtures as given  # noqa: E402
 from benchmarks.peers.make_tianshou_fixtures import ALPHA, BETA, GAMMA, RATE, V_MAX, V_MIN, A, B, D, H, N, T  # noqa: E402
 
 PATH = given.PATH.with_name("cleanrl.safetensors")

@@ -81,7 +81,8 @@ one-update-per-step: the loop is lost
 -             for _ in range(args.gradient_steps):
 +             for _ in range(1):
 """
-NOISE = dict(env_id="algos.environments.noise_mdp:NoiseMDP-v0", total_timesteps=192_000, num_envs=32, train_frequency=32, gradient_steps=1,
+NOISE = dict(env_id="algos.environments.noise_mdp:NoiseMDP-v0", total_timesteps=192_000, num_envs=32,
+             train_frequency=32, gradient_steps=1,
              buffer_size=32, batch_size=32, learning_starts=32, gamma=0.95, start_e=1.0, end_e=1.0, learning_rate=1e-3,
              target_network_frequency=500, hidden_size=64, log_every=3200, eval_every=0, eval_episodes=1)  # fmt: skip
 SHARED = dict(total_timesteps=500_000, learning_rate=2.5e-4, batch_size=128, buffer_size=10_000, learning_starts=10_000,

@@ -65,7 +65,8 @@ updates-are-counted-anew-in-each-step:td3: a delay longer than a step's updates 
 # Where every Q is 0 (NoiseMDP): 3,000 updates on about 1,000 rows, whose noise a critic can learn by heart and an actor
 # can exploit. Chosen, with the claims, after one run of ddpg and one of td3 with seed 101. The control makes as many
 # updates, each after a new step, so there is less to learn by heart.
-BIAS = dict(env_id="algos.environments.noise_mdp:NoiseMDP-v0", env_kwargs=("actions=0",), tau=0.01, batch_size=32, hidden_size=64,
+BIAS = dict(env_id="algos.environments.noise_mdp:NoiseMDP-v0", env_kwargs=("actions=0",), tau=0.01,
+            batch_size=32, hidden_size=64,
             learning_starts=1000, total_timesteps=1150, utd_ratio=20, log_every=5, eval_every=0,
             eval_episodes=1, threads=1)  # fmt: skip
 OFF = dict(num_critics=1, policy_frequency=1, policy_noise=0.0)

@@ -1,23 +1,34 @@
-"""The small environments of utils/problems.py are what their docstrings say, and a user can run them by name."""
+"""Our small environments are what their docstrings say, and a user can run them by name with any script."""
 
 import itertools
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from algos.her_sac import PointReach
+from control import env_of
 from scipy import stats
 
-from utils.envs import make_env, make_vector, reset_vector
-from utils.problems import PROBLEMS, BitFlip, DeepSea, PointReach, Recall
+from algos.environments.recall import Recall
+from algos.her import BitFlip
+from algos.rnd import DeepSea
+from utils.control import make_vector
+
+NAMES = (
+    "algos.her:BitFlip-v0", "algos.her_sac:PointReach-v0", "algos.ppo_mask:Board-v0", "algos.rnd:DeepSea-v0",
+    "algos.ppo_lstm:CartPoleNoVelocity-v0", "algos.environments.recall:Recall-v0",
+    "algos.environments.noise_mdp:NoiseMDP-v0",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("vector", ["sync", "async"])
 def test_they_are_found_by_name(name, vector):
     """Also by processes of a vector, and again."""
     for _ in range(2):
-        envs = make_vector(lambda: make_env(name), 2, 0, vector)
-        assert reset_vector(envs).shape == (2, make_env(name).observation_space.shape[0])
+        envs, obs = make_vector(lambda: env_of(name), SimpleNamespace(vector=vector, num_envs=2, seed=0), 0)
+        assert obs.shape == (2, env_of(name).observation_space.shape[0])
         envs.close()
 
 
@@ -25,7 +36,7 @@ def test_they_are_found_by_name(name, vector):
 def test_nothing_matters_in_the_noise(actions):
     """Rewards are standard normal, observations uniform, both independent of action and observation; the episode is cut
     off after 100 steps and never ends by itself."""
-    env = make_env("NoiseMDP-v0", (f"actions={actions}",))
+    env = env_of("algos.environments.noise_mdp:NoiseMDP-v0", f"actions={actions}")
     assert env.action_space == (gym.spaces.Discrete(5) if actions else gym.spaces.Box(-1, 1, (1,)))
     env.action_space.seed(0)
     rows, obs = [], env.reset(seed=0)[0]
