@@ -17,9 +17,6 @@ EXEMPT = {
     "fsdp": "needs several processes; test_distributed.py shows that it acts",
     "sampler": "needs a server; test_engine.py shows that it acts",
     "cuda_graphs": "equal on a CPU; test_invariance.py shows that it acts",
-    "env_spec": "filled in from the dataset; tests of its own",
-    "record_dataset": "a path; tests of its own",
-    "record_steps": "size of what --record-dataset writes",
 }
 MEMORY = {  # flags that must leave results equal -> what shows that they act (tiny_runs.Counts)
     "micro_batch_size": "passes",

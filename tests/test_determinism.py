@@ -11,7 +11,6 @@ Exceptions, all of them:
     --compile               the compiler may choose other kernels after an update of its own
     time/*                  columns of metrics.jsonl that measure time
     eval/best_return        the best of the evaluations that there were
-    --record-dataset        which actor counts as medium depends on the evaluations
     environments and reward functions that draw from generators that no seed reaches
 """
 
