@@ -5,14 +5,14 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from control import assert_probed, float64, minibatch, randomise, without
+from control import assert_probed, without
 from helpers import SMALL, command_line, metrics, new_run, user_error, weights
 from scipy import stats
 from small_data import pendulum
-from test_exact_sac import ENTROPY, GAMMA, RATE, TAU, A, D, H, rows_of
+from test_exact_sac import rows_of
 
 from algos import rlpd, sac
-from utils.replay import ReplayBuffer
+from utils.control import ReplayBuffer
 
 
 def buffer(first: int, count: int, capacity: int = 1000) -> ReplayBuffer:
@@ -50,25 +50,6 @@ def test_without_a_ratio_it_is_one_buffer():
         found = origins(buffer(0, 60, capacity=held), buffer(100, 30), batch_size=10, offline_ratio=None)
         assert ((found >= 100).sum(1) == rows).all()
         assert found[found < 100].min() >= 60 - held
-
-
-@float64()
-def test_update_is_that_of_sac():
-    """The same weights and random numbers, an ensemble with LayerNorm: bit for bit."""
-    flags = dict(gamma=GAMMA, tau=TAU, target_entropy=ENTROPY, num_critics=4, subset_size=2, actor_q="mean",
-                 policy_frequency=2)  # fmt: skip
-    states = []
-    for module in (rlpd, sac):
-        agent = randomise(module.Agent(D, A, H, 0.3, count=4, layer_norm=True), 111, 0.6, 0.5)
-        parts = agent.actor.parameters(), agent.critics.parameters(), [agent.log_alpha]
-        optimizers = module.Optimizers(*(torch.optim.Adam(part, RATE, fused=True) for part in parts))
-        generator = torch.Generator().manual_seed(0)
-        for number in (1, 2, 3, 4):
-            batch = minibatch(module.Transitions, number)
-            numbers = module.update(agent, optimizers, batch, generator, module.Args(**flags), number)
-        states.append(agent.state_dict() | numbers)
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
 def test_without_data_a_run_is_that_of_sac(tmp_path):
