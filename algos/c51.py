@@ -255,7 +255,7 @@ def train(args: Args) -> list[dict]:
     envs, obs = make_vector(make, args, run.step)
     parts = dict(agent=agent, optimizer=optimizer, generator=generator, replay=replay)
     run.restore(**parts)
-    step, episodes, newest = run.step, run.state.get("episodes", []), None
+    step, episodes = run.step, run.state.get("episodes", [])
     while step < run.total:
         # collect
         epsilon = exploration(step, args)
@@ -265,6 +265,7 @@ def train(args: Args) -> list[dict]:
         before, step, obs, episodes = step, step + args.num_envs, next_obs, episodes + ended
 
         # update
+        newest = None
         if step > args.learning_starts:
             rounds = (args.gradient_steps * (n // args.train_frequency) for n in (before, step))
             for number in range(*rounds):

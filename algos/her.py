@@ -315,7 +315,7 @@ def train(args: Args) -> list[dict]:
     envs, obs = make_vector(make, args, run.step)
     parts = dict(agent=agent, optimizer=optimizer, generator=generator, replay=replay)
     run.restore(**parts)
-    step, episodes, newest = run.step, run.state.get("episodes", []), None
+    step, episodes = run.step, run.state.get("episodes", [])
     paths: list[list[np.ndarray]] = [[] for _ in range(args.num_envs)]  # the rows of episodes that have not ended yet
     while step < run.total:
         # collect
@@ -336,6 +336,7 @@ def train(args: Args) -> list[dict]:
             paths[i] = []
 
         # update
+        newest = None
         if step > args.learning_starts and replay.total:
             rounds = (args.gradient_steps * (n // args.train_frequency) for n in (before, step))
             for number in range(*rounds):

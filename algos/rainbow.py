@@ -364,7 +364,7 @@ def train(args: Args) -> list[dict]:
     envs, obs = make_vector(make, args, run.step)
     parts = dict(agent=agent, optimizer=optimizer, generator=generator, replay=replay, priorities=priorities)
     run.restore(**parts)
-    step, episodes, newest = run.step, run.state.get("episodes", []), None
+    step, episodes = run.step, run.state.get("episodes", [])
     windows: list[list[np.ndarray]] = [[] for _ in range(args.num_envs)]  # the newest steps, fewer than n
     while step < run.total:
         # collect
@@ -384,6 +384,7 @@ def train(args: Args) -> list[dict]:
         before, step, obs, episodes = step, step + args.num_envs, next_obs, episodes + ended
 
         # update
+        newest = None
         if step > args.learning_starts and replay.total:
             beta = args.prioritized_replay_beta + (1 - args.prioritized_replay_beta) * step / args.total_timesteps
             rounds = (args.gradient_steps * (n // args.train_frequency) for n in (before, step))

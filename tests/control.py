@@ -11,13 +11,37 @@ import torch
 from environments import Probe
 from helpers import command_line
 
-from algos import bc, c51, crossq, ddpg, dqn, dt, her, iql, ppo, rainbow, reinforce, rlpd, sac, td3
+from algos import (
+    bc,
+    c51,
+    crossq,
+    ddpg,
+    dqn,
+    dt,
+    gsde,
+    her,
+    her_sac,
+    iql,
+    ppo,
+    ppo_atari,
+    ppo_lstm,
+    ppo_mask,
+    rainbow,
+    reinforce,
+    rlpd,
+    rnd,
+    sac,
+    td3,
+)  # fmt: skip
 from tests.specs import SPECS
 from utils.control import make_env
 
 SCRIPTS = {"ppo": ppo, "sac": sac, "ddpg": ddpg, "td3": td3, "dqn": dqn}
-OTHERS = {"crossq": crossq, "c51": c51, "her": her, "rainbow": rainbow, "reinforce": reinforce}
+OTHERS = {"crossq": crossq, "gsde": gsde, "her_sac": her_sac, "c51": c51, "her": her, "rainbow": rainbow,
+          "reinforce": reinforce, "ppo_atari": ppo_atari, "ppo_lstm": ppo_lstm, "ppo_mask": ppo_mask, "rnd": rnd
+          }  # fmt: skip
 OFFLINE = {"bc": bc, "iql": iql, "dt": dt, "rlpd": rlpd}
+CONTROL = SCRIPTS | OTHERS | OFFLINE
 scripts = pytest.mark.parametrize("algo", SCRIPTS)
 WALK = ["--env-id", "environments:Walk-v0"]
 BANDIT = "--env-id environments:Bandit-v0 --env-kwargs"

@@ -226,6 +226,24 @@ class Steps(Probe):
         return super().step([action, 0.0])
 
 
+class Fixed(gym.Wrapper):
+    """Episodes of 8 steps that all begin alike, whatever the seed. So a run whose environments begin new episodes at a
+    multiple of 8 steps is the run that goes on there. They terminate, or are cut off."""
+
+    def __init__(self, of: str = "environments:Walk-v0", ends: bool = False, **kwargs):
+        super().__init__(gym.make(of, disable_env_checker=True, **kwargs))
+        self.ends = ends
+
+    def reset(self, *, seed=None, options=None):
+        self.time = 0
+        return self.env.reset(seed=1)
+
+    def step(self, action):
+        obs, reward, _, _, info = self.env.step(action)
+        self.time += 1
+        return obs, reward, self.ends and self.time == 8, not self.ends and self.time == 8, info
+
+
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 OBSERVATIONS = {
     "box": BOX,
@@ -259,6 +277,7 @@ gym.register("Hop-v0", "environments:Hop", max_episode_steps=40)
 gym.register("Goal-v0", "environments:Goal", max_episode_steps=40)
 gym.register("Reach-v0", "environments:Reach", max_episode_steps=40)
 gym.register("Endless-v0", "environments:Walk", kwargs={"size": 1_000})
+gym.register("Fixed-v0", Fixed)
 gym.register("Bandit-v0", "environments:Bandit")
 gym.register("Toll-v0", "environments:Toll")
 gym.register("Pixels-v0", "environments:Pixels")

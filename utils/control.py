@@ -103,7 +103,9 @@ def make_vector(make: Callable[[], gym.Env], args, step: int, infos: tuple[str, 
     envs.returns, envs.lengths = np.zeros((2, args.num_envs))
     if step:
         print("the environments begin new episodes")
-    return envs, envs.reset(seed=seed_of(args.seed, step))[0].copy()
+    obs = envs.reset(seed=seed_of(args.seed, step))[0].copy()
+    check_finite(obs)
+    return envs, obs
 
 
 def step_vector(envs, actions: np.ndarray) -> tuple:
@@ -118,9 +120,15 @@ def step_vector(envs, actions: np.ndarray) -> tuple:
         true_obs[i] = envs.infos["final_obs"][i]
         episodes.append((envs.returns[i].item(), int(envs.lengths[i])))
         envs.returns[i] = envs.lengths[i] = 0
-    if not np.isfinite(np.vdot(rewards, rewards) + np.vdot(true_obs, true_obs)):  # one call: it runs at each step
-        raise UserError(f"the environment returned rewards {rewards} and observations {true_obs}: all must be finite")
+    check_finite(true_obs, rewards)
+    if episodes:
+        check_finite(obs)
     return obs, true_obs, rewards, terminated, truncated, episodes
+
+
+def check_finite(obs: np.ndarray, rewards: np.ndarray | float = 0.0) -> None:
+    if not np.isfinite(np.vdot(obs, obs) + np.vdot(rewards, rewards)):  # faster than a look at each, at each step
+        raise UserError(f"the environment returned the observations {obs} and rewards {rewards}: all must be finite")
 
 
 def episode_columns(episodes: list[tuple[float, int]]) -> dict[str, float]:
@@ -173,7 +181,12 @@ def score_saved(args, score_agent: Callable, **parts) -> list[dict]:
     """What --evaluate does: `parts` get their state from that run's checkpoint, and the score is printed as JSON."""
     folder = Path(args.evaluate)
     load(read_checkpoint(folder), parts)
-    print(json.dumps(score_agent(video=folder / "video" if args.capture_video else None)))
+    try:
+        print(json.dumps(score_agent(video=folder / "video" if args.capture_video else None)))
+    except Exception as error:
+        if not args.capture_video:
+            raise
+        raise UserError(f"--capture-video cannot draw this environment here ({error}): leave it out") from error
     return []
 
 

@@ -97,8 +97,9 @@ def find_users_code(folder: Path) -> None:
     sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
     if str(folder) != ours and any(folder.glob("utils*")):
         sys.path[:] = [path for path in sys.path if path != ours]
-        for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
-            del sys.modules[name]
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == "utils" and str(module.__file__).startswith(ours):
+                del sys.modules[name]
 
 
 def rng_state() -> list:
