@@ -15,12 +15,14 @@ from control import (
     adam,
     assert_in_order,
     assert_probed,
+    checkpoint,
     close,
     float64,
     minibatch,
     mlp,
     named,
     randomise,
+    stored_rows,
     walk,
     without,
 )
@@ -29,7 +31,6 @@ from scipy import stats
 from torch import nn
 
 from algos import c51, ddpg, dqn, her, td3
-from utils.checkpoint import load_newest
 
 D, A, H, B = 3, 2, 8, 16  # observations, actions, hidden units, rows of a minibatch
 GAMMA, TAU, RATE = 0.9, 0.1, 1e-2
@@ -162,9 +163,7 @@ SETTINGS = ("--device cpu --env-id environments:Probe-v0 --total-timesteps 160 -
 
 def stored(folder):
     """The columns of the replay buffer at the end of a run of 160 steps."""
-    replay = ddpg.ReplayBuffer(1_000_000, (4, 2, 1, 1, 4), torch.device("cpu"))
-    replay.load(folder / "replay", load_newest(folder / "checkpoints")["replay"])
-    return [column.numpy() for column in replay.newest(160).split((4, 2, 1, 1, 4), 1)]
+    return np.split(stored_rows(folder), [4, 6, 7, 8], 1)
 
 
 @pytest.fixture(scope="module", params=MODULES)
@@ -219,8 +218,8 @@ def test_train_takes_every_update(probe_run):
         assert [id(x) for x in group["params"]] == [id(x) for x in part.parameters()]
         assert type(optimizer) is torch.optim.Adam
         assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1e-3, (0.9, 0.999), 1e-8, 0)
-    counts = [{x["step"].item() for x in state["state"].values()}
-              for state in load_newest(folder / "checkpoints")["optimizers"]]  # fmt: skip
+    names = "actor", "critic" if algo == "ddpg" else "critics"
+    counts = [{x["step"].item() for x in checkpoint(folder)[name]["state"].values()} for name in names]
     assert counts == [{updates // (2 if algo == "td3" else 1)}, {updates}]
     saved = weights(folder)
     for name, tensor in saved.items():

@@ -16,7 +16,8 @@ import pytest
 from helpers import ENVIRONMENT, SMALL, command_line, new_run
 from small_data import pendulum
 
-from algos import bc, c51, crossq, ddpg, dqn, dt, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac, td3
+from algos import bc, c51, crossq, ddpg, dqn, dt, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac, td3
+from utils.control import seed_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "algos/README.md").read_text()
@@ -37,7 +38,7 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "ppo continuous": (PPO, ppo, WIDE),
     "rnd": (PPO, rnd, ["--env-id", "CartPole-v1", "--learning-rate", "0.04"]),
     "sac": (SAC, sac, ["--env-kwargs", SHORT]),
-    "sac sde": (SAC, sac, ["--env-kwargs", SHORT, "--sde", "4"]),
+    "gsde": (SAC, gsde, ["--env-id", "Pendulum-v1", "--env-kwargs", SHORT]),
     "rlpd": (SAC, rlpd, ["--dataset", "DATA"]),
     "crossq": (CROSSQ, crossq, ["--env-kwargs", SHORT]),
     "ddpg": (TD3, ddpg, ["--env-kwargs", SHORT]),
@@ -114,9 +115,7 @@ def test_saved_agents_act_the_same_without_our_code(tmp_path, monkeypatch):
         arguments = [str(data) if word == "DATA" else word for word in arguments]
         run = new_run(module, tmp_path, *SMALL[module.__name__.partition(".")[2]], *arguments)
         config = json.loads((run / "config.json").read_text())["args"]
-        # episode i of an evaluation starts from a seed that is made of the run's seed and i
-        entropy = [[config["seed"] + 2**31, i, 0] for i in range(3)]
-        seeds = [int(np.random.SeedSequence(numbers).generate_state(1)[0]) for numbers in entropy]
+        seeds = [seed_of(config["seed"], 2**31, i) for i in range(3)]
         wanted.append((seeds, *own_evaluation(module, run, seeds, monkeypatch)))
         for words, here in {
             "RUN": str(run),

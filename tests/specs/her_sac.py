@@ -15,7 +15,8 @@ SPEC = Spec(
     "HER for continuous actions, arXiv 1707.01495",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_her_sac exact_sac::test_update_of_a_child_is_that_of_sac command_line_control resume_control",
+    tests="exact_her_sac exact_sac::test_update_of_a_child_is_that_of_sac "
+          "exact_sac::test_what_waits_for_the_next_row_comes_back command_line_control resume_control",
     effects={
         "sac-reach": Effect(
             {"hindsight": ("her_sac", REACH | dict(env_id="PointReach-v0", her_k=4)),

@@ -1,5 +1,5 @@
-"""gSDE in sac.py (--sde): the noise's covariance and the log-density by hand and by Monte-Carlo, against
-Stable-Baselines3, and how long train() keeps a matrix."""
+"""gsde.py: the noise's covariance and the log-density by hand and by Monte-Carlo, against Stable-Baselines3, and how
+long train() keeps a matrix. What it shares with sac.py is tested in test_exact_sac.py."""
 
 import math
 
@@ -10,16 +10,16 @@ from control import WALK, close, float64, mlp, named, randomise
 from helpers import new_run
 from scipy import stats
 
-from algos import sac
+from algos import gsde
 
 D, A, H, B = 3, 2, 8, 16
 
 
-def make_actor() -> sac.Actor:
-    return randomise(sac.Actor(D, A, H, sde=True, log_std_init=-1.0), 5, 0.6, 0.3)
+def make_actor() -> gsde.Actor:
+    return randomise(gsde.Actor(D, A, H, -1.0), 5, 0.6, 0.3)
 
 
-def by_hand(actor: sac.Actor, obs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def by_hand(actor: gsde.Actor, obs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """phi (B, F), the mean of u (B, A) and sigma (F, A), in NumPy."""
     p = {name: tensor.numpy() for name, tensor in actor.state_dict().items()}
     x = obs
@@ -113,16 +113,16 @@ def test_densities_equal_stable_baselines3(tmp_path):
 
 def test_a_matrix_is_kept_for_so_many_steps_of_each_environment(tmp_path, monkeypatch):
     """Each environment has its own; the random steps at the start count; evaluation draws new noise in each step."""
-    given, whole = [], sac.act
+    given, whole = [], gsde.act
 
     def listening(actor, space, obs, scale, generator, matrices=None):
         given.append(matrices)
         return whole(actor, space, obs, scale, generator, matrices)
 
-    monkeypatch.setattr(sac, "act", listening)
+    monkeypatch.setattr(gsde, "act", listening)
     settings = ("--device cpu --total-timesteps 60 --num-envs 2 --learning-starts 10 --hidden-size 8 --batch-size 4 "
-                "--eval-every 0 --eval-episodes 1 --sde 4").split() + WALK  # fmt: skip
-    new_run(sac, tmp_path, *settings)
+                "--eval-every 0 --eval-episodes 1 --sde-sample-freq 4").split() + WALK  # fmt: skip
+    new_run(gsde, tmp_path, *settings)
     kept, evaluated = given[:25], given[25:]  # steps 5, 6, .. 29 of each environment
     assert all(x is None for x in evaluated) and len(evaluated) > 0
     changes = [step for step, (x, y) in enumerate(zip(kept, kept[1:]), 6) if not torch.equal(x, y)]
