@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from tests.specs import SPECS
-from utils import core
+from utils import cli, core
 from utils import run as old_run
 
 REPO = Path(__file__).resolve().parents[1]
@@ -80,7 +80,10 @@ def command_line(module, *args, picture: bool = False) -> None:
             mock.patch.object(old_run, "plot", old_run.plot if picture else lambda *rest: rest[-1].touch()),
             torch.random.fork_rng(devices=[]),
         ):
-            module.main(*(module.Args, module.train, module.NAME)[: 3 if module.main is core.main else 2])
+            if module.__dict__.get("main") is core.main:
+                core.main(module.Args, module.train, module.NAME)
+            else:
+                cli.main(module.Args, module.train)
     finally:
         torch.set_num_threads(threads)
         sys.path[:] = path

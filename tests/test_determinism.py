@@ -40,7 +40,7 @@ def test_what_is_looked_at_does_not_change_the_run(algo, tmp_path, monkeypatch):
     for name, value in {"eval_samples": 2, "eval_episodes": 1, "dropout": 0.1, "online_steps": 48}.items():
         args += [f"--{name.replace('_', '-')}", value] if name in there else []
     monkeypatch.chdir(tmp_path)
-    often = new_run(module, tmp_path / "often", *args, "--eval-every", step, "--save-every", step, "--keep", 3)
+    often = new_run(module, tmp_path / "often", *args, "--eval-every", step, "--save-every", step)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     random.seed(9)

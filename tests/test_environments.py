@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import gymnasium as gym
 import numpy as np
 import pytest
-from algos.her_sac import PointReach
 from control import env_of
 from scipy import stats
 
 from algos.environments.recall import Recall
 from algos.her import BitFlip
+from algos.her_sac import PointReach
 from algos.rnd import DeepSea
 from utils.control import make_vector
 

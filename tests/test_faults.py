@@ -22,8 +22,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from every_script import NAMES, every_script, options, script
+from every_script import NAMES, options, script
 from helpers import (
+    LANGUAGE,
     Forked,
     assert_one_sentence,
     assert_same_result,
@@ -45,11 +46,10 @@ from utils.cli import RunArgs, prepare
 from utils.errors import UserError
 from utils.models import TINY_MODEL, load_model
 from utils.preferences import load_preferences
-from utils.replay import ReplayBuffer
 from utils.run import Run
 from utils.tasks import load_task
 
-SIZE = 2000  # a step adds 8,000 bytes to the replay buffer's file
+SIZE = 2000
 SMALL = "--device cpu --save-every 2 --keep 99".split()
 
 
@@ -60,7 +60,7 @@ class Args(RunArgs):
 
 
 class Walk:
-    """A script on utils/run.py: weights that walk at random, and a replay buffer of where they have been."""
+    """A script on utils/run.py: weights that walk at random."""
 
     __file__, Args = __file__, Args
 
@@ -69,23 +69,20 @@ class Walk:
 
     def train(self, args: Args) -> list[dict]:
         device = prepare(args)
-        weight, replay = torch.zeros(SIZE), ReplayBuffer(5, (SIZE,), device)
+        weight = torch.zeros(SIZE, device=device)
         run, step = Run(args, "walk", "line", args.max_steps, ("place",)), 0
 
         def state() -> dict:
-            return {"weight": weight, "replay": replay.save(run.dir / "replay", args.keep)}
+            return {"weight": weight}
 
         if run.state is not None:
             step, weight = run.state["step"], run.state["weight"]
-            replay.load(run.dir / "replay", run.state["replay"])
         run.restore()
         while step < args.max_steps:
             self.before_step(step)
             step += 1
             weight = weight + torch.rand(SIZE)
-            replay.add(weight[None].numpy())
-            weight = weight + 0.1 * replay.sample(3, torch.default_generator)[0].mean(0)
-            run.log(step, place=weight.mean().item(), kept=replay.newest(min(step, 5)).sum().item())
+            run.log(step, place=weight.mean().item())
             run.end_step(step, state)
         return run.finish(lambda folder: save_file({"weight": weight}, folder / "model.safetensors"), {}, "walk")
 
@@ -184,7 +181,7 @@ def test_killed_at_every_operation_on_files(reference, tmp_path):
 
 
 @pytest.mark.slow
-@every_script
+@pytest.mark.parametrize("algo", LANGUAGE)
 def test_killed_at_fifty_moments(algo, tmp_path):
     module, args = script(algo, tmp_path)
     new_run(module, tmp_path / "first", *args)  # imports what it needs
@@ -240,21 +237,6 @@ def test_no_space_left_for_a_checkpoint(reference, tmp_path, monkeypatch):
     )
     assert checkpoints(folder) == [2, 4] and [row["step"] for row in metrics(folder)] == [1, 2, 3, 4, 5, 6]
     (folder / "checkpoints/step-00000006.pt.tmp").unlink(missing_ok=True)
-    assert recovered(Walk(), folder, reference)
-
-
-def test_no_space_left_for_the_replay_buffer(reference, tmp_path, monkeypatch):
-    """What has been written of it in vain does not count, and with space the run goes on."""
-    import resource
-
-    def limited(step: int) -> None:
-        if step == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-
-    out, code = Forked(Walk(limited), *SMALL, "--output-dir", tmp_path / "runs", log=tmp_path / "log").communicate()
-    (folder,) = runs_in(tmp_path / "runs")
-    assert code == 1 and "File too large" in out, out
-    assert checkpoints(folder) == [2] and (folder / "replay/000000000002.rows.tmp").stat().st_size > 4 * SIZE
     assert recovered(Walk(), folder, reference)
 
 
@@ -343,7 +325,7 @@ def test_all_checkpoints_damaged(reference, tmp_path, capsys):
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "replay/000000000002.rows", "config.json"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
 @pytest.mark.parametrize("share", [None, 0, 0.2])
 def test_other_files_of_a_run_lost_or_cut(name, share, reference, tmp_path, capsys):
     """One sentence with the file's name: rows and transitions from before the checkpoint cannot be computed again."""

@@ -28,6 +28,7 @@ CASES = {  # name: SCRIPT or SCRIPT-... -> arguments. Every run has 160 steps or
     "sac-small-buffer": ("--buffer-size", 50, "--vector", "async"),
     "dqn-double": ("--double", "--log-every", 2),
     "gsde": ("--sde-sample-freq", 8),
+    "ppo-noisy": (), "sac-noisy": (), "dqn-noisy": (),  # rewards of NumPy's global generator
     "rainbow-plain": ("--no-noisy", "--no-prioritized", "--n-step", 1),
     "bc": (), "dt": (), "iql": (), "iql-online": ("--max-steps", 64, "--online-steps", 96), "rlpd": (),
 }  # fmt: skip
@@ -40,6 +41,7 @@ def arguments(case: str, folder) -> list:
         OFFLINE, "Pendulum-v1"
     )
     env = ["--env-id", "environments:Fixed-v0", "--env-kwargs", f"of={own.get(algo, walk(algo)[1])}"]
+    env += ["label=noisy"] if case.endswith("noisy") else []
     return [*SMALL[algo], *data, *env, "--save-every", 32, "--eval-every", 0, *CASES[case]]
 
 

@@ -21,12 +21,11 @@ import utils.lm
 import utils.run
 from algos import grpo, ppo_lm, sft
 from utils.checkpoint import restore, rng_state, set_rng_state
-from utils.envs import EnvArgs
+from utils.core import plot
 from utils.errors import UserError
 from utils.evaluation import advice, evaluate, show
 from utils.lm import completion_logps, sample
 from utils.models import TINY_MODEL, load_model, resolve_for
-from utils.plot import plot
 from utils.rewards import Scored, make_scorer
 from utils.run import Run
 from utils.tasks import load_task
@@ -74,10 +73,10 @@ def test_no_folder_where_the_machine_cannot_be_described(tmp_path, monkeypatch):
 
 
 def test_threads_are_the_cores_that_may_be_used(monkeypatch):
-    """As many as taskset or a batch system leaves to the process, not as the machine has; at most two for control."""
+    """As many as taskset or a batch system leaves to the process, not as the machine has."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 6}, raising=False)
-    for args, threads in (utils.cli.RunArgs(), 3), (EnvArgs(), 2), (EnvArgs(threads=5), 5):
+    for args, threads in (utils.cli.RunArgs(), 3), (utils.cli.RunArgs(threads=5), 5):
         utils.cli.prepare(args)
         assert args.threads == threads == torch.get_num_threads()
 

@@ -26,7 +26,7 @@ def test_dropout_of_the_model_is_off(algo):
     assert same(with_dropout, result(algo, SPECS[algo].flags)) == (algo != "sft")
 
 
-@pytest.mark.parametrize("algo", NAMES)
+@pytest.mark.parametrize("algo", LANGUAGE)
 def test_a_resumed_run_goes_on_with_the_global_generators(algo, tmp_path):
     """Rewards, environments and models of the user may draw from them: a resumed run equals the uninterrupted one."""
     assert SPECS[algo].noise, f"tests/specs/{algo}.py: give Spec(noise=...)"
