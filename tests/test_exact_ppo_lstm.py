@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from control import close, float64
-from helpers import SMALL, command_line, metrics, new_run, user_error
+from helpers import SMALL, command_line, user_error
 from test_exact_ppo import DISCRETE, GAUSSIAN, MULTI, NEXT, OBS, REWARDS, SCRIPTS, TERMINATED, TRUNCATED, Script
 
 from algos import ppo, ppo_atari, ppo_lstm
@@ -316,15 +316,6 @@ def test_minibatches_hold_whole_sequences(number, words, tmp_path, capsys):
     with user_error(capsys, f"--num-minibatches {number}", words):
         command_line(ppo_lstm, *SMALL["ppo_lstm"], "--num-minibatches", number, "--output-dir", tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_resumed_run_remembers_nothing(tmp_path, monkeypatch):
-    """Its environments begin new episodes."""
-    folder = new_run(ppo_lstm, tmp_path / "runs", *SMALL["ppo_lstm"], "--total-timesteps", 96)
-    collect, states = ppo_lstm.collect, []
-    monkeypatch.setattr(ppo_lstm, "collect", lambda *args: states.append(args[3]) or collect(*args))
-    command_line(ppo_lstm, "--resume", folder, "--total-timesteps", 160)
-    assert not states[0].any() and states[1].any() and metrics(folder)[-1]["step"] == 160
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 10), (4, 84, 84)], ids=str)
