@@ -66,7 +66,7 @@ actions-count-from-zero:dqn: nearly every discrete space begins at 0
 + step_vector(envs, actions[:, 0])
 
 evaluation-with-training-noise:dqn: one function acts in both
-- agent, obs, args.end_e * scale, generator)
+- agent, obs, args.end_e * scale.cpu().numpy(), generator)
 + agent, obs, args.end_e, generator)
 
 generator-not-restored:dqn: weights and optimizer are what people think of (Stable-Baselines3#1526, open)
