@@ -202,16 +202,16 @@ def check(args: Args, space: gym.Space) -> None:
         raise UserError(f"--total-timesteps {args.total_timesteps} must be a multiple of --num-envs {args.num_envs}")
 
 
-@torch.no_grad()
-def act(agent: Agent, obs: np.ndarray, epsilon: Tensor | float, generator: torch.Generator) -> np.ndarray:
+def act(agent: Agent, obs: np.ndarray, epsilon: np.ndarray | float, generator: torch.Generator) -> np.ndarray:
     """Actions (N, 1), numbers from 0, of observations (N, D): random ones with probability `epsilon`, one for all or
     (N, 1), else those of the largest Q."""
-    explore, choice = torch.rand(2, len(obs), 1, generator=generator, device=generator.device)
-    explores, random = explore < epsilon, (choice * agent.num_actions).long().clamp(max=agent.num_actions - 1)
-    if explores.all():  # then nobody asks the network
-        return random.cpu().numpy()
-    values = agent.q(torch.from_numpy(obs.astype(np.float32)).to(generator.device))
-    return torch.where(explores, random, values.argmax(1, keepdim=True)).cpu().numpy()
+    explore, choice = torch.rand(2, len(obs), 1, generator=generator, device=generator.device).cpu().numpy()
+    explores, actions = explore < epsilon, (choice * agent.num_actions).astype(np.int64)
+    if not explores.all():  # else nobody asks the network
+        with torch.no_grad():
+            values = agent.q(torch.from_numpy(obs.astype(np.float32)).to(generator.device))
+        actions = np.where(explores, actions, values.argmax(1, keepdim=True).cpu().numpy())
+    return actions
 
 
 def train(args: Args) -> list[dict]:
@@ -221,7 +221,7 @@ def train(args: Args) -> list[dict]:
     check(args, space)
     agent = Agent(obs_size, int(space.n), args).to(device)
     score_agent = partial(evaluate, make, lambda obs, scale, generator: space.start + act(
-        agent, obs, args.end_e * scale, generator)[:, 0], args, device)  # fmt: skip
+        agent, obs, args.end_e * scale.cpu().numpy(), generator)[:, 0], args, device)  # fmt: skip
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     optimizer = torch.optim.Adam(agent.q.parameters(), lr=args.learning_rate, fused=True)

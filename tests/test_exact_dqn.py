@@ -171,7 +171,7 @@ def test_act_is_greedy_but_for_a_share_of_uniform_actions():
         found = np.bincount(dqn.act(agent, obs, epsilon, g)[:, 0], minlength=3)
         expected = 20_000 * (np.array([epsilon / 3] * 3) + [0, 1 - epsilon, 0])
         assert stats.chisquare(found, expected).pvalue > 1e-3
-    half = dqn.act(agent, obs, torch.tensor([[0.0], [1.0]]).repeat(10_000, 1), g)[:, 0]
+    half = dqn.act(agent, obs, np.tile([[0.0], [1.0]], (10_000, 1)), g)[:, 0]
     assert (half[::2] == 1).all() and 0.6 < (half[1::2] != 1).mean() < 0.73
 
 

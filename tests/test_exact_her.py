@@ -128,7 +128,7 @@ def test_train_stores_each_episode_and_its_hindsight(k, tmp_path):
     """Two environments of 4 bits: the episodes one after the other, each followed by k copies whose goals were achieved
     later in it, with their own rewards and ends."""
     settings = ("--device cpu --total-timesteps 120 --num-envs 2 --learning-starts 40 --hidden-size 8 --batch-size 8 "
-                f"--eval-every 0 --eval-episodes 1 --env-kwargs n={N} --her-k {k}").split()  # fmt: skip
+                f"--end-e 1 --eval-every 0 --eval-episodes 1 --env-kwargs n={N} --her-k {k}").split()  # fmt: skip
     folder = new_run(her, tmp_path, *settings)
     rows = stored_rows(folder)
     waiting = 120 - len(rows) / (1 + k)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from control import close, float64
 from helpers import SMALL, command_line, metrics, new_run, user_error
-from test_exact_ppo import DISCRETE, GAUSSIAN, MULTI, NEXT, OBS, REWARDS, SCRIPTS, TERMINATED, TRUNCATED, Script
+from test_exact_ppo import BINARY, DISCRETE, GAUSSIAN, MULTI, NEXT, OBS, REWARDS, SCRIPTS, TERMINATED, TRUNCATED, Script
 
 from algos import ppo, ppo_atari, ppo_lstm
 from algos.ppo import Statistics
@@ -286,6 +286,30 @@ def test_without_memory_it_is_ppo(space):
     assert moved > 0.01
 
 
+@pytest.mark.parametrize("space", [DISCRETE, MULTI, BINARY, GAUSSIAN], ids=["discrete", "multi", "binary", "gaussian"])
+def test_actions_are_those_of_ppo(space):
+    """Of the same features: noise, actions, what is executed, log-probabilities and entropies."""
+    ours, theirs = make_agent(space).float(), ppo.Agent(H, space, 2)
+    obs, begins = drawn(1, 50, D).float(), torch.zeros(1, 50, dtype=torch.bool)
+    theirs.actor = ours.actor
+    if ours.continuous:
+        theirs.log_std = ours.log_std
+    noise, expected = (agent.noise((50,), torch.Generator().manual_seed(1)) for agent in (ours, theirs))
+    assert torch.equal(noise, expected)
+    with torch.no_grad():
+        features, _ = ours.features(obs, ours.empty(50), begins)
+        actions, _ = ours.act(obs[0], ours.empty(50), begins[0], noise)
+        assert torch.equal(actions, theirs.act(features[0], noise)) and len(actions.unique(dim=0)) > 1
+        for found, wanted in zip(ours.log_prob(features[0], actions), theirs.log_prob(features[0], actions)):
+            assert torch.equal(found, wanted)
+    assert np.array_equal(ours.to_env(actions.numpy()), theirs.to_env(actions.numpy()))
+
+
+def test_the_learning_rate_falls_to_zero(tmp_path):
+    args = [*SMALL["ppo_lstm"], "--learning-rate", 0.006, "--total-timesteps", 96, "--eval-every", 0]
+    close([row["learning_rate"] for row in metrics(new_run(ppo_lstm, tmp_path, *args))], [0.006, 0.004, 0.002])
+
+
 def test_first_weights():
     torch.manual_seed(0)
     agent = ppo_lstm.Agent(3, DISCRETE, 8)
@@ -300,7 +324,7 @@ def test_first_weights():
 
 @pytest.mark.parametrize("memory", [True, False])
 def test_evaluation_remembers_and_begins_with_nothing(memory):
-    agent, statistics = make_agent(GAUSSIAN).float(), Statistics(D, 1, 0.99, False)
+    agent, statistics = make_agent(GAUSSIAN).float(), Statistics(D, 1, 0.99, True)
     agent.space = gym.spaces.Box(-9, 9, (2,))
     obs, scale, generator = drawn(3, 2, D).numpy(), torch.zeros(2, 1), torch.Generator()
     for _ in range(2):  # each evaluation has a memory of its own
@@ -309,6 +333,7 @@ def test_evaluation_remembers_and_begins_with_nothing(memory):
         begins = torch.full((3, 2), not memory)
         out, _ = own_features(agent, torch.as_tensor(obs).float(), agent.empty(2), begins)
         close(np.stack(taken), agent.actor(out).detach(), 1e-5)
+    assert statistics.obs.count == 1e-4  # nothing was counted, so nothing is scaled
 
 
 @pytest.mark.parametrize("number, words", [(3, "the 2 environments"), (4, "the 2 environments")])
@@ -316,15 +341,6 @@ def test_minibatches_hold_whole_sequences(number, words, tmp_path, capsys):
     with user_error(capsys, f"--num-minibatches {number}", words):
         command_line(ppo_lstm, *SMALL["ppo_lstm"], "--num-minibatches", number, "--output-dir", tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_resumed_run_remembers_nothing(tmp_path, monkeypatch):
-    """Its environments begin new episodes."""
-    folder = new_run(ppo_lstm, tmp_path / "runs", *SMALL["ppo_lstm"], "--total-timesteps", 96)
-    collect, states = ppo_lstm.collect, []
-    monkeypatch.setattr(ppo_lstm, "collect", lambda *args: states.append(args[3]) or collect(*args))
-    command_line(ppo_lstm, "--resume", folder, "--total-timesteps", 160)
-    assert not states[0].any() and states[1].any() and metrics(folder)[-1]["step"] == 160
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 10), (4, 84, 84)], ids=str)

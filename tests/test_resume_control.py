@@ -22,6 +22,7 @@ from utils.core import Run
 ENDS = ("--env-kwargs", "ends=true")
 CASES = {  # name: SCRIPT or SCRIPT-... -> arguments. Every run has 160 steps or updates
     **{algo: () for algo in CONTROL if algo not in OFFLINE},
+    "ppo_atari": ("--total-timesteps", 160),
     "ppo-raw": ("--no-normalize", "--no-anneal-lr", "--target-kl", 1e-4, "--clip-vloss"),
     "sac-ensemble": ("--num-critics", 3, "--subset-size", 2, "--actor-q", "mean", "--policy-frequency", 7,
                      "--dropout", 0.2, "--log-every", 2),
@@ -57,6 +58,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(case, tmp_path):
 
     with mock.patch.object(Run, "end_step", copying):
         whole = new_run(module, tmp_path / "runs", *arguments(case, tmp_path))
+    assert checkpoint(tmp_path / "stopped")["step"] < checkpoint(whole)["step"]
     with open(tmp_path / "stopped/metrics.jsonl", "a") as file:
         file.write('{"step": 97, "return": 5}\n{"step": 98, "ret')
     command_line(module, "--resume", tmp_path / "stopped")

@@ -109,7 +109,7 @@ def test_what_was_measured_is_a_page(built):
     assert text.count("<table>") >= 8 and "https://" not in text
     pictures = re.findall(r'<img [^>]*src="([^"]+)"', text)
     assert pictures and all((built / picture).exists() for picture in pictures)
-    assert 'href="sac.html#effect-sac-reach"' in text
+    assert 'href="her_sac.html#effect-sac-reach"' in text
 
 
 @pytest.mark.parametrize("name, script", HERE)

@@ -55,10 +55,6 @@ exploration-without-noise: the actor is deterministic, as in evaluation
 optimizers-of-one-network: two lines that look alike
 - Optimizers(adam(agent.actor.parameters()), adam(agent.critic.parameters()))
 + Optimizers(adam(agent.critic.parameters()), adam(agent.critic.parameters()))
-
-episodes-not-restored:ddpg: those that ended before the checkpoint and wait for the next row of metrics
-- run.state.get("episodes", []), run.state.get("metrics", {})
-+ [], run.state.get("metrics", {})
 """
 
 SMALL = ("--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "

@@ -42,44 +42,44 @@ target-network-stands-still: the copy is forgotten
 + list(agent.q.parameters()), 0.0)
 
 target-network-renewed-always: the condition is lost, and with it the idea
--     if count % args.target_network_frequency == 0:
+-     if number % args.target_network_frequency == 0:
 +     if True:
 
-updates-counted-from-zero-on-resume: the counter is no tensor, so no state_dict holds it
-- updates, metrics, episodes = (run.state[name]
-+ _, metrics, episodes = (run.state[name]
-
-metrics-lost-on-resume: nothing is learnt from them, so they look like no state
-- updates, metrics, episodes = (run.state[name]
-+ updates, _, episodes = (run.state[name]
+episodes-lost-on-resume:dqn: nothing is learnt from them, so they look like no state
+- step, episodes = run.step, run.state.get("episodes", [])
++ step, episodes = run.step, []
 
 explores-as-if-at-the-end: the share is of the run and not of the steps so far
 - return args.start_e + share * (args.end_e - args.start_e)
 + return args.end_e + share * (args.start_e - args.end_e)
 
 explores-with-the-probability-of-not-exploring: the comparison is turned round
-- device=generator.device) < epsilon
-+ device=generator.device) > epsilon
+- explore < epsilon
++ explore > epsilon
 
 acts-by-the-target-network: two networks of one kind
 - values = agent.q(torch.from_numpy(
 + values = agent.target(torch.from_numpy(
 
 actions-count-from-zero:dqn: nearly every discrete space begins at 0
-- step_vector(envs, space.start + actions[:, 0], after)
-+ step_vector(envs, actions[:, 0], after)
+- step_vector(envs, space.start + actions[:, 0])
++ step_vector(envs, actions[:, 0])
 
 evaluation-with-training-noise:dqn: one function acts in both
-- agent, obs, args.end_e * scale, generator)
+- agent, obs, args.end_e * scale.cpu().numpy(), generator)
 + agent, obs, args.end_e, generator)
 
 generator-not-restored:dqn: weights and optimizer are what people think of (Stable-Baselines3#1526, open)
-- optimizer=optimizer, generator=generator)
-+ optimizer=optimizer)
+- optimizer=optimizer, generator=generator, replay
++ optimizer=optimizer, replay
 
-one-update-per-step: the loop is lost
--             for _ in range(args.gradient_steps):
-+             for _ in range(1):
+one-update-per-step: a factor is lost
+- (args.gradient_steps * (n // args.train_frequency) for n in (before, step))
++ (n // args.train_frequency for n in (before, step))
+
+updates-by-iterations: one environment is what one thinks of
+- for n in (before, step))
++ for n in (before, before + 1))
 """
 NOISE = dict(env_id="algos.environments.noise_mdp:NoiseMDP-v0", total_timesteps=192_000, num_envs=32,
              train_frequency=32, gradient_steps=1,
@@ -97,7 +97,7 @@ SPEC = Spec(
     small="--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
           "--target-network-frequency 5 --log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32",
     aliases=("Q-learning",),
-    tests="exact_dqn parity_sb3_dqn problems command_line_control resume_control",
+    tests="exact_dqn parity_sb3_dqn environments command_line_control resume_control",
     curves={
         "dqn-cartpole": Curve(
             # at gamma 0.99 returns fall back after a peak, and seeds differ by a third of the mean

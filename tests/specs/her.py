@@ -15,8 +15,33 @@ next-observation-of-the-reset:her: what a vector returns is the first observatio
 - terminated[:, None], true_obs], 1, dtype
 + terminated[:, None], next_obs], 1, dtype
 
-unfinished-episodes-lost-on-resume: the buffer is restored, what is not yet in it is not
--         paths = [list(rows.numpy()) if envs.log.length[i] else [] for i, rows in enumerate(run.state["paths"])]
+goal-of-the-past: which end of an episode a range begins at
+- return torch.arange(length) + (drawn * torch.arange(length, 0, -1)).long()
++ return (drawn * torch.arange(1, length + 1)).long()
+
+goal-of-the-last-step: strategy "final" of the paper
+- return torch.arange(length) + (drawn * torch.arange(length, 0, -1)).long()
++ return torch.full((k, length), length - 1)
+
+goal-in-one-observation-only: two places, one is forgotten; the target then asks for the value of another goal
+- obs[:, goals.desired] = next_obs[:, goals.desired] = goal
++ obs[:, goals.desired] = goal
+
+reward-of-the-old-goal: the goal is exchanged, the reward is kept
+- episode._replace(obs=obs, rewards=rewards, terminated=terminated, next_obs=next_obs)
++ episode._replace(obs=obs, terminated=terminated, next_obs=next_obs)
+
+end-of-the-old-goal: SB3's: the reward is computed again, the end is not
+- episode._replace(obs=obs, rewards=rewards, terminated=terminated, next_obs=next_obs)
++ episode._replace(obs=obs, rewards=rewards, next_obs=next_obs)
+
+goal-achieved-before-the-step: rewards are of the state that a step leads to
+-     achieved = episode.next_obs[:, goals.achieved]
++     achieved = episode.obs[:, goals.achieved]
+
+copies-share-their-array: a view is written to, and the original loses its goal
+- episode.obs.clone(), episode.next_obs.clone()
++ episode.obs, episode.next_obs
 """
 FLIP = dict(env_id="BitFlip-v0", total_timesteps=6000, gamma=0.98, end_e=0.1, learning_starts=500, log_every=1200,
             buffer_size=100_000, eval_every=1200, eval_episodes=100)  # fmt: skip
@@ -25,13 +50,14 @@ SPEC = Spec(
     "HER, arXiv 1707.01495",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_her exact_dqn parity_sb3_her problems command_line_control resume_control",
+    tests="exact_her exact_dqn parity_sb3_her environments command_line_control resume_control",
     curves={
         "her-bitflip": Curve(FLIP, "eval/success", numbers={"mean eval/success": "share"}),
     },
     effects={
         "her-bitflip": Effect(
-            {"her": ("her", FLIP), "dqn": ("dqn", FLIP), "no_hindsight": ("her", FLIP | dict(her_k=0))},
+            {"her": ("her", FLIP), "dqn": ("dqn", FLIP | dict(env_id="algos.her:BitFlip-v0")),
+             "no_hindsight": ("her", FLIP | dict(her_k=0))},
             "last eval/success", {"her > dqn + 0.5": 9, "no_hindsight < 0.2": 9},
         ),
     },

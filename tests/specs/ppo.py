@@ -42,10 +42,6 @@ bootstrap-through-termination: the mask is forgotten: the end of an episode cost
 - next_values * ~terminated - values
 + next_values - values
 
-last-minibatch-is-the-rest: rows divide by the number of minibatches, until some are left out
-- x[order].tensor_split(args.num_minibatches)
-+ x[order].split(len(rows[0]) // args.num_minibatches)
-
 no-bootstrap-at-truncation: one flag `done` of the old interface: time limits look like failures (vwxyzjn/cleanrl#198
 (open since 2022); Stable-Baselines3#633 and #651, where it was mended)
 - next_values * ~terminated - values

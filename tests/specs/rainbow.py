@@ -103,12 +103,8 @@ priorities-not-renewed: every row keeps that of a new one
 +                     pass
 
 priorities-not-restored: they are no tensor of the agent's (any code that saves networks alone)
--         priorities.values.copy_(run.state["priorities"])
-+         priorities.add(min(replay.total, args.buffer_size), replay.total)
-
-windows-not-restored: a resumed run forgets the steps that are not in the buffer yet
-- [list(rows.numpy()) if envs.log.length[i] else [] for i, rows in enumerate(run.state["windows"])]
-+ [[] for _ in run.state["windows"]]
+- replay=replay, priorities=priorities)
++ replay=replay)
 
 one-row-for-each-environment: a window that ends sheds several
 - priorities.add(min(len(rows), args.buffer_size), replay.total)

@@ -49,14 +49,14 @@ last-observation-of-the-old-episode: the vector resets itself, and hands out bot
 + _, following, reward, _, _, ended
 
 actions-count-from-zero:reinforce: nearly every discrete space begins at 0
-- step_vector(envs, start + action, step)
-+ step_vector(envs, action, step)
+- step_vector(envs, start + action)
++ step_vector(envs, action)
 
 generator-not-restored:reinforce: weights and optimizer are what people think of (Stable-Baselines3#1526, open)
 - optimizer=optimizer, generator=generator)
 + optimizer=optimizer)
 """
-FLIP = dict(env_id="BitFlip-v0", env_kwargs=("n=4",), num_episodes=16, total_timesteps=40_000, eval_every=0)
+FLIP = dict(env_id="algos.her:BitFlip-v0", env_kwargs=("n=4",), num_episodes=16, total_timesteps=40_000, eval_every=0)
 
 SPEC = Spec(
     "REINFORCE, Machine Learning 8 (1992)",

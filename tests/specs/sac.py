@@ -90,6 +90,10 @@ metrics-not-restored: an update that does not move the actor says nothing of ent
 +     run.restore(**parts)
 +     step, episodes, metrics = run.step, run.state.get("episodes", []), {}
 
+episodes-not-restored: those that ended before the checkpoint and wait for the next row of metrics
+- run.state.get("episodes", []), run.state.get("metrics", {})
++ [], run.state.get("metrics", {})
+
 temperature-falls-when-it-should-rise: the sign of a loss whose value means nothing
 - return -(log_alpha.exp() * (logps + target_entropy)).mean()
 + return (log_alpha.exp() * (logps + target_entropy)).mean()

@@ -35,34 +35,6 @@ TESTS = {  # as Spec.tests
     "utils/turns.py": "exact_multiturn",
 }
 BUGS = parse_bugs("""
-goal-of-the-past: which end of an episode a range begins at
-- return torch.arange(length) + (drawn * torch.arange(length, 0, -1)).long()
-+ return (drawn * torch.arange(1, length + 1)).long()
-
-goal-of-the-last-step: strategy "final" of the paper
-- return torch.arange(length) + (drawn * torch.arange(length, 0, -1)).long()
-+ return torch.full((k, length), length - 1)
-
-goal-in-one-observation-only: two places, one is forgotten; the target then asks for the value of another goal
-- obs[:, goals.desired] = next_obs[:, goals.desired] = goal
-+ obs[:, goals.desired] = goal
-
-reward-of-the-old-goal: the goal is exchanged, the reward is kept
-- episode._replace(obs=obs, rewards=rewards, terminated=terminated, next_obs=next_obs)
-+ episode._replace(obs=obs, terminated=terminated, next_obs=next_obs)
-
-end-of-the-old-goal: SB3's: the reward is computed again, the end is not
-- episode._replace(obs=obs, rewards=rewards, terminated=terminated, next_obs=next_obs)
-+ episode._replace(obs=obs, rewards=rewards, next_obs=next_obs)
-
-goal-achieved-before-the-step: rewards are of the state that a step leads to
--     achieved = episode.next_obs[:, goals.achieved]
-+     achieved = episode.obs[:, goals.achieved]
-
-copies-share-their-array: a view is written to, and the original loses its goal
-- episode.obs.clone(), episode.next_obs.clone()
-+ episode.obs, episode.next_obs
-
 eos-written-twice: the template writes a whole conversation, and part of it was sampled
 -         before = before.removeprefix(written[0]) if written else before
 +         pass
