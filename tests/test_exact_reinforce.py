@@ -13,7 +13,7 @@ from helpers import metrics, new_run
 from torch import nn
 
 from algos import reinforce
-from utils.errors import UserError
+from utils.core import UserError
 
 # Two states, two actions, at most three steps. Action 1 of the first state ends the episode; all else goes on.
 LOGITS = np.array([[0.3, -0.4], [-0.2, 0.9]])

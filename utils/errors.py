@@ -1,4 +1,4 @@
-"""Wrong input of the user's: the bounds of numbers, NAME=VALUE pairs.
+"""Wrong input of the user's: the exception that says so in one sentence, the bounds of numbers, NAME=VALUE pairs.
 
 A bound stands in the type of its field: `max_steps: PositiveInt = 100`, `tau: Annotated[float, "above 0"] = 0.005`.
 """
@@ -7,8 +7,6 @@ import contextlib
 import json
 import math
 from typing import Annotated, get_args, get_type_hints
-
-from utils.core import UserError
 
 BOUNDS = {
     "at least 0": lambda x: x >= 0,
@@ -27,6 +25,10 @@ Seed = Annotated[int, "at least 0 and below 2**63"]
 PositiveFloat = Annotated[float, "above 0"]
 NonNegativeFloat = Annotated[float, "at least 0"]
 UnitInterval = Annotated[float, "from 0 to 1"]
+
+
+class UserError(Exception):
+    """Wrong input. The message is one sentence: what was wrong and what would be right (exit code 2, no traceback)."""
 
 
 def check_numbers(args) -> None:

@@ -25,10 +25,10 @@ from safetensors.torch import save_file
 
 from utils.checkpoint import load_newest, restore, rng_state, save_checkpoint, set_rng_state, write_atomically
 from utils.cli import LOGGING_FLAGS, MEMORY_FLAGS, check_unchanged
-from utils.core import plot
 from utils.distributed import check_equal, gathered, on_rank_0, rank, stop, together
 from utils.errors import UserError
 from utils.machine import environment
+from utils.plot import plot
 
 EARLY = 60  # seconds between saves of unfinished work before the first step
 
