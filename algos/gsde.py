@@ -24,7 +24,7 @@ Run
 
 Expect
     MountainCarContinuous-v0: 93 to 94 with the likeliest actions after 10,000 steps, 95 to 96 after 50,000 (seeds 1 to
-    3). Its matrices reach the goal by chance in the first 1,000 steps.
+    3). Its matrices reach the goal by chance in the first 1,000 steps. 10,000 steps take 80 seconds on one core.
 
 Metrics
     return, length      of the training episodes that ended since the row before; absent where none did

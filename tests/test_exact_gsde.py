@@ -111,6 +111,21 @@ def test_densities_equal_stable_baselines3(tmp_path):
         close(theirs.sample(), actor(obs, actor.kept_noise(obs, matrices))[0], 1e-9)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_act_scales_the_noise(kept):
+    """Of each row: 0 gives the likeliest action, 1 the noise of the matrices, or new noise."""
+    actor, obs, generator = make_actor(), observations(), torch.Generator().manual_seed(0)
+    space, matrices = gsde.gym.spaces.Box(-1, 1, (A,)), torch.randn(B, H, A, generator=generator) if kept else None
+    likeliest = actor.normal(obs)[0].tanh().detach()
+    scale = (torch.arange(B) % 2).float()[:, None]
+    for given in (0.0, scale):
+        actions = gsde.act(actor, space, obs.numpy(), given, generator, matrices)
+        close(actions[::2], likeliest[::2], 1e-6)
+    assert abs(actions[1::2] - likeliest[1::2].numpy()).min() > 1e-5
+    if kept:
+        close(actions[1::2], actor(obs, actor.kept_noise(obs, matrices))[0][1::2], 1e-6)
+
+
 def test_a_matrix_is_kept_for_so_many_steps_of_each_environment(tmp_path, monkeypatch):
     """Each environment has its own; the random steps at the start count; evaluation draws new noise in each step."""
     given, whole = [], gsde.act
