@@ -248,8 +248,8 @@ class ReplayBuffer:
         self.total += max(0, len(rows) - self.capacity)
         rows, start = rows[-self.capacity :], self.total % self.capacity
         first = min(len(rows), self.capacity - start)
-        memory[start : start + first] = rows[:first]
-        memory[: len(rows) - first] = rows[first:]
+        memory[start : start + first] = rows[:first]  # type: ignore
+        memory[: len(rows) - first] = rows[first:]  # type: ignore
         self.total += len(rows)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> tuple[Tensor, ...]:

@@ -107,7 +107,7 @@ def rng_state() -> list:
     kind, keys, *rest = np.random.get_state()
     version, words, gauss = random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return [[version, list(words), gauss], [kind, keys.tolist(), *rest], torch.get_rng_state(), cuda]
+    return [[version, list(words), gauss], [kind, keys.tolist(), *rest], torch.get_rng_state(), cuda]  # type: ignore[attr-defined]
 
 
 def set_rng_state(state: list) -> None:
@@ -150,7 +150,7 @@ class Run:
             except ImportError as error:
                 raise UserError("--track needs wandb: pip install wandb") from error
             how = dict(project="plainrl", name=self.dir.name, id=self.dir.name, resume="allow")
-            self.wandb = wandb.init(config=vars(args), **how)
+            self.wandb = wandb.init(config=vars(args), **how)  # type: ignore[arg-type]
         if self.writes:
             self.dir.mkdir(parents=True, exist_ok=True)
             versions = {name: version(name) for name in ("torch", "numpy", "transformers", "gymnasium")}
