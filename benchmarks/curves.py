@@ -273,7 +273,8 @@ def add(name: tyro.conf.Positional[str], run: tyro.conf.Positional[Path]) -> Non
     speeds = [row["time/steps_per_second"] for row in history if "time/steps_per_second" in row]
     row = row_of(CURVES[name].column, args["seed"], history) | {"seconds": round(last / statistics.median(speeds), 1)}
     with open(FOLDER / f"{name}.jsonl", "a") as file:
-        file.write(json.dumps(row | {"settings": settings} | {k: config[k] for k in ("versions", "commit", "machine")}))
+        about = {k: config.get(k, environment()[k]) for k in ("versions", "commit", "machine")}
+        file.write(json.dumps(row | {"settings": settings} | about))
         file.write("\n")
 
 

@@ -59,7 +59,8 @@ def lead(text: str) -> str:
 
 
 def commands(script: str) -> list[tuple[str, str]]:
-    """(command on one line, what the docstring says of it), of the section Run."""
+    """(command on one line, what the docstring says of it), of the section Run; then the script's in algos/README.md
+    that others publish."""
     found = []
     text = re.sub(r"\\\n\s*", "", docstring(script).sections.get("Run", ""))
     for line in filter(str.strip, text.splitlines()):
@@ -68,6 +69,9 @@ def commands(script: str) -> list[tuple[str, str]]:
             found.append([command, " ".join(comment)])
         elif found:
             found[-1][1] = f"{found[-1][1]} {' '.join([command, *comment])}".strip()
+    published = (family.ROOT / "algos/README.md").read_text().partition("### Recipes that others publish")[2]
+    published = published.partition("###")[0].splitlines()
+    found += [[line, ""] for line in published if line.startswith(f"python algos/{script}.py ")]
     return [(command, comment) for command, comment in found]
 
 

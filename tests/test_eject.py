@@ -40,7 +40,7 @@ def test_ejected_scripts_give_the_same_curves(root, tmp_path, monkeypatch, impor
             args += ["--model", TINY_MODEL, "--max-steps", 3, "--eval-every", 3]
             args += ["--teacher", TINY_MODEL] if "teacher" in options(algo) else []
         # goals, masks or data, which Mine-v0 does not have
-        needs = "Goal" in SPECS[algo].walk or algo == "ppo_mask" or "dataset" in options(algo)
+        needs = "Goal" in SPECS[algo].walk or algo in ("her_sac", "ppo_mask") or "dataset" in options(algo)
         if "num_envs" in options(algo) and not SPECS[algo].needs and not needs:
             args += ["--env-id", "project:Mine-v0", *([] if walk(algo) == WALK else ["--env-kwargs", "choices=3"])]
         (tmp_path / f"theirs/scripts/{algo}.py").write_text(eject(REPO / f"algos/{algo}.py"))

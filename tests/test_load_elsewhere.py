@@ -31,7 +31,7 @@ WIDE = [
     "--env-kwargs",
     SHORT,
     "--learning-rate",
-    "0.05",
+    "0.1",
 ]  # half of the actions out of bounds
 CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "ppo discrete": (PPO, ppo, ["--learning-rate", "0.04"]),

@@ -78,7 +78,8 @@ SPEC = Spec(
     },
     recipes=(
         Recipe(
-            "hopper_medium_replay", "arXiv 2110.06169, appendix B", preset="mujoco",
+            "hopper_medium_replay-v2.hdf5 --max-steps 1000000 --eval-every",
+            "arXiv 2110.06169, appendix B", preset="mujoco",
             paper=dict(learning_rate=3e-4, batch_size=256, hidden_size=256, tau=0.005, gamma=0.99,
                        max_steps=1_000_000, expectile=0.7, temperature=3.0, anneal_actor=True),
         ),

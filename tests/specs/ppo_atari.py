@@ -71,6 +71,7 @@ SPEC = Spec(
           "max_num_frames_per_episode=200",
     tests="atari exact_ppo parity_sb3_atari wiring::test_statistics_are_given_back resume_control",
     needs="ale_py",
+    walk="environments:Pixels-v0",
     curves={
         "ppo_atari-kungfumaster": Curve(
             dict(env_id="ALE/KungFuMaster-v5", total_timesteps=61_440, eval_every=30_720, eval_episodes=5),
