@@ -6,8 +6,7 @@ TESTS = {  # as Spec.tests
     "utils/checks.py": "checks",
     "utils/checkpoint.py": "resume runs",
     "utils/cli.py": "runs command_line memory",
-    "utils/control.py": "exact_ppo exact_sac exact_iql envs atari parity_sb3 offline_data command_line_control "
-    "resume_control properties",
+    "utils/control.py": "envs exact_ppo exact_sac parity_sb3 properties::test_replay_buffer",
     "utils/core.py": "resume_control command_line_control envs",
     "utils/decode.py": "invariance",
     "utils/distributed.py": "distributed",
