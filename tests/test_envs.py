@@ -18,7 +18,7 @@ from helpers import REPO, SMALL, command_line, metrics, new_run, runs_in, start,
 from algos import ppo
 from utils import control
 from utils.control import evaluate, is_bounded, make_vector, rollouts, seed_of, step_vector
-from utils.core import UserError, rng_state
+from utils.core import UserError, crosses, rng_state
 
 CPU = torch.device("cpu")
 REFUSED = {"sequence", "graph", "dict of a sequence"}
@@ -289,3 +289,9 @@ def test_rollouts_start_alike_where_asked():
         act = lambda obs, *_: (seen.append(obs.copy()), np.zeros((4, 1), np.float32))[1]  # noqa: B023, E731
         rollouts(lambda: env_of("environments:Walk-v0"), act, 4, 1, starts=starts)
         assert np.array_equal(seen[0][:2], seen[0][2:]) == equal and seen[0][0, 0] != seen[0][1, 0]
+
+
+def test_what_is_due_where_an_iteration_has_many_steps():
+    """Once for each multiple that an iteration ends at or passes; 0 is never."""
+    due = [step for step in range(6, 31, 6) if crosses(step, step - 6, 8)]
+    assert due == [12, 18, 24] and not any(crosses(step, step - 6, 0) for step in range(6, 31, 6))
