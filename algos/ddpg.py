@@ -275,7 +275,7 @@ def train(args: Args) -> list[dict]:
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "value": ("q", "q_policy")}
-    return run.finish(agent.state_dict(), curves, f"{TITLE} on {args.env_id}")  # type: ignore[arg-type]
+    return run.finish(agent.state_dict(), curves, f"{TITLE} on {args.env_id}")
 
 
 if __name__ == "__main__":

@@ -325,7 +325,7 @@ def train(args: Args) -> list[dict]:
         run.end_step(step, parts)
 
     curves = {"return": ("eval/return_at_*",), "loss": ("loss",), "slope": ("eval/slope",)}
-    return run.finish(model.state_dict(), curves, f"{TITLE} on {data.name}")  # type: ignore[arg-type]
+    return run.finish(model.state_dict(), curves, f"{TITLE} on {data.name}")
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for impossible settings."""
     if not is_bounded(space):
         wanted = "a Box of floats with finite bounds"
-        raise UserError(f"--env-id {args.env_id} has the action space {space}: SAC needs {wanted}")
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
     if args.total_timesteps % args.num_envs:
         raise UserError(f"--total-timesteps {args.total_timesteps} must be a multiple of --num-envs {args.num_envs}")
     if args.subset_size and args.subset_size > args.num_critics:

@@ -24,9 +24,9 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.machine import environment  # noqa: E402
 from utils.evaluation import decode, evaluate  # noqa: E402
 from utils.lm import Samples, completion_logps, pad_left, sample  # noqa: E402
+from utils.machine import environment  # noqa: E402
 from utils.models import eos_ids, load_model  # noqa: E402
 from utils.tasks import load_task  # noqa: E402
 from utils.text import encode_prompt  # noqa: E402

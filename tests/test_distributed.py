@@ -174,6 +174,7 @@ def test_shards_need_a_transformers_that_makes_them(older, monkeypatch):
     [
         ("algos/grpo.py --max-steps 1", "give --sample-batch-size 256"),
         ("algos/grpo.py --max-steps none", "Error parsing --max-steps"),
+        ("algos/ppo.py", "start it without torchrun"),
         ("algos/sft.py --fsdp", "give --model a folder or a hub name"),
     ],
 )

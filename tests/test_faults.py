@@ -169,7 +169,7 @@ def test_killed_at_every_operation_on_files(reference, tmp_path):
     anything, and gives the same result."""
     for number in count(1):
         runs = tmp_path / f"{number}" / "runs"
-        code = killed(number, tmp_path, *SMALL, "--keep", 1, "--output-dir", runs)
+        code = killed(number, tmp_path, *SMALL, "--keep", 1, "--save-every", 1, "--output-dir", runs)
         folders = runs_in(runs)
         if code == 0:
             break
@@ -177,7 +177,7 @@ def test_killed_at_every_operation_on_files(reference, tmp_path):
             if checkpoints(folder):
                 killed(number, tmp_path, "--resume", folder)
             recovered(Walk(), folder, reference)
-    assert number > 35, "not every operation is seen"
+    assert number > 40, "not every operation is seen"
 
 
 @pytest.mark.slow

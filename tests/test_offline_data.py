@@ -478,6 +478,12 @@ def test_actions_reach_the_bounds_and_no_farther():
                 check_spaces(with_actions([0, 0], wrong, [0, 0]), 2, space)
 
 
+def test_an_action_of_one_value():
+    """It has no place in [-1, 1]."""
+    with pytest.raises(UserError, match="upper bounds must be above lower ones"):
+        check_spaces(with_actions([0, 0]), 2, Box(np.array([0, -1], np.float32), np.array([0, 1], np.float32)))
+
+
 def test_sizes_of_another_environment():
     for obs, action in ((Box(-1, 1, (3,)), ACTION), (Box(-1, 1, (1,)), ACTION), (OBS, Box(-1, 1, (1,)))):
         with pytest.raises(UserError, match=r"has 2 observation and 2 action numbers a step.*--env-id"):

@@ -162,7 +162,7 @@ def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
     args = tyro.cli(module.Args, args=words)
     for name, value in sizes.items():
         setattr(args, name, value)
-    if hasattr(args, "env_kwargs") and "ALE/" not in getattr(args, "env_id", ""):
+    if hasattr(args, "env_kwargs") and "ALE/" not in (args.env_id or ""):
         args.env_kwargs = tuple(pair for pair in args.env_kwargs if "max_num_frames" not in pair)  # Atari's alone
     if getattr(args, "online_steps", 0):
         args.online_steps = 16
