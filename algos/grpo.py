@@ -26,7 +26,7 @@ Run
 Expect
     The default run takes 1 to 3 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8
     0.43 to greedy 0.58, pass@1 0.53, pass@8 0.69. --task sort --max-steps 16: greedy 0.23 to 1.00 in about 10 seconds.
-    First the policy unlearns answers that are one too high; then pass@1 approaches greedy and pass@8 falls: it sharpens.
+    First the policy unlearns answers that are one too high; then pass@1 nears greedy and pass@8 falls: it sharpens.
 
 Metrics
     reward_std     of rewards within their group; frac_zero_std: share of groups that teach nothing; below 0.9
@@ -60,10 +60,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.core import Run, UserError, main, prepare
 from utils.data import encode_prompt, load_task, usable
-from utils.dist import Means, Trained, averaged, clip_gradients, mean_and_std, micro_batches, share, start, total
+from utils.dist import Means, Samples, Trained, averaged, clip_gradients, micro_batches, moments, share, start, total
 from utils.lm import (
     PolicyArgs,
-    Samples,
     alarm,
     autocast,
     completion_logps,
@@ -71,7 +70,7 @@ from utils.lm import (
     resolve,
     sample_all,
     save_model,
-    set_learning_rate,
+    set_rate,
 )
 from utils.rewards import decode, evaluate, make_scorer, shown
 
@@ -171,12 +170,12 @@ def advantages(rewards: Tensor, scale: str) -> Tensor:
         variance = centred.square().nansum(1, keepdim=True) / (known - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + STD_EPSILON)
     elif scale == "batch":
-        centred = centred / (mean_and_std(rewards)[1] + STD_EPSILON)
+        centred = centred / (moments(rewards)[1] + STD_EPSILON)
     return centred.nan_to_num(0.0)
 
 
 def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) -> Tensor:
-    """Weight of each token's loss in the step's loss, over the B rows of all processes. mask (B, T) of 0 and 1 -> (B, T).
+    """Weight of each token's loss in the step's loss, over the B rows of all processes. mask of 0 and 1, (B, T).
 
     sequence: 1 / (B T_i), the paper's. Not the policy gradient: tokens of long completions count less than others.
     token: 1 / sum of all T_i of the step, as TRL and verl; DAPO's formula takes each group's own sum.
@@ -219,9 +218,8 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
         means = Means()
         for minibatch in numbers.tensor_split(args.num_minibatches):  # the order of the prompts is random
             within, weights = minibatch.flatten(), torch.zeros_like(samples.logps)
-            weights[within] = token_weights(
-                mask[within].to(weights.dtype), args.aggregation, args.max_completion_length
-            )
+            counted = mask[within].to(weights.dtype)
+            weights[within] = token_weights(counted, args.aggregation, args.max_completion_length)
             optimizer.zero_grad(set_to_none=True)
             for rows, inputs in micro_batches(samples, args, within):
                 with autocast(model, args.precision):
@@ -285,7 +283,7 @@ def train(args: Args) -> list[dict]:
     model.train()
     while run.step < args.max_steps:
         step, begun = run.step + 1, time.perf_counter()
-        rate = set_learning_rate(optimizer, step, args)
+        rate = set_rate(optimizer, step, args)
 
         # collect
         samples, rewards, columns = collect(model, tokenizer, task, score, step, args)

@@ -1,25 +1,23 @@
-"""How work is divided: over micro-batches, and over processes, `torchrun --nproc-per-node=N algos/X.py`. Each process has
-its own share of the prompts; sums over all of them make denominators, gradients and means those of the whole batch.
-Without torchrun everything here gives back what it got.
+"""Batches of completions, and how work is divided: over micro-batches, and over processes, which `torchrun
+--nproc-per-node=N algos/X.py` starts. Each has its own share of the prompts; sums over all of them make denominators,
+gradients and means those of the whole batch. Without torchrun everything here gives back what it got.
 
 Weights are whole in every process (replicas), or, with --fsdp, shards of PyTorch's FSDP2.
 """
 
 import contextlib
+import hashlib
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 
 
 def rank() -> int:
@@ -77,12 +75,19 @@ def averaged(columns: dict[str, float]) -> dict[str, float]:
     return {name: mean([part[name] for part in parts if name in part]) for part in parts for name in part}
 
 
-def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
+def moments(values: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and unbiased deviation of the numbers of all processes. NaN is left out."""
     known = values[~values.isnan()]
     count, amount = total(torch.stack([known.new_tensor(len(known)), known.sum()]))
     mean = amount / count.clamp(min=1)
     return mean, (total((known - mean).square().sum()) / (count - 1).clamp(min=1)).sqrt()
+
+
+def stream(device, *key: int | str) -> torch.Generator:
+    """The random numbers of one batch: a function of `key` (seed, purpose, step, ...) and of the process alone, so that
+    no checkpoint keeps their state."""
+    digest = hashlib.blake2b(repr((*key, rank())).encode(), digest_size=7).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest))
 
 
 class Means:
@@ -107,6 +112,37 @@ class Means:
         return {name: amount / count for name, (amount, count) in sums.items() if count}
 
 
+class Samples(NamedTuple):
+    """Completions of a batch of prompts. A completion's mask covers its first EOS and nothing after."""
+
+    prompt_ids: Tensor  # (P, L) int64
+    prompt_mask: Tensor  # (P, L) bool
+    completion_ids: Tensor  # (B, T) int64
+    completion_mask: Tensor  # (B, T) bool
+    logps: Tensor  # (B, T) float32: log-probability of each token when it was sampled, at the sampling temperature
+    ended: Tensor  # (B,) bool: whether EOS was reached; False where the length limit cut the completion off
+
+
+def pad_left(prompts: list[list[int]], device) -> tuple[Tensor, Tensor]:
+    """Token lists -> ids and mask (P, L). Padding is id 0: the mask, never the id, tells what is padding."""
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[False] * (length - len(p)) + [True] * len(p) for p in prompts], device=device)
+    return ids, mask
+
+
+def join(parts: list[Samples]) -> Samples:
+    """The samples of several batches of prompts as one, prompts padded to the widest, completions to the longest."""
+
+    def cat(name: str, left: bool = False) -> Tensor:
+        tensors = [getattr(part, name) for part in parts]
+        gaps = [max(t.shape[1] for t in tensors) - t.shape[1] for t in tensors]
+        return torch.cat([torch.nn.functional.pad(t, (gap, 0) if left else (0, gap)) for t, gap in zip(tensors, gaps)])
+
+    return Samples(cat("prompt_ids", True), cat("prompt_mask", True), cat("completion_ids"), cat("completion_mask"),
+                   cat("logps"), torch.cat([part.ended for part in parts]))  # fmt: skip
+
+
 def split_rows(lengths: list[int], size: int, tokens: int | None) -> list[list[int]]:
     """Which rows make each micro-batch: `size` of them, in their order. Where `tokens` is given, rows are sorted by
     length, and a micro-batch has at most that many tokens with its padding (one row may have more). Then the longest
@@ -129,10 +165,10 @@ def equal_passes(batches: list[list[int]], args) -> list[list[int]]:
     return batches + [[]] * (most - len(batches))
 
 
-def micro_batches(samples: tuple, args, within: Tensor | None = None,
+def micro_batches(samples: Samples, args, within: Tensor | None = None,
                   together: int = 1) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]]:  # fmt: skip
-    """Yields (rows, arguments of completion_logps) of --micro-batch-size completions each, trimmed to their own longest;
-    whole groups share their prompt. With --micro-batch-tokens as `split_rows` has it, with a prompt for each completion;
+    """Yields (rows, arguments of completion_logps) of --micro-batch-size completions, trimmed to their own longest;
+    whole groups share their prompt. With --micro-batch-tokens as `split_rows` has it, with a prompt for each, and
     `together` completions that stand together stay so. within: these rows of the samples alone."""
     prompt_ids, prompt_mask, ids, mask, _, _ = samples
     within = torch.arange(len(ids)) if within is None else within
@@ -162,6 +198,7 @@ def shard(model, bfloat16: bool):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing of ours is done in place
     mesh = init_device_mesh(model.device.type, (world(),))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else MixedPrecisionPolicy()
     layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
@@ -185,7 +222,7 @@ def unsharded(model) -> Iterator[None]:
 
 
 def clip_gradients(model, limit: float) -> Tensor:
-    """Sums the gradients over processes (FSDP has done so) and clips them to the norm `limit`. Returns the norm before."""
+    """Sums gradients over processes (FSDP has done so) and clips them to the norm `limit`. Returns the norm before."""
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -198,7 +235,7 @@ def clip_gradients(model, limit: float) -> Tensor:
 
 def full_weights(model) -> dict:
     """All weights, in the CPU's memory: of a sharded model on process 0 alone. All processes call it."""
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return states.get_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 class Trained:
@@ -208,10 +245,10 @@ class Trained:
         self.model, self.optimizer = model, optimizer
 
     def state_dict(self) -> dict:
-        how = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        return dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer, options=how)))
+        how = states.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        return dict(zip(("model", "optimizer"), states.get_state_dict(self.model, self.optimizer, options=how)))
 
     def load_state_dict(self, state: dict) -> None:
-        how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=False)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
-                       options=how)  # fmt: skip
+        how = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=False)
+        own = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        states.set_state_dict(self.model, self.optimizer, **own, options=how)

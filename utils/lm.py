@@ -6,19 +6,18 @@ Shapes: P prompts, G completions of each, B = P * G rows (the G completions of a
 
 import contextlib
 import copy
-import hashlib
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from utils.core import RunArgs, UserError, preset
-from utils.dist import full_weights, rank, shard, sharded, unsharded, world
+from utils.dist import Samples, full_weights, join, pad_left, rank, shard, sharded, stream, unsharded, world
 
 TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")
 CHUNK = 2**25  # logits that are held at once: 128 MiB in float32
@@ -47,7 +46,7 @@ class ModelArgs(RunArgs):
     """most tokens, with padding, in one forward and backward pass: rows are sorted by length; 0: micro_batch_size rows
     in their order. Changes memory and speed, not the result"""
     fsdp: bool = False
-    """under torchrun: shard weights, gradients and optimizer over the processes; --precision is bfloat16 if not given"""
+    """under torchrun: shard weights, gradients and optimizer over the processes; --precision then is bfloat16"""
     trust_remote_code: bool = False
     """run code that comes with the model, and with models of --reward"""
 
@@ -164,7 +163,7 @@ def whole_copy(model, args):
 
 
 def save_model(model, tokenizer, folder: Path, args) -> None:
-    """The folder that anyone's `from_pretrained` loads; and LoRA's adapters in folder/adapter. All processes call it."""
+    """The folder that anyone's `from_pretrained` loads, LoRA's adapters in folder/adapter. All processes call it."""
     state = full_weights(model) if args.lora_rank else None
     own = whole_copy(model, args)
     if rank() == 0:
@@ -185,7 +184,7 @@ def eos_ids(model, tokenizer) -> list[int]:
     return sorted({tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None})
 
 
-def set_learning_rate(optimizer, step: int, args) -> float:
+def set_rate(optimizer, step: int, args) -> float:
     """The rate of step `step`, from 1 on: a linear warm-up, then constant, or linear or cosine decay that would reach
     zero one step after the last."""
     done = max(0, step - 1 - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
@@ -194,28 +193,9 @@ def set_learning_rate(optimizer, step: int, args) -> float:
     return optimizer.param_groups[0]["lr"]
 
 
-class Samples(NamedTuple):
-    """Completions of a batch of prompts. A completion's mask covers its first EOS and nothing after."""
-
-    prompt_ids: Tensor  # (P, L) int64
-    prompt_mask: Tensor  # (P, L) bool
-    completion_ids: Tensor  # (B, T) int64
-    completion_mask: Tensor  # (B, T) bool
-    logps: Tensor  # (B, T) float32: log-probability of each token when it was sampled, at the sampling temperature
-    ended: Tensor  # (B,) bool: whether EOS was reached; False where the length limit cut the completion off
-
-
 def positions(mask: Tensor) -> Tensor:
     """Position ids that count real tokens only, so that left padding shifts nothing. (B, L) -> (B, L)."""
     return (mask.long().cumsum(1) - 1).clamp(min=0)
-
-
-def pad_left(prompts: list[list[int]], device) -> tuple[Tensor, Tensor]:
-    """Token lists -> ids and mask (P, L). Padding is id 0: the mask, never the id, tells what is padding."""
-    length = max(map(len, prompts))
-    ids = torch.tensor([[0] * (length - len(p)) + p for p in prompts], device=device)
-    mask = torch.tensor([[False] * (length - len(p)) + [True] * len(p) for p in prompts], device=device)
-    return ids, mask
 
 
 @torch.no_grad()
@@ -271,13 +251,6 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     return Samples(prompt_ids, prompt_mask, ids[:, :longest], completion_mask, logps[:, :longest], ended)
 
 
-def stream(device, *key: int | str) -> torch.Generator:
-    """The random numbers of one batch: a function of `key` (seed, purpose, step, ...) alone, so that no checkpoint
-    keeps their state."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest))
-
-
 def sample_all(model, prompts: list[list[int]], num_samples: int, args, temperature: float, *key: int | str) -> Samples:
     """The same for any number of prompts, in batches of --sample-batch-size completions of whole prompts, each with a
     stream of its own: `key` and its first prompt. Or the server of --sampler draws in the model's place."""
@@ -290,20 +263,8 @@ def sample_all(model, prompts: list[list[int]], num_samples: int, args, temperat
         for i in range(0, len(prompts), at_once):
             parts.append(sample(model, *pad_left(prompts[i : i + at_once], model.device), num_samples,
                                 args.max_completion_length, eos, temperature,
-                                stream(model.device, args.seed, *key, rank(), i)))  # fmt: skip
+                                stream(model.device, args.seed, *key, i)))  # fmt: skip
     return join(parts)
-
-
-def join(parts: list[Samples]) -> Samples:
-    """The samples of several batches of prompts as one, prompts padded to the widest, completions to the longest."""
-
-    def cat(name: str, left: bool = False) -> Tensor:
-        tensors = [getattr(part, name) for part in parts]
-        gaps = [max(t.shape[1] for t in tensors) - t.shape[1] for t in tensors]
-        return torch.cat([torch.nn.functional.pad(t, (gap, 0) if left else (0, gap)) for t, gap in zip(tensors, gaps)])
-
-    return Samples(cat("prompt_ids", True), cat("prompt_mask", True), cat("completion_ids"), cat("completion_mask"),
-                   cat("logps"), torch.cat([part.ended for part in parts]))  # fmt: skip
 
 
 def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor,
@@ -319,8 +280,8 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
 
 def completion_states(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
                       completion_mask: Tensor) -> Tensor:  # fmt: skip
-    """The hidden states that predict the N completion tokens, (N, D). A prompt of several completions is run once, and
-    they share its cache, gradient included; not with gradient checkpointing, which excludes a cache, nor with shards."""
+    """The hidden states that predict the N completion tokens, (N, D). A prompt of several completions is run once and
+    its cache shared, gradient included; not with gradient checkpointing, which excludes a cache, nor with shards."""
     repeats = completion_ids.shape[0] // prompt_ids.shape[0]
     checkpointed = model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
     if repeats == 1 or checkpointed or sharded(model):
@@ -376,9 +337,9 @@ def head_weights(model) -> list[Tensor]:
 class TokenLogps(torch.autograd.Function):
     """log softmax(head(hidden) / temperature) at `ids`, and entropies without gradient: (N, D), (N,) -> (N,), (N,).
 
-    The output layer runs on chunks of tokens, and once more in the backward pass, so that logits of all tokens are never
-    held at once. Autograd alone would keep several copies of a chunk, and allocate each anew. Chunks add their gradients
-    of the weights in float32, where autocast or weights are bfloat16, too."""
+    The output layer runs on chunks of tokens, and once more in the backward pass: logits of all tokens are never held
+    at once. Autograd alone would keep several copies of a chunk, and allocate each anew. Chunks add their gradients of
+    the weights in float32, where autocast or weights are bfloat16, too."""
 
     @staticmethod
     def chunks(hidden: Tensor, temperature: float, model) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
@@ -426,7 +387,7 @@ class TokenLogps(torch.autograd.Function):
 
 
 def alarm(gap: float | None, run, args) -> None:
-    """Stops a run whose tokens are not scored as they were sampled: `gap` is the column sampler_gap, None where no token
+    """Stops a run whose tokens are not scored as they were sampled. gap: the column sampler_gap, None where no token
     was trained. A server is warned of, and may be wrong in two steps running."""
     limit = LARGEST_GAP["server" if args.sampler else args.precision]
     if gap is None or gap <= limit:
@@ -436,7 +397,5 @@ def alarm(gap: float | None, run, args) -> None:
         raise UserError(wrong + "tokens are not scored as they were sampled, so give another model or --precision")
     before = [row.get("sampler_gap", math.inf) for row in run.history if row["step"] > 0][-2:]
     if len(before) == 2 and min(before) > limit:
-        raise UserError(
-            wrong + f"the server {args.sampler} does not follow the model, so restart it and --resume the run"
-        )
+        raise UserError(wrong + f"{args.sampler} does not follow the model, so restart it and --resume the run")
     run.print("warning: " + wrong + "the server may have kept old weights")

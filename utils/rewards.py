@@ -12,8 +12,8 @@ import torch
 
 from utils.core import UserError
 from utils.data import Task, encode_prompt, present
-from utils.dist import gathered, mean, share
-from utils.lm import Samples, sample_all
+from utils.dist import Samples, gathered, mean, share
+from utils.lm import sample_all
 
 
 def load_function(spec: str) -> Callable:
