@@ -60,18 +60,20 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.core import Run, UserError, main, prepare
 from utils.data import encode_prompt, load_task, usable
-from utils.dist import Means, Samples, Trained, averaged, clip_gradients, micro_batches, moments, share, start, total
-from utils.lm import (
-    PolicyArgs,
-    alarm,
-    autocast,
-    completion_logps,
-    load_model,
-    resolve,
-    sample_all,
-    save_model,
+from utils.dist import (
+    Means,
+    Samples,
+    Trained,
+    averaged,
+    clip_gradients,
+    micro_batches,
+    moments,
     set_rate,
+    share,
+    start,
+    total,
 )
+from utils.lm import PolicyArgs, alarm, autocast, completion_logps, load_model, resolve, sample_all, save_model
 from utils.rewards import decode, evaluate, make_scorer, shown
 
 NAME, TITLE = "grpo", "GRPO"
@@ -314,7 +316,7 @@ def train(args: Args) -> list[dict]:
         run.log(step, **averaged(columns))
         run.end_step(step, {"trained": trained})
 
-    curves = {"reward": ("reward",), "held-out": ("eval/*",), "entropy per token": ("entropy",)}
+    curves: dict = {"reward": ("reward",), "held-out": ("eval/*",), "entropy per token": ("entropy",)}
     return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")
 
 

@@ -123,6 +123,11 @@ class Samples(NamedTuple):
     ended: Tensor  # (B,) bool: whether EOS was reached; False where the length limit cut the completion off
 
 
+def positions(mask: Tensor) -> Tensor:
+    """Position ids that count real tokens only, so that left padding shifts nothing. (B, L) -> (B, L)."""
+    return (mask.long().cumsum(1) - 1).clamp(min=0)
+
+
 def pad_left(prompts: list[list[int]], device) -> tuple[Tensor, Tensor]:
     """Token lists -> ids and mask (P, L). Padding is id 0: the mask, never the id, tells what is padding."""
     length = max(map(len, prompts))
@@ -231,6 +236,15 @@ def clip_gradients(model, limit: float) -> Tensor:
             work.wait()
     norm = torch.nn.utils.clip_grad_norm_(trained, limit)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def set_rate(optimizer, step: int, args) -> float:
+    """The rate of step `step`, from 1 on: a linear warm-up, then constant, or linear or cosine decay that would reach
+    zero one step after the last."""
+    done = max(0, step - 1 - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    decayed = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
+    optimizer.param_groups[0]["lr"] = args.learning_rate * decayed * min(1.0, step / max(1, args.warmup_steps))
+    return optimizer.param_groups[0]["lr"]
 
 
 def full_weights(model) -> dict:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from utils.core import RunArgs, UserError, preset
-from utils.dist import Samples, full_weights, join, pad_left, rank, shard, sharded, stream, unsharded, world
+from utils.dist import Samples, full_weights, join, pad_left, positions, rank, shard, sharded, stream, unsharded, world
 
 TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")
 CHUNK = 2**25  # logits that are held at once: 128 MiB in float32
@@ -113,26 +113,22 @@ def with_adapters(model, args):
 
 
 def with_flags(tokenizer, model, args):
-    """The tokenizer with what utils/data.py reads there."""
-    pairs = (pair.partition("=") for pair in getattr(args, "chat_template_kwargs", ()))
-    tokenizer.template_kwargs = {name: parsed(value) for name, _, value in pairs}
+    """The tokenizer with what utils/data.py reads there; model.generation_config gets all ids that end a completion."""
     tokenizer.system_prompt, tokenizer.raw_prompt = (getattr(args, x, "") for x in ("system_prompt", "raw_prompt"))
+    tokenizer.template_kwargs = {}
+    for name, _, value in (pair.partition("=") for pair in getattr(args, "chat_template_kwargs", ())):
+        tokenizer.template_kwargs[name] = value
+        with contextlib.suppress(ValueError):
+            tokenizer.template_kwargs[name] = json.loads(value)
     if tokenizer.system_prompt and tokenizer.chat_template is None:
         raise UserError("--system-prompt needs a chat template, and the model has none: write it into the prompts")
-    if token := getattr(args, "eos_token", ""):
-        if token not in tokenizer.get_vocab():
-            raise UserError(f"--eos-token {token} is no token of the model: its EOS is {tokenizer.eos_token}")
-        tokenizer.eos_token, model.generation_config.eos_token_id = token, None
-    if not (ends := eos_ids(model, tokenizer)):
-        raise UserError("the model has no EOS token, so completions could never end: give --eos-token")
-    model.generation_config.eos_token_id = ends
+    tokenizer.eos_token = getattr(args, "eos_token", "") or tokenizer.eos_token
+    if (own := tokenizer.eos_token) not in tokenizer.get_vocab():
+        raise UserError(f"completions of this model could never end by {own}: give --eos-token one of its tokens")
+    more = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None}
+    model.generation_config.eos_token_id = sorted(ends)
     return tokenizer
-
-
-def parsed(value: str):
-    with contextlib.suppress(ValueError):
-        return json.loads(value)
-    return value
 
 
 def resolve(model, args, presets: dict[str, dict]) -> str:
@@ -142,60 +138,35 @@ def resolve(model, args, presets: dict[str, dict]) -> str:
     settings = preset(args, presets, "lora" if args.lora_rank else "tiny" if size < 10e6 else "full")
     steps, name = getattr(args, "num_minibatches", 1), "num_prompts" if hasattr(args, "num_prompts") else "batch_size"
     if (least := steps * world()) > getattr(args, name):
-        raise UserError(
-            f"--{name.replace('_', '-')} must be at least {least}: {steps} minibatches x {world()} processes"
-        )
+        raise UserError(f"--{name.replace('_', '-')} must be at least {least}: processes times minibatches")
     if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         settings += "\nwarning: small updates round to nothing in bfloat16 weights: use --precision bfloat16"
     return f"{size / 1e6:.2f}M parameters, {settings}"
 
 
-def whole_copy(model, args):
-    """The model as one that anyone can load, on process 0: without shards, with LoRA merged, in float32 and on the CPU,
-    for in bfloat16 small changes would round away. All processes call it."""
+def save_model(model, tokenizer, folder: Path, args) -> None:
+    """The folder that anyone's `from_pretrained` loads. LoRA: merged in float32, on the CPU, for in bfloat16 small
+    changes would round away, and the adapters alone in folder/adapter. All processes call it."""
     state = full_weights(model) if sharded(model) else None
     if rank() > 0:
-        return None
+        return
+    if args.lora_rank:
+        model.save_pretrained(folder / "adapter", state_dict=state, save_embedding_layers=False)
     if state is not None:
         model, _ = load_model(replace(args, fsdp=False))
         model.load_state_dict(state)
-    return copy.deepcopy(model).to("cpu", torch.float32).merge_and_unload() if args.lora_rank else model
-
-
-def save_model(model, tokenizer, folder: Path, args) -> None:
-    """The folder that anyone's `from_pretrained` loads, LoRA's adapters in folder/adapter. All processes call it."""
-    state = full_weights(model) if args.lora_rank else None
-    own = whole_copy(model, args)
-    if rank() == 0:
-        if args.lora_rank:
-            model.save_pretrained(folder / "adapter", state_dict=state, save_embedding_layers=False)
-        own.to(getattr(torch, args.save_dtype) if args.save_dtype else own.dtype).save_pretrained(folder)
+    if args.lora_rank:
+        model = copy.deepcopy(model).to("cpu", torch.float32).merge_and_unload()
+    if args.save_dtype:
+        model = copy.deepcopy(model).to(getattr(torch, args.save_dtype))
+    model.save_pretrained(folder)
+    if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
 def autocast(model, precision: str):
     """bfloat16 matrix products over float32 weights where `precision` is bfloat16, else nothing."""
     return torch.autocast(model.device.type, torch.bfloat16) if precision == "bfloat16" else contextlib.nullcontext()
-
-
-def eos_ids(model, tokenizer) -> list[int]:
-    """All ids that end a completion: the tokenizer's, and what the model's generation settings add."""
-    more = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return sorted({tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None})
-
-
-def set_rate(optimizer, step: int, args) -> float:
-    """The rate of step `step`, from 1 on: a linear warm-up, then constant, or linear or cosine decay that would reach
-    zero one step after the last."""
-    done = max(0, step - 1 - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
-    decayed = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
-    optimizer.param_groups[0]["lr"] = args.learning_rate * decayed * min(1.0, step / max(1, args.warmup_steps))
-    return optimizer.param_groups[0]["lr"]
-
-
-def positions(mask: Tensor) -> Tensor:
-    """Position ids that count real tokens only, so that left padding shifts nothing. (B, L) -> (B, L)."""
-    return (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
 @torch.no_grad()
@@ -246,24 +217,25 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
         logits = model(input_ids=token, attention_mask=mask[:, : width + t + 1], position_ids=position + t,
                        past_key_values=cache, use_cache=True, logits_to_keep=1).logits  # fmt: skip
     model.train(training)
-    longest = int(lengths.max())
-    completion_mask = torch.arange(longest, device=device) < lengths[:, None]
-    return Samples(prompt_ids, prompt_mask, ids[:, :longest], completion_mask, logps[:, :longest], ended)
+    ids, logps = ids[:, : lengths.max()], logps[:, : lengths.max()]
+    completion_mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+    return Samples(prompt_ids, prompt_mask, ids, completion_mask, logps, ended)
 
 
 def sample_all(model, prompts: list[list[int]], num_samples: int, args, temperature: float, *key: int | str) -> Samples:
     """The same for any number of prompts, in batches of --sample-batch-size completions of whole prompts, each with a
     stream of its own: `key` and its first prompt. Or the server of --sampler draws in the model's place."""
+    longest = getattr(args, "max_completion_length", 0) or args.eval_max_new_tokens
+    how: Any = num_samples, longest, model.generation_config.eos_token_id, temperature
     if args.sampler:
         from utils.vllm import sample_by_server
 
-        return sample_by_server(model, prompts, num_samples, args, temperature, *key)
-    at_once, eos, parts = max(1, args.sample_batch_size // num_samples), model.generation_config.eos_token_id, []
+        return sample_by_server(model, prompts, *how, args, *key)
+    at_once, parts = max(1, args.sample_batch_size // num_samples), []
     with unsharded(model), autocast(model, args.precision):
         for i in range(0, len(prompts), at_once):
-            parts.append(sample(model, *pad_left(prompts[i : i + at_once], model.device), num_samples,
-                                args.max_completion_length, eos, temperature,
-                                stream(model.device, args.seed, *key, i)))  # fmt: skip
+            inputs = pad_left(prompts[i : i + at_once], model.device)
+            parts.append(sample(model, *inputs, *how, stream(model.device, args.seed, *key, i)))
     return join(parts)
 
 
@@ -272,7 +244,8 @@ def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_
     """Log-probabilities of completion tokens at `temperature`, (B, T) with gradient, and entropies, (B, T) without; 0
     in padding. There may be fewer prompts than completions: then each is that of the next B / P."""
     hidden = completion_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
-    found = TokenLogps.apply(hidden, completion_ids[completion_mask], temperature, model, *head_weights(model))
+    weights = [p for p in model.get_output_embeddings().parameters() if p.requires_grad]
+    found = TokenLogps.apply(hidden, completion_ids[completion_mask], temperature, model, *weights)
     empty = torch.zeros(completion_ids.shape, dtype=found[0].dtype, device=completion_ids.device)
     logps, entropies = (empty.masked_scatter(completion_mask, values) for values in found)
     return logps, entropies
@@ -325,13 +298,10 @@ def head(model, hidden: Tensor) -> Tensor:
     """Logits of hidden states."""
     config = model.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-    logits = model.get_output_embeddings().forward(hidden) * scale  # Cohere; Granite
+    logits = model.get_output_embeddings().forward(hidden)  # FSDP's hooks there would end the pass of the whole
+    logits = logits if scale == 1 else logits * scale  # Cohere; Granite
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     return cap * torch.tanh(logits / cap) if cap else logits
-
-
-def head_weights(model) -> list[Tensor]:
-    return [p for p in model.get_output_embeddings().parameters() if p.requires_grad]
 
 
 class TokenLogps(torch.autograd.Function):
@@ -395,7 +365,7 @@ def alarm(gap: float | None, run, args) -> None:
     wrong = f"sampler_gap is {gap:.2g} nats a token, and {limit:g} is the limit: "
     if not args.sampler:
         raise UserError(wrong + "tokens are not scored as they were sampled, so give another model or --precision")
-    before = [row.get("sampler_gap", math.inf) for row in run.history if row["step"] > 0][-2:]
-    if len(before) == 2 and min(before) > limit:
+    before = [row.get("sampler_gap", math.inf) > limit for row in run.history if row["step"] > 0][-2:]
+    if before == [True, True]:
         raise UserError(wrong + f"{args.sampler} does not follow the model, so restart it and --resume the run")
-    run.print("warning: " + wrong + "the server may have kept old weights")
+    run.print(f"warning: {wrong}the server may have kept old weights")
