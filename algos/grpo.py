@@ -183,7 +183,7 @@ def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) ->
     token: 1 / sum of all T_i of the step, as TRL and verl; DAPO's formula takes each group's own sum.
     constant: 1 / (B L_max), Dr. GRPO: all tokens count alike, so lengths bias nothing.
     """
-    rows = total(mask.new_tensor(len(mask)))
+    rows = total(torch.tensor(len(mask), device=mask.device))
     if aggregation == "sequence":
         return mask / (rows * mask.sum(1, keepdim=True).clamp(min=1))
     if aggregation == "token":
@@ -220,8 +220,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
         means = Means()
         for minibatch in numbers.tensor_split(args.num_minibatches):  # the order of the prompts is random
             within, weights = minibatch.flatten(), torch.zeros_like(samples.logps)
-            counted = mask[within].to(weights.dtype)
-            weights[within] = token_weights(counted, args.aggregation, args.max_completion_length)
+            weights[within] = token_weights(mask[within], args.aggregation, args.max_completion_length)
             optimizer.zero_grad(set_to_none=True)
             for rows, inputs in micro_batches(samples, args, within):
                 with autocast(model, args.precision):

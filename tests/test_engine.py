@@ -24,7 +24,7 @@ from utils import engine as engine_module
 from utils.engine import Engine, Server, distance, sure, trained, ways
 from utils.errors import UserError
 from utils.lm import Samples, completion_logps, pad_left, sample, stream
-from utils.models import TINY_MODEL
+from utils.lm import TINY_MODEL
 
 CPU = torch.device("cpu")
 PROMPTS = pad_left([[3, 4, 5], [6, 7], [8, 9, 10, 11], [3, 4, 5]], "cpu")

@@ -30,7 +30,7 @@ import utils.lm
 from tests.engine_server import StandIn
 from utils.cli import saved_args
 from utils.distributed import on_rank_0, share, start, together, whole
-from utils.models import TINY_MODEL
+from utils.lm import TINY_MODEL
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else "")
 RANK = "0"  # of this process, also where a run believes to be alone

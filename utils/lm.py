@@ -226,16 +226,17 @@ def sample_all(model, prompts: list[list[int]], num_samples: int, args, temperat
     """The same for any number of prompts, in batches of --sample-batch-size completions of whole prompts, each with a
     stream of its own: `key` and its first prompt. Or the server of --sampler draws in the model's place."""
     longest = getattr(args, "max_completion_length", 0) or args.eval_max_new_tokens
-    how: Any = num_samples, longest, model.generation_config.eos_token_id, temperature
+    eos = model.generation_config.eos_token_id
     if args.sampler:
         from utils.vllm import sample_by_server
 
-        return sample_by_server(model, prompts, *how, args, *key)
+        return sample_by_server(model, prompts, num_samples, longest, eos, temperature, args, *key)
     at_once, parts = max(1, args.sample_batch_size // num_samples), []
     with unsharded(model), autocast(model, args.precision):
         for i in range(0, len(prompts), at_once):
-            inputs = pad_left(prompts[i : i + at_once], model.device)
-            parts.append(sample(model, *inputs, *how, stream(model.device, args.seed, *key, i)))
+            ids, mask = pad_left(prompts[i : i + at_once], model.device)
+            random = stream(model.device, args.seed, *key, i)
+            parts.append(sample(model, ids, mask, num_samples, longest, eos, temperature, random))
     return join(parts)
 
 
