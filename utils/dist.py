@@ -181,8 +181,8 @@ def micro_batches(samples: Samples, args, within: Tensor | None = None,
     lengths = (prompt_mask.sum(1).repeat_interleave(group) + mask.sum(1)).cpu()[within].view(-1, together).amax(1)
     for units in equal_passes(split_rows(lengths.tolist(), size // together, tokens and tokens // together), args):
         if not units:
-            one, none = torch.zeros(1, 1, dtype=torch.long, device=ids.device), ids[:0, :0].expand(1, 0)
-            yield within[:0].to(ids.device), (one, one == 0, none, none == 0)
+            one = torch.zeros(1, 1, dtype=torch.long, device=ids.device)
+            yield within[:0].to(ids.device), (one, one == 0, one[:, :0], one[:, :0] == 0)
             continue
         rows = within.view(-1, together)[units].flatten().to(ids.device)
         prompts = rows // group
