@@ -177,13 +177,11 @@ def carried_over(results: dict, base) -> None:
 def whole_runs(results: dict) -> None:
     """grpo.py itself, which shards LoRA too: it learns, saves, and goes on."""
     folder = FOLDER / "runs"
-    for name, more in {
-        "shards": dict(),
-        "lora": dict(lora_rank=2, beta=0.1),
-        "lora replicas": dict(lora_rank=2),
-    }.items():
+    cases = {"shards": {}, "lora": dict(lora_rank=2, beta=0.1), "lora replicas": dict(lora_rank=2)}
+    for name, more in cases.items():
         how = dict(task="sort", num_prompts=5, num_generations=4, max_steps=2, eval_prompts=3, device="cpu", threads=1,
-                   precision="float32", micro_batch_size=4, sample_batch_size=8, fsdp="replicas" not in name)  # fmt: skip
+                   precision="float32", micro_batch_size=4, sample_batch_size=8,
+                   fsdp="replicas" not in name)  # fmt: skip
         args = grpo.Args(**how | more, output_dir=str(folder / name))
         with mock.patch("utils.core.plot", lambda *_: None):
             grpo.train(args)
