@@ -24,11 +24,11 @@ AT_ONCE = 128  # prompts that the server has under way
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def ask(args, path: str, body: dict) -> dict:
+def ask(args, path: str, body: dict | None = None) -> dict:
     """The JSON that the server answers. Raises UserError where it does not, or refuses."""
-    request = urllib.request.Request(args.sampler.rstrip("/") + path, json.dumps(body).encode(),
-                                     {"Content-Type": "application/json"})  # fmt: skip
+    data = None if body is None else json.dumps(body).encode()
     try:
+        request = urllib.request.Request(args.sampler.rstrip("/") + path, data, {"Content-Type": "application/json"})
         with DIRECT.open(request, timeout=1800) as reply:
             return json.loads(reply.read() or b"{}")
     except (OSError, ValueError) as error:
@@ -39,10 +39,10 @@ def ask(args, path: str, body: dict) -> dict:
 
 def send_weights(model, args) -> None:
     """The server loads the model's weights, if they have changed. All processes call it, process 0 writes them."""
-    version = sum(p._version for p in model.parameters())  # each change in place counts it up; not that of shards
-    if getattr(model, "sent", None) == version and not args.fsdp:
+    now = [p.detach().double().sum().item() for p in model.parameters() if p.requires_grad and not args.fsdp]
+    if now and getattr(model, "sent", None) == now:
         return
-    model.sent = version
+    model.sent = now
     folder = Path(args.output_dir).expanduser().resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="weights-", dir=folder) as path:
@@ -57,8 +57,9 @@ def sample_by_server(model, prompts: list[list[int]], num_samples: int, longest:
                      temperature: float, args, *key: int | str) -> Samples:  # fmt: skip
     """As `sample_all` of utils/lm.py. Each prompt has a seed of its own, for equal seeds draw alike for all prompts."""
     send_weights(model, args)
-    how = dict(model=args.model, n=num_samples, temperature=temperature, max_tokens=longest, top_p=1.0, top_k=0,
-               ignore_eos=True, stop_token_ids=eos, logprobs=0, return_token_ids=True)  # fmt: skip
+    how = dict(model=ask(args, "/v1/models")["data"][0]["id"], n=num_samples, temperature=temperature, top_p=1.0,
+               top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0,
+               max_tokens=longest, ignore_eos=True, stop_token_ids=eos, logprobs=0, return_token_ids=True)  # fmt: skip
 
     def complete(i: int) -> list[dict]:
         seed = stream("cpu", args.seed, *key, i).initial_seed() % 2**31
