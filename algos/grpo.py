@@ -278,8 +278,8 @@ def train(args: Args) -> list[dict]:
                                   betas=(0.9, args.adam_beta2), weight_decay=args.weight_decay, fused=True)  # fmt: skip
     run = Run(args, NAME, task.name, args.max_steps, ("reward", "eval/greedy", "eval/pass@1", "grad_norm"))
     run.print(settings)
-    trained = Trained(model, optimizer)
-    if not run.restore(trained=trained):
+    parts = {"trained": Trained(model, optimizer)}
+    if not run.restore(**parts):
         run.log(0, **evaluate(model, tokenizer, task, score, args))
     model.train()
     while run.step < args.max_steps:
@@ -313,7 +313,7 @@ def train(args: Args) -> list[dict]:
         if due:
             columns |= evaluate(model, tokenizer, task, score, args, step)
         run.log(step, **averaged(columns))
-        run.end_step(step, {"trained": trained})
+        run.end_step(step, parts)
 
     curves: dict = {"reward": ("reward",), "held-out": ("eval/*",), "entropy per token": ("entropy",)}
     return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")

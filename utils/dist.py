@@ -253,13 +253,15 @@ def full_weights(model) -> dict:
 
 
 class Trained:
-    """A model's trained weights and their optimizer, saved whole by process 0 and loaded by any number of processes."""
+    """A model's trained weights and their optimizer, or a frozen model's weights: saved whole by process 0, and loaded by
+    any number of processes."""
 
-    def __init__(self, model, optimizer: torch.optim.Optimizer):
+    def __init__(self, model, *optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
 
     def state_dict(self) -> dict:
-        how = states.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        trained = any(p.requires_grad for p in self.model.parameters())
+        how = states.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained)
         return dict(zip(("model", "optimizer"), states.get_state_dict(self.model, self.optimizer, options=how)))
 
     def load_state_dict(self, state: dict) -> None:
