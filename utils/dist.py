@@ -253,7 +253,7 @@ def full_weights(model) -> dict:
 
 
 class Trained:
-    """A model's trained weights and their optimizer, or a frozen model's weights: saved whole by process 0, and loaded by
+    """A model's trained weights and their optimizer, or a frozen model's weights: saved whole by process 0, loaded by
     any number of processes."""
 
     def __init__(self, model, *optimizer: torch.optim.Optimizer):

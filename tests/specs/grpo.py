@@ -1,7 +1,7 @@
 """GRPO: algos/grpo.py."""
 
 from tests.flags import NOISY_REWARD, ONLINE
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 ratio-turned-round: which policy stands in the numerator is easy to mix up, and at ratio 1 the values are equal
@@ -137,8 +137,6 @@ optimizer-not-restored: the weights are back, the moments of Adam are not
 + run.restore(model=model
 """
 
-BOUND = dict(task="sort", max_steps=40, num_prompts=32, beta=1.0, eval_every=0, eval_prompts=128)
-
 SPEC = Spec(
     "GRPO, arXiv 2402.03300",
     "Language models: rewards",
@@ -156,13 +154,6 @@ SPEC = Spec(
         "grpo-countdown": Curve(
             dict(task="countdown", eval_every=0, eval_prompts=256), "reward",
             numbers={"mean reward": "plain", "eval/greedy": "share"}, slow=True,
-        ),
-    },
-    effects={
-        "grpo-reset": Effect(  # ProRL: where the KL penalty holds learning back, a new reference lets it go on
-            {"reset": ("grpo", BOUND | dict(reset_reference_every=10)), "still": ("grpo", BOUND),
-             "free": ("grpo", BOUND | dict(beta=0.0))},
-            "last eval/pass@1", {"reset > still + 0.1": 9, "still < free - 0.1": 9, "reset > free - 0.1": 9},
         ),
     },
     recipes=(
