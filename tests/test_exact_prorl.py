@@ -7,8 +7,8 @@ from helpers import SMALL, command_line, metrics, new_run
 from algos import grpo, prorl
 from utils.core import UserError
 
-RUN = (*SMALL["grpo"], "--num-prompts", 12, "--max-steps", 7, "--max-completion-length", 12, "--eval-every", 0, "--beta", 0.5,
-       "--learning-rate", 1e-4, "--save-every", 1)  # fmt: skip
+RUN = (*SMALL["grpo"], "--num-prompts", 12, "--max-steps", 7, "--max-completion-length", 12, "--eval-every", 0,
+       "--beta", 0.5, "--learning-rate", 1e-4, "--save-every", 1)  # fmt: skip
 
 
 @pytest.fixture
