@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from utils.core import UserError
+from utils.core import UserError, rng_state, set_rng_state
 from utils.data import Task, encode_prompt, present
 from utils.dist import Samples, gathered, mean, share
 from utils.lm import sample_all
@@ -124,7 +124,9 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, args, step: i
             found = score(repeated, texts, ids, step)[0].tolist()  # type: ignore[misc]
         return gathered([found[i : i + count] for i in range(0, len(found), count)][: len(own)])
 
+    before = rng_state()  # user code may draw from the global generators
     greedy, sampled = rewards(1, 0.0), rewards(n, getattr(args, "temperature", 1.0))
+    set_rng_state(before)
     columns = {"eval/greedy": mean(sum(greedy, []))}
     if {reward for group in sampled for reward in group} <= {0.0, 1.0}:
         return columns | {f"eval/pass@{k}": mean([pass_at_k(n, int(sum(g)), k) for g in sampled]) for k in {1, n}}
