@@ -8,24 +8,21 @@ import copy
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from utils.lm import pad_left, sample
+from utils.dist import pad_left
+from utils.lm import sample
 
-RECORDED = Path(__file__).parent / "fixtures" / "vllm.json"
 CONFIG = dict(vocab_size=22, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
               num_key_value_heads=1, max_position_embeddings=256, eos_token_id=1, bos_token_id=None)  # fmt: skip
-NEUTRAL = dict(top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0,
-               min_tokens=0, stop=[])  # fmt: skip
+NEUTRAL = dict(top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
 
 
-def make_model(tied: bool = False, config: PreTrainedConfig | None = None, kind: type = Qwen2ForCausalLM):
+def make_model():
     """A model of head size 64, which vLLM's CPU kernels need, whose weights are a formula and not random numbers."""
-    model = kind(config or Qwen2Config(tie_word_embeddings=tied, **CONFIG)).float()
+    model = Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **CONFIG)).float()
     with torch.no_grad():
         for k, (_, p) in enumerate(model.named_parameters()):
             wave = torch.sin(1.7 * torch.arange(p.numel(), dtype=torch.float64) ** 1.1 + k)
@@ -34,8 +31,8 @@ def make_model(tied: bool = False, config: PreTrainedConfig | None = None, kind:
 
 
 class StandIn(ThreadingHTTPServer):
-    """One server on a free port of this machine. `model` is what it samples with. What tests set: `loading` changes the
-    tensors that arrive, `config` what server_info says, `reply` a completion's choices before they are sent."""
+    """One server on a free port of this machine. `model` is what it samples with; `loads`, whether it takes new
+    weights."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -43,42 +40,30 @@ class StandIn(ThreadingHTTPServer):
     def __init__(self, model):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.model, self.lock, self.asked = copy.deepcopy(model).eval(), threading.Lock(), []
-        self.config = {"logprobs_mode": "processed_logprobs", "max_model_len": 256}
-        self.loading = self.reply = lambda x: x
-        self.adapters = []
+        self.model, self.lock, self.asked, self.loads = copy.deepcopy(model).eval(), threading.Lock(), [], True
 
     def answer(self, path: str, body: dict | None) -> tuple[int, dict]:
         self.asked.append((path, body))
-        if path.startswith("/server_info"):
-            return 200, {"vllm_config": {"model_config": self.config}}
         if path == "/v1/models":
-            return 200, {"data": [{"id": "policy", "max_model_len": self.config["max_model_len"]}]}
+            return 200, {"data": [{"id": "policy"}]}
         if path == "/reset_prefix_cache":
             return 200, {"success": True}
         if path == "/collective_rpc" and body["method"] == "reload_weights":
-            arrived = AutoModelForCausalLM.from_pretrained(body["kwargs"]["weights_path"])
-            self.model.load_state_dict(self.loading(arrived.state_dict()), strict=False)
+            if self.loads:
+                arrived = AutoModelForCausalLM.from_pretrained(body["kwargs"]["weights_path"])
+                self.model.load_state_dict(arrived.state_dict())
             return 200, {"results": [None]}
-        if path == "/v1/load_lora_adapter" and body["lora_name"] not in self.adapters:
-            from peft import set_peft_model_state_dict
-
-            tensors = self.loading(load_file(Path(body["lora_path"]) / "adapter_model.safetensors"))
-            set_peft_model_state_dict(self.model, tensors)
-            self.adapters.append(body["lora_name"])
-            return 200, {}
-        if path == "/v1/completions" and body["model"] in ("policy", *self.adapters[-1:]):
-            return 200, {"choices": self.reply(self.complete(body))}
+        if path == "/v1/completions" and body["model"] == "policy":
+            return 200, {"choices": self.complete(body)[::-1]}  # the order is the server's
         return 404, {"error": {"message": f"there is no {path} for {body}"}}
 
     def complete(self, body: dict) -> list[dict]:
         """Fields that are left out have what a model's generation settings might say."""
         temperature = body.get("temperature", 0.6) * (1.0 if body | NEUTRAL == body else 0.6)
         ends = body["stop_token_ids"] + ([] if body.get("ignore_eos") else [1])
-        generator = torch.Generator().manual_seed(body["seed"])
-        prompt = pad_left([body["prompt"]], "cpu")
-        most, count = body.get("max_tokens", 16), body.get("n", 1)
+        prompt, most, count = pad_left([body["prompt"]], "cpu"), body.get("max_tokens", 16), body.get("n", 1)
         with self.lock:
+            generator = torch.Generator().manual_seed(body["seed"])
             drawn = sample(self.model, *prompt, count, most, ends, temperature, generator)
         choices = []
         for i, (ids, mask, logps, ended) in enumerate(zip(*drawn[2:])):
@@ -97,11 +82,7 @@ class StandIn(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
-        body = json.loads(self.rfile.read(length)) if length else None
-        try:
-            status, reply = self.server.answer(self.path, body)
-        except Exception as error:
-            status, reply = 500, {"error": {"message": str(error)}}
+        status, reply = self.server.answer(self.path, json.loads(self.rfile.read(length)) if length else None)
         data = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

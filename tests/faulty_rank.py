@@ -1,10 +1,9 @@
-"""`torchrun tests/faulty_rank.py RANK MOMENT COUNT WHAT algos/X.py ...`: the script, one rank of which meets a fault.
+"""`torchrun tests/faulty_rank.py RANK MOMENT COUNT WHAT algos/X.py ...`: the script, one process of which meets a fault.
 
 RANK does WHAT (SIGKILL, SIGTERM, or sleep for so many seconds) when it comes to MOMENT for the COUNTth time. MOMENT:
 rollout   before it samples a batch
 update    between its gradients and their sum
-timeout   (COUNT seconds are the limit of every collective, on all ranks)
-save      with half of a checkpoint written (rank 0); on other ranks, before they wait for rank 0 to write one
+save      with half of a checkpoint written (rank 0); on other ranks, before they wait for rank 0
 """
 
 import os
@@ -12,15 +11,13 @@ import runpy
 import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import utils.distributed  # noqa: E402
+import utils.dist  # noqa: E402
 import utils.lm  # noqa: E402
-import utils.run  # noqa: E402
 
 rank, moment, count, what = sys.argv[1:5]
 sys.argv = sys.argv[5:]
@@ -48,9 +45,7 @@ def before(module, name: str) -> None:
     setattr(module, name, watched)
 
 
-def half_written(state, file, **how) -> None:
-    if not str(getattr(file, "name", "")).endswith(".pt.tmp"):  # a tensor that is sent to other ranks
-        return save(state, file, **how)
+def half_written(state, file) -> None:
     save(state, file)
     file.flush()
     os.truncate(file.name, file.tell() // 2)
@@ -60,15 +55,13 @@ def half_written(state, file, **how) -> None:
     save(state, file)
 
 
-if moment == "timeout":
-    utils.distributed.TIMEOUT = timedelta(seconds=float(count))
-elif os.environ["RANK"] == rank:
+if os.environ["RANK"] == rank:
     if moment == "rollout":
         before(utils.lm, "sample")
     elif moment == "update":
-        before(utils.distributed, "clip_gradients")
+        before(utils.dist, "clip_gradients")
     elif rank == "0":
         save, torch.save = torch.save, half_written
     else:
-        before(utils.run, "on_rank_0")
+        before(utils.dist.Trained, "state_dict")
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -121,7 +121,14 @@ class TabularLM(torch.nn.Module):
             cache.count = cache.count + mask[:, t]
             states.append(cache.state)
         rows = self.rows[torch.stack(states, 1)[:, -logits_to_keep:]]
-        return SimpleNamespace(logits=self.table.flatten(0, 1)[rows], past_key_values=cache if use_cache else None)
+        logits = self.table.flatten(0, 1)[rows]  # they stand for the hidden states of a model whose head does nothing
+        return SimpleNamespace(logits=logits, last_hidden_state=logits, past_key_values=cache if use_cache else None)
+
+    def get_decoder(self):
+        return self
+
+    def get_output_embeddings(self):
+        return torch.nn.Identity()
 
 
 def minimised(update, model, batch, args, steps: int, rate: float) -> np.ndarray:

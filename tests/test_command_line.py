@@ -15,7 +15,7 @@ from every_script import every_script
 from helpers import SMALL, assert_one_sentence, command_line, metrics, runs_in, start, user_error, write_rows
 
 from algos import grpo, sft
-from utils.models import TINY_MODEL
+from utils.lm import TINY_MODEL
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from helpers import REPO, assert_same_result, metrics, new_run
 
 from tests.specs import SPECS, line_of
 from utils.eject import EjectError, eject
-from utils.models import TINY_MODEL
+from utils.lm import TINY_MODEL
 
 DRIVER = """
 import json, runpy, sys

@@ -28,9 +28,9 @@ from tabular import (
 )
 
 from algos import grpo
-from utils.evaluation import pass_at_k
+from utils.dist import set_rate
 from utils.lm import completion_logps
-from utils.schedule import learning_rate
+from utils.rewards import pass_at_k
 
 pytestmark = pytest.mark.usefixtures("float64")
 script = stand_in("grpo", "update", "advantages", "token_weights")
@@ -146,13 +146,11 @@ def test_biased_settings_have_the_expectation_of_the_formula(aggregation, scale,
     close(moved[:, OUTSIDE], 0.0)
 
 
-def test_binary_reward_with_population_std(monkeypatch):
-    """ddof 0, no epsilon: sum_k Bin(k; G, p) sqrt(k/G (1 - k/G)) / (p (1 - p)) grad p / L_max; 0/0 counts as 0.
+def test_binary_reward_without_epsilon(monkeypatch):
+    """sum_k Bin(k; G, p) sqrt(k/G (1 - k/G) (G - 1)/G) / (p (1 - p)) grad p / L_max; 0/0 counts as 0.
 
     Given k successes, E sum_i A_i grad log pi_i = G s grad p (1/p + 1/(1-p)) with s^2 = k/G (1 - k/G).
     """
-    std = torch.Tensor.std
-    monkeypatch.setattr(torch.Tensor, "std", lambda values, correction: std(values, correction=0))
     monkeypatch.setattr(grpo, "STD_EPSILON", 0.0)
     size, expected = 3, np.zeros_like(TABLE)
     for p in range(P):
@@ -160,7 +158,10 @@ def test_binary_reward_with_population_std(monkeypatch):
         chance = sum(probability(TABLE, p, c) for c in right)
         slope = sum(probability(TABLE, p, c) * gradients(TABLE, p, c).sum(0) for c in right)
         spread = sum(
-            math.comb(size, k) * chance**k * (1 - chance) ** (size - k) * math.sqrt(k / size * (1 - k / size))
+            math.comb(size, k)
+            * chance**k
+            * (1 - chance) ** (size - k)
+            * math.sqrt(k / size * (1 - k / size) * (size - 1) / size)
             for k in range(size + 1)
         )
         expected += spread / (chance * (1 - chance)) * slope / (P * L_MAX)
@@ -337,13 +338,14 @@ def test_token_weights_by_hand(script):
     close(grpo.token_weights(mask[:1, 1:], "token", 4), [[1, 0]])
 
 
-@with_function("grpo", "zero_std")
-def test_groups_without_variance_by_hand():
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+def test_groups_without_variance_get_exactly_zero(scale):
+    """Also where a mean is rounded, and whatever is unknown."""
     nan = math.nan
-    groups = torch.tensor(
-        [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [nan, 2.0, 2.0], [nan, 2.0, 3.0], [nan] * 3, [nan, 1, nan]]
-    )
-    assert grpo.zero_std(groups).tolist() == [True, False, True, False, True, True]
+    groups = torch.tensor([[0.1] * 3, [1.0, 0.0, 1.0], [nan, 0.7, 0.7], [nan, 2.0, 3.0], [nan] * 3, [nan, 0.1, nan]])
+    for dtype in torch.float32, torch.float64:
+        flat = (grpo.advantages(groups.to(dtype), scale) == 0).all(1)
+        assert flat.tolist() == [True, False, True, False, True, True]
 
 
 def test_pass_at_k_counts_subsets():
@@ -356,8 +358,16 @@ def test_pass_at_k_counts_subsets():
 
 def test_learning_rate_by_hand():
     """Warm-up reaches the peak at its last step; decay would reach zero one step after the last."""
-    assert [learning_rate(s, 8.0, "constant", 4, 9) for s in (1, 2, 4, 5, 9)] == [2.0, 4.0, 8.0, 8.0, 8.0]
-    close([learning_rate(s, 8.0, "linear", 0, 4) for s in (1, 2, 3, 4)], [8.0, 6.0, 4.0, 2.0])
-    close([learning_rate(s, 8.0, "linear", 2, 6) for s in (1, 2, 3, 4, 5, 6)], [4.0, 8.0, 8.0, 6.0, 4.0, 2.0])
+
+    def rates(schedule, warmup_steps, max_steps, steps) -> list[float]:
+        optimizer = torch.optim.SGD([torch.zeros(1)], 1.0)
+        args = grpo.Args(learning_rate=8.0, lr_schedule=schedule, warmup_steps=warmup_steps, max_steps=max_steps)
+        found = [(set_rate(optimizer, step, args), optimizer.param_groups[0]["lr"]) for step in steps]
+        assert all(told == used for told, used in found)
+        return [used for _, used in found]
+
+    close(rates("constant", 4, 9, (1, 2, 4, 5, 9)), [2.0, 4.0, 8.0, 8.0, 8.0])
+    close(rates("linear", 0, 4, (1, 2, 3, 4)), [8.0, 6.0, 4.0, 2.0])
+    close(rates("linear", 2, 6, (1, 2, 3, 4, 5, 6)), [4.0, 8.0, 8.0, 6.0, 4.0, 2.0])
     root = math.sqrt(2)
-    close([learning_rate(s, 8.0, "cosine", 0, 4) for s in (1, 2, 3, 4)], [8.0, 4 + 2 * root, 4.0, 4 - 2 * root])
+    close(rates("cosine", 0, 4, (1, 2, 3, 4)), [8.0, 4 + 2 * root, 4.0, 4 - 2 * root])

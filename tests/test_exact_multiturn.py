@@ -16,7 +16,7 @@ from algos import grpo_multiturn
 from algos.grpo_multiturn import Args, Batch, Episodes, play, update
 from utils.errors import UserError
 from utils.lm import Samples, completion_logps, pad_left
-from utils.models import TINY_MODEL
+from utils.lm import TINY_MODEL
 from utils.tasks import countdown_score
 from utils.turns import (
     BUILT_IN,

@@ -22,7 +22,7 @@ from benchmarks import chain
 from tests.family import code_of, without_args
 from tests.specs import SPECS
 from utils import run as run_module
-from utils.models import TINY_MODEL
+from utils.lm import TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from utils.errors import UserError
-from utils.models import TINY_MODEL
+from utils.lm import TINY_MODEL
 from utils.tasks import load_task, stated
 from utils.text import encode_prompt, encode_row, present
 

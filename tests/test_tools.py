@@ -12,7 +12,7 @@ from test_exact_multiturn import arguments, small_model
 
 from algos.grpo_multiturn import play
 from utils.errors import UserError
-from utils.models import TINY_MODEL
+from utils.lm import TINY_MODEL
 from utils.text import encode_prompt
 from utils.tools import Search, exact_match, from_trl, run_python
 from utils.turns import check_tools, load_environment, opened

@@ -1,276 +1,226 @@
-"""Short runs of one process and of two, compared: tests/test_distributed.py starts this once.
+"""One batch on one process and on two, compared: tests/test_distributed.py starts this once.
 
-    python tests/two_processes.py FOLDER
+    python tests/two_processes.py FOLDER [SCRIPT ...]
 
-A case is a run of three steps in up to three ways: alone (by one of the processes, as if there were no other), with two
-replicas, with two shards. FOLDER/results.json gets how far the ways are apart, case by case as soon as it is known.
-The second process is forked from the first one, which saves torchrun's start and the imports.
+A batch of five groups is given to one process, then split over two, three groups and two of unequal lengths, as
+replicas and as shards. FOLDER/results.json gets how far the ways are apart, case by case as soon as it is known. The
+second process is forked from the first one, which saves torchrun's start and the imports.
 """
 
 import contextlib
+import copy
 import importlib
 import json
 import os
 import shutil
 import socket
 import sys
-import time
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 import torch
-import transformers
-from safetensors.torch import load_file
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from every_script import options
+from helpers import LANGUAGE, SMALL
+from test_invariance import llama
+from transformers import AutoModelForCausalLM
 
-import utils.distributed
-import utils.lm
-from tests.engine_server import StandIn
-from utils.cli import saved_args
-from utils.distributed import on_rank_0, share, start, together, whole
-from utils.models import TINY_MODEL
+from algos import grpo
+from utils.dist import Samples, Trained, full_weights, pad_left, shard, start
+from utils.lm import load_model
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else "")
-RANK = "0"  # of this process, also where a run believes to be alone
-URL = ""  # of a sampling engine
-ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
-REWARDS = """
-def graded(completions, log_extra, log_metric, **_):
-    log_metric("length", sum(map(len, completions)) / len(completions))
-    return [sum(map(ord, text)) % 7 / 7 for text in completions]
-def odd(completions, **_):
-    return [float(sum(map(ord, text)) % 2) for text in completions]
-def unsure(prompts, completions, **_):
-    return [None if sum(map(ord, x + y)) % 3 else len(y) / 20 for x, y in zip(prompts, completions)]
-"""
-ONLINE = dict(task="sort", num_prompts=10, sample_batch_size=4, max_completion_length=6, temperature=1.3,
-              reward=(str(FOLDER / "rewards.py") + ":graded",), eval_every=0)  # fmt: skip
-OFFLINE = dict(task="sort", num_pairs=20, batch_size=6, micro_batch_size=2, max_length=32, eval_every=0)
-ANSWERS = dict(eval_max_new_tokens=5, sample_batch_size=4)
-SMALL = {  # batches and micro-batches are three or five: one process has one more of them than the other
-    "grpo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1),
-    "dapo": ONLINE | dict(num_generations=2, micro_batch_size=4, overlong_buffer=2, max_sampling_rounds=2),
-    "gspo": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, epsilon=0.02, epsilon_high=0.02),
-    "gkd": ONLINE
-    | dict(num_generations=2, micro_batch_size=4, teacher=str(FOLDER / "untied"), reward_weight=0.5, divergence="jsd"),
-    "cispo": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, bounds="gppo"),
-    "nft": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2),
-    "raft": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, select="best"),
-    "nsr": ONLINE
-    | dict(
-        num_generations=2,
-        micro_batch_size=4,
-        num_minibatches=2,
-        denominator="subset",
-        positive_weight=0.0,
-        reward=(str(FOLDER / "rewards.py") + ":odd",),
-    ),
-    "topr": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2),
-    "ttrl": ONLINE | dict(num_generations=2, num_votes=4, micro_batch_size=4, num_minibatches=2),
-    "reinforce_pp": ONLINE | dict(num_generations=1, sample_batch_size=2, micro_batch_size=2, beta=0.1),
-    "vineppo": ONLINE | dict(num_generations=2, micro_batch_size=4, num_minibatches=2, num_continuations=3),
-    "grpo_multiturn": {key: value for key, value in ONLINE.items() if key not in ("task", "reward")}
-    | dict(num_generations=2, micro_batch_size=4, beta=0.1, max_turns=3),
-    "rloo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1, num_iterations=2),
-    "reinforce_lm": ONLINE | dict(micro_batch_size=2),
-    "tba": ONLINE | dict(num_generations=2, micro_batch_size=4, sync_every=2, on_policy_share=0.5, beta=0.1),
-    "ppo_lm": ONLINE | dict(num_generations=2, micro_batch_size=2, num_minibatches=2, sample_batch_size=4),
-    "online_dpo": ONLINE | dict(num_generations=2, micro_batch_size=4, beta=0.1),
-    "sft": dict(
-        model="untied",
-        task=("sort",),
-        batch_size=6,
-        micro_batch_size=2,
-        max_length=32,
-        warmup_steps=0,
-        eval_every=2,
-        eval_max_new_tokens=5,
-        sample_batch_size=16,  # one process evaluates, and a step follows
-    ),  # fmt: skip
-    "dpo": OFFLINE | ANSWERS,
-    "simpo": OFFLINE | ANSWERS,
-    "orpo": OFFLINE | ANSWERS,
-    "kto": OFFLINE | ANSWERS,
-    "reward_model": OFFLINE | dict(ensemble=2),
+FIRST = 3  # groups, or rows, of process 0; the others are those of process 1
+G, T = 2, 6
+PROMPTS = [[5, 6, 7], [4, 8, 9, 10, 11, 12], [3], [13, 5], [2, 2, 3, 9]]
+SETTINGS = {  # of the update, beside those of every script
+    "gspo": dict(epsilon=0.02, epsilon_high=0.02),
+    "cispo": dict(bounds="gppo"),
+    "raft": dict(select="all"),
+    "nsr": dict(positive_weight=0.5),
+    "reinforce_pp": dict(baseline="group"),
+    "kto": dict(beta=0.5),
 }
-BOTH = ("replicas", "shards")
-# Of whose own lines none knows of shards.
-LIKE_GRPO = "cispo nft raft nsr topr ttrl reinforce_pp vineppo reinforce_lm tba grpo_multiturn".split()
-CASES = {script: (script, {}, BOTH[: 1 if script in LIKE_GRPO else 2]) for script in SMALL} | {
-    "reinforce_pp, groups": (
-        "reinforce_pp",
-        dict(baseline="group", num_generations=2, sample_batch_size=4),
-        ("replicas",),
-    ),
-    "untied": ("grpo", dict(model="untied"), BOTH),
-    "gkd sampled": ("gkd", dict(estimator="sampled", divergence="reverse", teacher_beta_end=0.1), BOTH),
-    "gkd on data": ("gkd", dict(student_share=0.0, reward_weight=0.0), ("replicas",)),
-    "lora": ("grpo", dict(lora_rank=2), BOTH),
-    "checkpointing": ("grpo", dict(gradient_checkpointing=True), BOTH),
-    "by tokens": ("grpo", dict(micro_batch_tokens=40, micro_batch_size=12), BOTH),
-    "no reference": ("grpo", dict(beta=0.0, num_iterations=2), BOTH),
-    "skipped rewards": (
-        "rloo",
-        dict(
-            reward=(str(FOLDER / "rewards.py") + ":unsure",), num_generations=4, sample_batch_size=8, micro_batch_size=8
-        ),
-        ("replicas",),
-    ),
-    "xpo": ("online_dpo", dict(num_generations=4, xpo_alpha=0.1, sample_batch_size=8), BOTH),
-    "shared critic": ("ppo_lm", dict(critic="shared"), BOTH),
-    "float32 grpo": ("grpo", {}, BOTH),
-    "float32 engine": ("grpo", dict(sampler=True), BOTH),
-    "float32 dpo": ("dpo", {}, BOTH),
-}
-# FSDP adds in another order. Equal completions then have an advantage of 0 but for rounding, whose sign decides what
-# counts as cut.
-NOISY = {"rloo, shards": "clip_fraction"}
-RESUMED = {  # name -> how it began, how it went on
-    "two to two": ("replicas", "replicas"),
-    "two to one": ("replicas", "alone"),
-    "one to two": ("alone", "replicas"),
-    "shards to one": ("shards", "alone"),
-    "one to shards": ("alone", "shards"),
-    "shards to shards": ("shards", "shards"),
-}
+WAYS = ["alone", "replicas", "shards"]
 
 
-def make_inputs() -> None:
-    (FOLDER / "rewards.py").write_text(REWARDS)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
-    for name in ("tied", "untied"):
-        config = transformers.LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=name == "tied", bos_token_id=None,
-            eos_token_id=1, pad_token_id=0, initializer_range=0.2,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        transformers.LlamaForCausalLM(config).save_pretrained(FOLDER / name)
-        tokenizer.save_pretrained(FOLDER / name)
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def norm(layer: LlamaRMSNorm, hidden: torch.Tensor) -> torch.Tensor:
-    """RMSNorm in the precision of its input; theirs is always float32."""
-    scale = (hidden.square().mean(-1, keepdim=True) + layer.variance_epsilon).rsqrt()
-    return layer.weight * hidden * scale
+def batch_of(module, model):
+    """Random completions, ragged, some cut off, one reward skipped; old and reference policies a little off. Or random
+    rows of preferences and demonstrations."""
+    generator = torch.Generator().manual_seed(0)
+    rows = G * len(PROMPTS)
+
+    def tokens() -> list[int]:
+        return torch.randint(
+            2, 16, (int(torch.randint(1, 9, (1,), generator=generator)),), generator=generator
+        ).tolist()
+
+    for kind, parts in (("Pair", ("prompt", "chosen", "rejected")), ("Example", ("prompt", "completion"))):
+        if hasattr(module, kind):
+            made = [getattr(module, kind)(**{part: tokens() for part in parts}) for _ in range(5)]
+            return [one._replace(label=i % 2 == 0) if "label" in one._fields else one for i, one in enumerate(made)]
+    lengths = torch.randint(1, T + 1, (rows,), generator=generator)
+    lengths[0], lengths[2 * FIRST :] = T, lengths[2 * FIRST :].clamp(max=4)
+    mask = torch.arange(T) < lengths[:, None]
+    ids = torch.randint(2, 16, (rows, T), generator=generator) * mask
+    dtype = next(model.parameters()).dtype
+    old, ref = (-2.5 + torch.randn(rows, T, generator=generator, dtype=dtype).abs() for _ in range(2))
+    rewards = torch.randn(rows, generator=generator, dtype=dtype)
+    rewards[3] = torch.nan
+    ended = torch.rand(rows, generator=generator) < 0.7
+    samples = Samples(*pad_left(PROMPTS, "cpu"), ids, mask, old * mask, ended)
+    return module.Batch(samples, rewards, ref * mask)
+
+
+def part_of(batch, rank: int):
+    """What one process of two has: groups or rows, whole."""
+    mine = slice(0, FIRST) if rank == 0 else slice(FIRST, None)
+    if isinstance(batch, list):
+        return batch[mine]
+    rows = slice(0, FIRST * G) if rank == 0 else slice(FIRST * G, None)
+    samples = Samples(*(x[mine] for x in batch.samples[:2]), *(x[rows] for x in batch.samples[2:]))
+    return type(batch)(samples, *(x[rows] for x in batch[1:]))
+
+
+def arguments(module, **more):
+    settings = dict(num_generations=G, micro_batch_size=2, max_completion_length=T, max_length=32, precision="float32",
+                    beta=0.1, max_grad_norm=1e9, batch_size=5, num_prompts=5)  # fmt: skip
+    settings |= SETTINGS.get(module.NAME, {}) | more
+    return module.Args(**{name: value for name, value in settings.items() if name in options(module.NAME)})
+
+
+def updated(module, model, batch, rounds: int = 2, **more) -> dict:
+    """Two updates: metrics of each, the last gradient, and the weights."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    rows = [module.update(model, optimizer, batch, arguments(module, **more)) for _ in range(rounds)]
+    gradients = [whole(p.grad).flatten() for p in model.parameters()]
+    return {"metrics": rows, "gradient": torch.cat(gradients), "weights": full_weights(model), "optimizer": optimizer}
+
+
+def apart(one: dict, other: dict) -> dict[str, float]:
+    names = set().union(*one["metrics"], *other["metrics"])
+    pairs = [(a.get(n, 0.0), b.get(n, 0.0)) for a, b in zip(one["metrics"], other["metrics"]) for n in names]
+    moved = [(a - other["weights"][name]).abs().max().item() for name, a in one["weights"].items()]
+    gap = (one["gradient"] - other["gradient"]).norm() / one["gradient"].norm()
+    return {"gradient": gap.item(), "metrics": max(abs(a - b) / (1 + abs(a)) for a, b in pairs), "weights": max(moved)}
+
+
+def note(results: dict, name: str, found) -> None:
+    if os.environ["RANK"] == "0":
+        results[name] = found
+        (FOLDER / "results.json").write_text(json.dumps(results))
 
 
 @contextlib.contextmanager
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    kept = lambda *_: torch.float64  # noqa: E731
-    with (mock.patch("utils.models.weights_dtype", kept), mock.patch("algos.reward_model.weights_dtype", kept),
-          mock.patch.object(torch.nn.Module, "float", lambda module: module),
-          mock.patch.object(LlamaRMSNorm, "forward", norm)):  # fmt: skip
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(torch.float32)
+def alone():
+    """As if there were no other process. Process 0 alone may do something in here."""
+    with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1"}), mock.patch("torch.distributed.is_initialized",
+                                                                                   lambda: False):  # fmt: skip
+        yield
 
 
-def train(script: str, way: str, settings: dict) -> dict:
-    """One run: rows of metrics, gradients of all optimizer steps, sampled tokens, final weights, the run's folder."""
-    module = importlib.import_module(f"algos.{script}")
-    gradients, tokens = [], []
-    step, join = torch.optim.AdamW.step, utils.lm.join
-
-    def noting_step(optimizer, *inputs):
-        parts = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-        gradients.append(torch.cat([torch.zeros(p.numel()) if g is None else whole(g).flatten() for p, g in parts]))
-        return step(optimizer, *inputs)
-
-    def noting_join(parts):
-        joined = join(parts)
-        tokens.append([joined.prompt_ids.tolist(), joined.completion_ids.tolist()])
-        return joined
-
-    folder = FOLDER / f"{way}-{RANK if way == 'alone' else 'both'}-{time.time_ns()}"
-    given = settings | dict(fsdp=way == "shards", output_dir=str(folder), threads=1, device="cpu")
-    seen = ALONE if way == "alone" else {}
-    with (mock.patch.dict(os.environ, seen), mock.patch("utils.run.plot", lambda *_: None),
-          mock.patch.object(torch.optim.AdamW, "step", noting_step),
-          mock.patch("utils.lm.join", noting_join)):  # fmt: skip
-        history = module.train(module.Args(**given))
-    found = {"rows": [{k: v for k, v in row.items() if not k.startswith("time/")} for row in history],
-             "gradients": gradients, "tokens": tokens}  # fmt: skip
-    if RANK == "0" or way == "alone":
-        run = Path(given.get("resume") or next(folder.glob("*")))
-        found |= {"run": run, "weights": {
-            f"{path.parent.name}/{name}": tensor
-            for path in sorted((run / "model").rglob("*.safetensors")) for name, tensor in load_file(path).items()
-        }}  # fmt: skip
-    return found
+def compared(results: dict, script: str, base, case: str, **more) -> None:
+    module, rank = importlib.import_module(f"algos.{script}"), int(os.environ["RANK"])
+    batch = batch_of(module, base)
+    with alone():
+        expected = updated(module, copy.deepcopy(base), batch, **more)
+    for way in WAYS[1:]:
+        model = copy.deepcopy(base)
+        model = shard(model, False) if way == "shards" else model
+        found = updated(module, model, part_of(batch, rank), fsdp=way == "shards", **more)
+        if rank == 0:
+            note(results, f"{script}, {case}, {way}", apart(expected, found))
 
 
-def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
+def carried_over(results: dict, base) -> None:
+    """What one way saves, every way loads: the same state, and the same next update."""
+    rank, batch, saved = int(os.environ["RANK"]), batch_of(grpo, base), {}
+
+    def run(way: str, path: Path | None) -> dict | None:
+        """One update, from scratch or from what is in `path`; what it has then."""
+        inner = alone() if way == "alone" else contextlib.nullcontext()
+        if way == "alone" and rank > 0:
+            return None
+        with inner:
+            model = copy.deepcopy(base)
+            model = shard(model, False) if way == "shards" else model
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+            trained = Trained(model, optimizer)
+            if path is not None:
+                trained.load_state_dict(torch.load(path, weights_only=True))
+            mine = batch if way == "alone" else part_of(batch, rank)
+            grpo.update(model, optimizer, mine, arguments(grpo, fsdp=way == "shards"))
+            return trained.state_dict()
+
+    def numbers(state: dict) -> list[torch.Tensor]:
+        moments = [tensor for entry in state["optimizer"]["state"].values() for tensor in entry.values()]
+        return [*state["model"].values(), *moments]
+
+    for way in WAYS:
+        saved[way] = run(way, None)
+        if rank == 0:
+            torch.save(saved[way], FOLDER / f"{way}.pt")
+    for began in WAYS:
+        torch.distributed.barrier()
+        for went_on in WAYS:
+            after, expected = run(went_on, FOLDER / f"{began}.pt"), run("alone", FOLDER / "alone.pt")
+            if rank == 0:
+                pairs = list(zip(numbers(after), numbers(expected), strict=True))
+                far = max((a - b).abs().max().item() for a, b in pairs)
+                note(results, f"{began} to {went_on}", [far, len(pairs)])
 
 
-def compared(one: dict, two: dict, noisy: str = "") -> dict:
-    """How far two runs are apart, but for the metric `noisy`. A resumed one has the gradients of the last steps only,
-    and one evaluation more."""
-    count = len(two["gradients"])
-    rows = [(a, {name: b[name] for name in a}) for a, b in zip(one["rows"], two["rows"], strict=True)]
-    if noisy:
-        rows = [({name: a[name] for name in a if name != noisy}, b) for a, b in rows]
-    return {
-        "steps": count,
-        "gradients": [apart(b, a) for a, b in zip(one["gradients"][-count:], two["gradients"])],
-        "metrics": [max(abs(a[name] - b[name]) / (1 + abs(a[name])) for name in a) for a, b in rows],
-        "equal rows": all(a == b for a, b in rows),
-        "sampled": sum(len(ids) for _, ids in two["tokens"]),
-        "tokens": one["tokens"][len(one["tokens"]) - len(two["tokens"]) :] == two["tokens"],
-        "weights": max(apart(two["weights"][name], tensor) for name, tensor in one["weights"].items()),
-        "equal weights": all(torch.equal(two["weights"][name], tensor) for name, tensor in one["weights"].items()),
-        "names": one["weights"].keys() == two["weights"].keys(),
-    }
-
-
-def settings_of(script: str, more: dict) -> dict:
-    settings = dict(model="tied", max_steps=3, eval_prompts=3, precision="float32", learning_rate=1e-2, seed=3)
-    settings |= {} if script == "reward_model" else dict(eval_samples=2)
-    settings |= SMALL[script] | dict(micro_batch_tokens=0) | more
-    settings |= dict(sampler=(URL,)) if "sampler" in settings else {}
-    return settings | dict(model=str(FOLDER / settings["model"]))
+def whole_runs(results: dict) -> None:
+    """grpo.py itself, which shards LoRA too: it learns, saves, and goes on."""
+    folder = FOLDER / "runs"
+    cases = {"shards": {}, "lora": dict(lora_rank=2, beta=0.1), "lora replicas": dict(lora_rank=2)}
+    for name, more in cases.items():
+        how = dict(task="sort", num_prompts=5, num_generations=4, max_steps=2, eval_prompts=3, device="cpu", threads=1,
+                   precision="float32", micro_batch_size=4, sample_batch_size=8,
+                   fsdp="replicas" not in name)  # fmt: skip
+        args = grpo.Args(**how | more, output_dir=str(folder / name))
+        with mock.patch("utils.core.plot", lambda *_: None):
+            grpo.train(args)
+            torch.distributed.barrier()
+            (run,) = (folder / name).iterdir()
+            history = grpo.train(grpo.Args(**vars(args) | dict(resume=str(run), max_steps=3)))
+        if os.environ["RANK"] == "0":
+            first = load_model(grpo.Args())[0]
+            last = AutoModelForCausalLM.from_pretrained(run / "model")
+            moved = [(a - b).abs().max().item() for a, b in zip(first.parameters(), last.parameters(), strict=True)]
+            note(results, f"run, {name}", {"steps": [row["step"] for row in history], "moved": max(moved),
+                                           "gap": max(row.get("sampler_gap", 0.0) for row in history),
+                                           "adapter": (run / "model/adapter").is_dir()})  # fmt: skip
 
 
 def main(chosen: list[str]) -> None:
-    results, names, wholes = {}, [name for name in CASES if name in chosen or name == "grpo"], {}
+    results: dict = {}
+    start(torch.device("cpu"))
+    for script in [script for script in chosen if script in SMALL]:
+        torch.set_default_dtype(torch.float64)
+        compared(results, script, llama().train(), "float64")
+        torch.set_default_dtype(torch.float32)
+    if "grpo" in chosen:
+        compared(results, "grpo", load_model(grpo.Args())[0].train(), "float32")
+        torch.set_default_dtype(torch.float64)
+        compared(results, "grpo", llama().train(), "by tokens", micro_batch_tokens=20, micro_batch_size=12)
+        for aggregation, scale in (("token", "batch"), ("constant", "none")):
+            compared(results, "grpo", llama().train(), aggregation, aggregation=aggregation, scale_rewards=scale)
+        carried_over(results, llama().train())
+        torch.set_default_dtype(torch.float32)
+        whole_runs(results)
 
-    def note(name: str, result: dict) -> None:
-        results[name] = result
-        if RANK == "0":
-            (FOLDER / "results.json").write_text(json.dumps(results))
 
-    def run(name: str, way: str) -> dict:
-        with contextlib.nullcontext() if "float32" in name else in_float64():
-            return train(CASES[name][0], way, settings_of(*CASES[name][:2]))
-
-    alone = {name: run(name, "alone") for name in share(names)}
-    utils.distributed.TIMEOUT = timedelta(seconds=60)  # ranks that wait for each other are soon found out
-    start("cpu")
-    alone = {name: one for part in together(lambda: alone) for name, one in part.items()}
-    for name in names:
-        found = {way: run(name, way) for way in CASES[name][2]}
-        wholes = wholes or found | {"alone": alone[name]}  # of grpo, the first
-        if RANK == "0":
-            for way in found:
-                note(f"{name}, {way}", compared(alone[name], found[way], NOISY.get(f"{name}, {way}", "")))
-    with in_float64():
-        began = {}
-        for way in {way for name, (way, _) in RESUMED.items() if name in chosen}:
-            if way != "alone" or RANK == "0":
-                began[way] = train("grpo", way, settings_of("grpo", dict(max_steps=2))).get("run")
-        for name in (name for name in RESUMED if name in chosen):
-            way, went_on = RESUMED[name]
-            resumed = FOLDER / name
-            on_rank_0(lambda: shutil.copytree(began[way], resumed))  # noqa: B023
-            if went_on != "alone" or RANK == "0":
-                after = train("grpo", went_on, saved_args(resumed) | dict(resume=str(resumed), max_steps=3))
-            if RANK == "0":
-                note(name, compared(wholes[went_on], after) | {"beside one": compared(wholes["alone"], after)})
+def scripts() -> list[str]:
+    """Those whose batch is one of `batch_of`."""
+    modules = {name: importlib.import_module(f"algos.{name}") for name in LANGUAGE}
+    plain = ("samples", "rewards", "ref_logps")
+    return [name for name, module in modules.items() if hasattr(module, "Pair") or hasattr(module, "Example")
+            or getattr(getattr(module, "Batch", None), "_fields", ()) == plain]  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -278,17 +228,15 @@ if __name__ == "__main__":
         port = probe.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads that a fork would lose
-    make_inputs()
-    sys.stdout, parent = open(os.devnull, "w"), os.getpid()
-    server = StandIn(transformers.AutoModelForCausalLM.from_pretrained(FOLDER / "tied"))
-    server.timeout, URL = 0.5, server.url
-    if os.fork() == 0:  # two models in one process cannot be loaded at a time
-        while os.getppid() == parent:
-            server.handle_request()
-        os._exit(0)
+    torch.set_num_threads(1)
+    shutil.rmtree(FOLDER / "runs", ignore_errors=True)
+    sys.stdout = open(os.devnull, "w")
     child = os.fork()
-    os.environ["RANK"] = RANK = "0" if child else "1"
-    main(sys.argv[2:] or [*CASES, *RESUMED])
+    os.environ["RANK"] = "0" if child else "1"
+    main(sys.argv[2:] or scripts())
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    sys.exit(os.waitpid(child, 0)[1] if child else 0)
+    sys.stderr.flush()
+    if not child:
+        os._exit(0)
+    os._exit(os.waitpid(child, 0)[1] and 1)

@@ -18,9 +18,11 @@ import numpy as np
 import torch
 import tyro
 
-from utils.errors import UserError
-
 MOST = {"gamma": 1, "gae_lambda": 1, "tau": 1, "start_e": 1, "end_e": 1, "beta": math.inf, "epsilon": math.inf}
+
+
+class UserError(Exception):
+    """Wrong input. One sentence: what was wrong, and what to type instead (exit code 2, no traceback)."""
 
 
 @dataclasses.dataclass
@@ -51,8 +53,7 @@ def main(args_class: type, train: Callable, algo: str) -> None:
         default = args_class(**saved_args(folder, algo)) if folder else args_class()
         train(tyro.cli(args_class, default=default, description=sys.modules["__main__"].__doc__))
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":  # of torchrun's processes one is enough
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -68,7 +69,7 @@ def saved_args(folder: str, algo: str) -> dict:
 
 def prepare(args: RunArgs) -> torch.device:
     """Seeds every global generator and chooses threads and device. Raises UserError for a number out of its bounds."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not hasattr(args, "fsdp"):
         raise UserError("this script runs in one process: start it without torchrun")
     for name, value in vars(args).items():  # outside of these bounds a run would train in silence, wrongly
         most = MOST.get(name, math.inf if type(value) is int else None)
@@ -135,6 +136,7 @@ class Run:
         if getattr(args, "eval_every", 0) is None:
             args.eval_every = min(max(total // 5, 1), 50_000)
         self.args, self.total, self.headline, self.shown, self.signal, self.wandb = args, total, headline, {}, 0, None
+        self.writes, self.metrics = os.environ.get("RANK", "0") == "0", None  # of several processes the first one
         self.state, self.history, changed = {}, [], {}
         if args.resume:
             self.dir = Path(args.resume).resolve()
@@ -144,26 +146,27 @@ class Run:
             name = f"{algo}-{task}-{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
             name = "".join(c if c.isalnum() or c in "_.-" else "_" for c in name)
             self.dir = Path(args.output_dir).expanduser().resolve() / name
-        if args.track:
+        if args.track and self.writes:
             try:
                 import wandb
             except ImportError as error:
                 raise UserError("--track needs wandb: pip install wandb") from error
             name = self.dir.name
             self.wandb = wandb.init(project="plainrl", name=name, id=name, resume="allow", config=vars(args))
-        self.dir.mkdir(parents=True, exist_ok=True)
-        versions = {name: version(name) for name in ("torch", "numpy", "transformers", "gymnasium")}
-        config = {"algo": algo, "task": task, "args": vars(args), "versions": versions, "command": sys.argv}
-        write_atomically(self.dir / "config.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
-        self.metrics = open(self.dir / "metrics.jsonl", "a+")
-        self.metrics.truncate(self.state.get("metrics_size", 0))  # rows behind the checkpoint are computed again
-        self.metrics.seek(0)
-        self.history = [json.loads(line) for line in self.metrics]
+        if self.writes:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            versions = {name: version(name) for name in ("torch", "numpy", "transformers", "gymnasium")}
+            config = {"algo": algo, "task": task, "args": vars(args), "versions": versions, "command": sys.argv}
+            write_atomically(self.dir / "config.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
+            self.metrics = open(self.dir / "metrics.jsonl", "a+")
+            self.metrics.truncate(self.state.get("metrics_size", 0))  # rows behind the checkpoint are computed again
+            self.metrics.seek(0)
+            self.history = [json.loads(line) for line in self.metrics]
         for number in (SIGINT, SIGTERM):  # the first one ends the run after its step
             signal(number, self.on_signal)
         self.step = self.logged = self.state.get("step", 0)  # where the last iteration ended; the step of the last row
         self.begun = time.perf_counter()
-        how = dict(unit="step", dynamic_ncols=True, disable=None)  # None: where there is no terminal
+        how = dict(unit="step", dynamic_ncols=True, disable=None if self.writes else True)  # None: without a terminal
         self.bar = tqdm(total=total, initial=self.step, **how)
         self.print(f"run folder: {self.dir}" + (f"\nchanged on --resume: {changed}" if changed else ""))
 
@@ -173,7 +176,8 @@ class Run:
         self.signal = number
 
     def print(self, text: str) -> None:
-        self.bar.write(text)
+        if self.writes:
+            self.bar.write(text)
 
     def log(self, step: int, **columns: float) -> None:
         """Appends one row to metrics.jsonl. A number that is not finite, which JSON does not have, is left out."""
@@ -181,7 +185,8 @@ class Run:
             self.print(f"step {step}: not finite, so not logged: {', '.join(left_out)}")
         row = {"step": step, **{name: value for name, value in columns.items() if name not in left_out}}
         self.history.append(row)
-        print(json.dumps(row), file=self.metrics, flush=True)
+        if self.metrics:
+            print(json.dumps(row), file=self.metrics, flush=True)
         if self.wandb:
             self.wandb.log(row, step=step)
         self.shown |= {name: f"{row[name]:.3g}" for name in self.headline if name in row}
@@ -199,16 +204,20 @@ class Run:
         return step >= self.total or crosses(step, self.step, every)
 
     def end_step(self, step: int, parts: dict) -> None:
-        """At the end of an iteration: saves if it is due, and exits if a signal asked for it. parts: by name
+        """At the end of an iteration: saves if it is due, and exits if a signal asked any process to. parts: by name
         modules, optimizers, generators, all that has a state_dict; numbers, lists and tensors are saved as they are."""
         asked = self.signal  # read once: it may come below
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(signals := torch.tensor(asked), torch.distributed.ReduceOp.MAX)
+            asked = int(signals)
         if asked or self.due(step, self.args.save_every):
             state = {name: state_of(part) for name, part in parts.items()}
-            state |= {"step": step, "rng": rng_state(), "metrics_size": self.metrics.tell()}
-            write_atomically(self.dir / "checkpoint.pt", lambda file: torch.save(state, file))
+            if self.metrics:
+                state |= {"step": step, "rng": rng_state(), "metrics_size": self.metrics.tell()}
+                write_atomically(self.dir / "checkpoint.pt", lambda file: torch.save(state, file))
         self.step = step
         if asked and step < self.total:
-            print(f"stopped after step {step}; continue with --resume {self.dir}", flush=True)
+            self.print(f"stopped after step {step}; continue with --resume {self.dir}")
             sys.exit(128 + asked)
 
     def restore(self, **parts) -> bool:
@@ -219,15 +228,17 @@ class Run:
             set_rng_state(self.state["rng"])
         return bool(self.state)
 
-    def finish(self, weights: dict, curves: dict, title: str) -> list:
-        """Writes RUN/model and RUN/curve.png (see `plot`). Returns the history."""
+    def finish(self, weights: dict | Callable, curves: dict, title: str) -> list:
+        """Writes RUN/model, or has `weights` fill that folder, and RUN/curve.png (see `plot`). Returns the history."""
         from safetensors.torch import save_file
 
         self.bar.close()
-        (self.dir / "model").mkdir(exist_ok=True)
-        save_file(weights, self.dir / "model/model.safetensors")
-        plot(self.history, curves, title, self.dir / "curve.png")
-        print(f"model: {self.dir / 'model'}\ncurve: {self.dir / 'curve.png'}", flush=True)
+        if self.writes:
+            (self.dir / "model").mkdir(exist_ok=True)
+        weights(self.dir / "model") if callable(weights) else save_file(weights, self.dir / "model/model.safetensors")
+        if self.writes:
+            plot(self.history, curves, title, self.dir / "curve.png")
+            print(f"model: {self.dir / 'model'}\ncurve: {self.dir / 'curve.png'}", flush=True)
         return self.history
 
 

@@ -1,334 +1,372 @@
-"""Language models: sampling, and the log-probabilities of completions.
+"""Language models: loading and saving, sampling, log-probabilities of completions.
 
 Shapes: P prompts, G completions of each, B = P * G rows (the G completions of a prompt stand together), L prompt tokens
-(padded on the left), T completion tokens (padded on the right), V vocabulary.
+(padded on the left), T completion tokens (padded on the right), V vocabulary, N completion tokens without padding.
 """
 
-import hashlib
+import contextlib
+import copy
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from utils.decode import StaticDecoder, can_be_static
-from utils.distributed import is_sharded, on_rank_0, share, together, total_numbers, unsharded
-from utils.errors import UserError
-from utils.head import CHUNK_ELEMENTS, body_and_head, token_logps
+from utils.core import RunArgs, UserError, preset
+from utils.dist import Samples, full_weights, join, pad_left, positions, rank, shard, sharded, stream, unsharded, world
 
+TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")
+CHUNK = 2**25  # logits that are held at once: 128 MiB in float32
 LOOK_EVERY = 16  # tokens between looks at which rows have ended, on a GPU, where each look makes the CPU wait
+LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.1, "pure-bfloat16": 0.1, "server": 0.2}  # nats, mean over tokens
 
 
-class Samples(NamedTuple):
-    """Completions of a batch of prompts. A completion's mask covers its first EOS and nothing after."""
-
-    prompt_ids: Tensor  # (P, L) int64
-    prompt_mask: Tensor  # (P, L) bool
-    completion_ids: Tensor  # (B, T) int64
-    completion_mask: Tensor  # (B, T) bool
-    logps: Tensor  # (B, T) float32: log-probability of each token when it was sampled, at the sampling temperature
-    ended: Tensor  # (B,) bool: whether EOS was reached; False where the length limit cut the completion off
-
-
-def positions(mask: Tensor) -> Tensor:
-    """Position ids that count real tokens only, so that left padding shifts nothing. (B, L) -> (B, L)."""
-    return (mask.long().cumsum(1) - 1).clamp(min=0)
-
-
-def pad_left(prompts: list[list[int]], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Token lists -> ids and mask (P, L). Padding is id 0: the mask, never the id, tells what is padding."""
-    length = max(map(len, prompts))
-    ids = torch.tensor([[0] * (length - len(p)) + p for p in prompts], device=device)
-    mask = torch.tensor([[False] * (length - len(p)) + [True] * len(p) for p in prompts], device=device)
-    return ids, mask
-
-
-def rope_limit(config) -> float:
-    """The length beyond which rotary embeddings of all tokens change (rope types longrope and dynamic): cached keys no
-    longer fit, and neither do shorter rows of the same batch. Infinite for others."""
-    config = config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}  # of the model, or of each kind of layers
-    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
-    limits = [kind["original_max_position_embeddings"] for kind in kinds if kind["rope_type"] == "longrope"]
-    return min(limits + [config.max_position_embeddings for kind in kinds if kind["rope_type"] == "dynamic"],
-               default=math.inf)  # fmt: skip
+@dataclass
+class ModelArgs(RunArgs):
+    model: str = TINY_MODEL
+    """folder or hub name of a causal language model"""
+    precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
+    """bfloat16: autocast over float32 weights, while weights that are not trained (of the reference, under LoRA) are
+    bfloat16; pure-bfloat16: all weights are, and small updates round away"""
+    lora_rank: int = 0
+    """train float32 LoRA adapters of this rank instead of all weights (needs peft)"""
+    lora_modules: tuple[str, ...] = ()
+    """names of the layers that get adapters, such as q_proj v_proj; none: all linear layers"""
+    save_dtype: Literal["float32", "bfloat16"] | None = None
+    """of the weights in RUN/model; none: as they were trained, merged LoRA in float32"""
+    attn_implementation: str | None = None
+    """sdpa, eager, flash_attention_2, ...; none: what transformers chooses"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, more time"""
+    micro_batch_tokens: int | None = None
+    """most tokens, with padding, in one forward and backward pass: rows are sorted by length; 0: micro_batch_size rows
+    in their order. Changes memory and speed, not the result"""
+    fsdp: bool = False
+    """under torchrun: shard weights, gradients and optimizer over the processes; --precision then is bfloat16"""
+    trust_remote_code: bool = False
+    """run code that comes with the model, and with models of --reward"""
 
 
-def shares_cache(model) -> bool:
-    """Whether a cached prompt can be scored on with several tokens at once: where every layer that looks back is
-    attention. Recurrent states, as in Jamba or Qwen3.5, go on one token at a time, as the sampler does."""
-    from transformers import DynamicCache
+@dataclass
+class PolicyArgs(ModelArgs):
+    system_prompt: str = ""
+    """system message of prompts that have none (needs a chat template)"""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """NAME=VALUE pairs for the chat template, such as enable_thinking=false; a VALUE is read as JSON where it is JSON,
+    else as text. A dataset's column chat_template_kwargs goes before them, row by row"""
+    raw_prompt: bool = False
+    """prompts that are text stay text, though there is a chat template: for base models"""
+    eos_token: str = ""
+    """what ends completions instead of the tokenizer's EOS, saved with the model: <|im_end|> for a base model that
+    learns ChatML"""
+    sampler: str = ""
+    """http://HOST:PORT of a vLLM server that samples in place of the model: utils/vllm.py"""
 
-    layers = DynamicCache(config=model.config).layers if hasattr(model.config, "num_hidden_layers") else []
-    return not any(hasattr(layer, "recurrent_states") for layer in layers)
+
+def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen: bool = False) -> tuple[Any, Any]:
+    """--model, or the one at `path`, and its tokenizer: for training, with adapters where --lora-rank says so, or
+    frozen, as a reference. Trained weights are float32, for small updates round away in bfloat16."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.disable_progress_bar()
+    path = str(Path(path or args.model).expanduser())
+    args.precision = args.precision or ("bfloat16" if args.fsdp else None)
+    half = args.precision == "pure-bfloat16" or ((frozen or args.lora_rank) and args.precision != "float32")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16 if half else torch.float32, trust_remote_code=args.trust_remote_code,
+            attn_implementation=args.attn_implementation, output_loading_info=True)  # fmt: skip
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"cannot load the model {path} ({str(error).partition(chr(10))[0]})") from error
+    if found["missing_keys"]:  # transformers fills them with random numbers
+        raise UserError(f"the model {path} lacks weights ({sorted(found['missing_keys'])[0]}, ...): give a whole one")
+    for module in model.modules():  # no dropout: the policy that is updated is the one that sampled
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or isinstance(module, torch.nn.Dropout)):
+                setattr(module, name, 0.0)
+    if frozen:
+        model.eval().requires_grad_(False)
+    elif args.lora_rank:
+        model = with_adapters(model, args)
+    if args.gradient_checkpointing and not frozen:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = model.to(device)
+    return shard(model, args.precision == "bfloat16") if args.fsdp else model, with_flags(tokenizer, model, args)
 
 
-def prefill(model, prompt_ids: Tensor, prompt_mask: Tensor, repeats: int):
-    """Runs each prompt once and repeats its cache for the completions of its group.
+def with_adapters(model, args):
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError("--lora-rank needs peft: pip install peft") from error
+    model = peft.get_peft_model(model, peft.LoraConfig(
+        r=args.lora_rank, lora_alpha=2 * args.lora_rank, task_type="CAUSAL_LM",
+        target_modules=list(args.lora_modules) or "all-linear"))  # fmt: skip
+    if args.gradient_checkpointing:
+        model.enable_input_require_grads()
+    return model
 
-    Returns the cache of B = P * repeats rows and the logits of the first completion token, (B, 1, V). Under bfloat16
-    autocast most architectures' caches are float32 all the same, because rotary position embeddings are.
-    """
-    out = model(input_ids=prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions(prompt_mask),
-                use_cache=True, logits_to_keep=1)  # fmt: skip
-    rows = torch.arange(len(prompt_ids), device=prompt_ids.device).repeat_interleave(repeats)
-    out.past_key_values.reorder_cache(rows)  # recurrent layers have this, and no batch_repeat_interleave
-    return out.past_key_values, out.logits.repeat_interleave(repeats, 0)
+
+def with_flags(tokenizer, model, args):
+    """The tokenizer with what utils/data.py reads there; model.generation_config gets all ids that end a completion."""
+    tokenizer.system_prompt, tokenizer.raw_prompt = (getattr(args, x, "") for x in ("system_prompt", "raw_prompt"))
+    tokenizer.template_kwargs = {}
+    for name, _, value in (pair.partition("=") for pair in getattr(args, "chat_template_kwargs", ())):
+        tokenizer.template_kwargs[name] = value
+        with contextlib.suppress(ValueError):
+            tokenizer.template_kwargs[name] = json.loads(value)
+    if tokenizer.system_prompt and tokenizer.chat_template is None:
+        raise UserError("--system-prompt needs a chat template, and the model has none: write it into the prompts")
+    tokenizer.eos_token = getattr(args, "eos_token", "") or tokenizer.eos_token
+    if (own := tokenizer.eos_token) not in tokenizer.get_vocab():
+        raise UserError(f"completions of this model could never end by {own}: give --eos-token one of its tokens")
+    more = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None}
+    model.generation_config.eos_token_id = sorted(ends)
+    return tokenizer
+
+
+def resolve(model, args, presets: dict[str, dict]) -> str:
+    """Fills in every argument that was left at None from the row of `presets` for this model: lora, tiny (below 10
+    million parameters) or full. Returns what to print. Raises UserError where a process would have no work."""
+    size = sum(p.numel() for p in model.parameters())
+    settings = preset(args, presets, "lora" if args.lora_rank else "tiny" if size < 10e6 else "full")
+    steps, name = getattr(args, "num_minibatches", 1), "num_prompts" if hasattr(args, "num_prompts") else "batch_size"
+    if (least := steps * world()) > getattr(args, name):
+        raise UserError(f"--{name.replace('_', '-')} must be at least {least}: processes times minibatches")
+    if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
+        settings += "\nwarning: small updates round to nothing in bfloat16 weights: use --precision bfloat16"
+    return f"{size / 1e6:.2f}M parameters, {settings}"
+
+
+def save_model(model, tokenizer, folder: Path, args) -> None:
+    """The folder that anyone's `from_pretrained` loads. LoRA: merged in float32, on the CPU, for in bfloat16 small
+    changes would round away, and the adapters alone in folder/adapter. All processes call it."""
+    state = full_weights(model) if sharded(model) else None
+    if rank() > 0:
+        return
+    if args.lora_rank:
+        model.save_pretrained(folder / "adapter", state_dict=state, save_embedding_layers=False)
+    if state is not None:
+        model, _ = load_model(replace(args, fsdp=False))
+        model.load_state_dict(state)
+    if args.lora_rank:
+        model = copy.deepcopy(model).to("cpu", torch.float32).merge_and_unload()
+    if args.save_dtype:
+        model = copy.deepcopy(model).to(getattr(torch, args.save_dtype))
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def autocast(model, precision: str):
+    """bfloat16 matrix products over float32 weights where `precision` is bfloat16, else nothing."""
+    return torch.autocast(model.device.type, torch.bfloat16) if precision == "bfloat16" else contextlib.nullcontext()
 
 
 @torch.no_grad()
-def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max_new_tokens: int | list[int],
-           eos: list[int], temperature: float = 1.0, generator: torch.Generator | None = None) -> Samples:  # fmt: skip
+def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max_new_tokens: int, eos: list[int],
+           temperature: float = 1.0, generator: torch.Generator | None = None) -> Samples:  # fmt: skip
     """`num_samples` completions of each prompt: plain temperature sampling (no top-k, no top-p); temperature 0 is
-    greedy, and its log-probabilities are those at temperature 1. max_new_tokens: of all prompts, or of each.
+    greedy, and its log-probabilities are those at temperature 1.
 
-    Each prompt is run once. Rows that have ended leave the batch when they are half of it, so that one long completion
-    does not keep the others busy. Raises UserError where prompt and completion can be longer than the model's context
-    or `rope_limit`.
+    Each prompt is run once, and its cache repeated. Rows that have ended leave the batch when they are half of it, so
+    that one long completion does not keep the others busy.
     """
     device, width, rows = prompt_ids.device, prompt_ids.shape[1], prompt_ids.shape[0] * num_samples
-    most = torch.tensor(max_new_tokens, device=device).expand(len(prompt_ids))
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    limit = min(context, rope_limit(model.config))
-    prompt, new = max(zip(prompt_mask.sum(1).tolist(), most.tolist()), key=sum)
-    if prompt + new > limit:
-        raise UserError(f"a prompt has {prompt} tokens, its completion up to {new}, --model takes {limit} in all: "
-                        "allow fewer new tokens, or drop long prompts")  # fmt: skip
-    max_new_tokens = int(most.max())
     training = model.training
     model.eval()
-    cache, logits = prefill(model, prompt_ids, prompt_mask, num_samples)
+    out = model(input_ids=prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions(prompt_mask),
+                use_cache=True, logits_to_keep=1)  # fmt: skip
+    group = torch.arange(rows, device=device) // num_samples
+    cache, logits = out.past_key_values, out.logits[group]
+    cache.reorder_cache(group)
     mask = torch.ones(rows, width + max_new_tokens, dtype=torch.long, device=device)
-    mask[:, :width] = prompt_mask.repeat_interleave(num_samples, 0)
+    mask[:, :width] = prompt_mask[group]
     position = mask[:, :width].sum(1, keepdim=True)
     ids = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
     logps = torch.zeros(rows, max_new_tokens, device=device, dtype=torch.promote_types(logits.dtype, torch.float32))
-    lengths = most.repeat_interleave(num_samples)  # a row goes on up to there
+    lengths = torch.full((rows,), max_new_tokens, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     alive = torch.arange(rows, device=device)  # the rows of the batch that is being run
     ends = torch.tensor(eos, device=device)
-    wanted = getattr(model, "cuda_graphs", False) and can_be_static(model, cache)
-    static = StaticDecoder(model, cache, mask, position) if wanted else None
     for t in range(max_new_tokens):
         logp = (logits[:, -1].to(logps.dtype) / (temperature or 1.0)).log_softmax(-1)
-        token = logp.argmax(-1, True) if temperature == 0 else pick(logp, generator)
-        going = t < lengths[alive]
+        noise = torch.empty_like(logp).exponential_(generator=generator) if temperature else 1.0
+        token = (logp.exp() / noise).argmax(-1, keepdim=True)  # the largest p / noise is a draw from p
+        going = lengths[alive] > t
         ids[alive, t] = torch.where(going, token[:, 0], 0)
         logps[alive, t] = torch.where(going, logp.gather(1, token)[:, 0], 0.0)
-        ends_now = going & (token == ends).any(1)
+        ends_now = going & torch.isin(token[:, 0], ends)
         lengths[alive] = torch.where(ends_now, t + 1, lengths[alive])
         ended[alive] |= ends_now
         if t + 1 == max_new_tokens:
             break
         if device.type == "cpu" or (t + 1) % LOOK_EVERY == 0:
-            going = (t + 1 < lengths[alive]).nonzero()[:, 0]
-            if len(going) == 0:
+            still = (lengths[alive] > t + 1).nonzero()[:, 0]
+            if len(still) == 0:
                 break
-            if 2 * len(going) <= len(alive):
-                (static.keep if static else cache.reorder_cache)(going)
-                alive, token, mask, position = alive[going], token[going], mask[going], position[going]
-        if static:
-            logits = static(token)
-        else:
-            logits = model(input_ids=token, attention_mask=mask[:, : width + t + 1], position_ids=position + t,
-                           past_key_values=cache, use_cache=True, logits_to_keep=1).logits  # fmt: skip
+            if 2 * len(still) <= len(alive):
+                cache.reorder_cache(still)
+                alive, token, mask, position = alive[still], token[still], mask[still], position[still]
+        logits = model(input_ids=token, attention_mask=mask[:, : width + t + 1], position_ids=position + t,
+                       past_key_values=cache, use_cache=True, logits_to_keep=1).logits  # fmt: skip
     model.train(training)
-    length = int(lengths.max())
-    completion_mask = torch.arange(length, device=device) < lengths[:, None]
-    return Samples(prompt_ids, prompt_mask, ids[:, :length], completion_mask, logps[:, :length], ended)
+    ids, logps = ids[:, : lengths.max()], logps[:, : lengths.max()]
+    completion_mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+    return Samples(prompt_ids, prompt_mask, ids, completion_mask, logps, ended)
 
 
-def pick(logp: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One token for each row of log-probabilities (B, V), (B, 1): where p / E is largest, E exponential (the Gumbel-max
-    trick). Draws what torch.multinomial draws, but never makes the CPU wait for a GPU."""
-    noise = torch.empty_like(logp).exponential_(generator=generator)
-    return (logp.exp() / noise).argmax(-1, keepdim=True)
+def sample_all(model, prompts: list[list[int]], num_samples: int, args, temperature: float, *key: int | str) -> Samples:
+    """The same for any number of prompts, in batches of --sample-batch-size completions of whole prompts, each with a
+    stream of its own: `key` and its first prompt. Or the server of --sampler draws in the model's place."""
+    longest = getattr(args, "max_completion_length", 0) or args.eval_max_new_tokens
+    eos = model.generation_config.eos_token_id
+    if args.sampler:
+        from utils.vllm import sample_by_server
 
-
-def stream(device: torch.device, *key: int | str) -> torch.Generator:
-    """The generator of one batch of samples: a function of `key` (seed, purpose, step, batch) alone. So a checkpoint
-    keeps no state of it, and a batch has the same samples wherever it is drawn."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest))
-
-
-def join(parts: list[Samples]) -> Samples:
-    """The samples of several batches of prompts as one, prompts padded to the widest, completions to the longest."""
-
-    def cat(field: str, at_left: bool = False) -> Tensor:
-        tensors = [getattr(part, field) for part in parts]
-        missing = [max(t.shape[1] for t in tensors) - t.shape[1] for t in tensors]
-        return torch.cat([torch.nn.functional.pad(t, (m, 0) if at_left else (0, m)) for t, m in zip(tensors, missing)])
-
-    prompts = cat("prompt_ids", at_left=True), cat("prompt_mask", at_left=True)
-    completions = cat("completion_ids"), cat("completion_mask"), cat("logps")
-    return Samples(*prompts, *completions, torch.cat([part.ended for part in parts]))
-
-
-def sample_all(model, prompts: list[list[int]], num_samples: int, max_new_tokens: int | list[int], eos: list[int],
-               temperature: float, rows_at_once: int, key: tuple, first: int = 0) -> Samples:  # fmt: skip
-    """`num_samples` completions of each of P prompts, on every rank, of at most `max_new_tokens`: one number for all
-    prompts, or one for each. They are sampled in batches of up to `rows_at_once` completions of whole prompts, each
-    batch by one rank and with a stream of its own, `key` and the number of its first prompt (that of the first batch is
-    `first`): so all ranks together draw what one would. Servers of --sampler get the model's weights and draw in its
-    place; what they are found to do is then in model.sampler_columns."""
-    at_once, engine = max(1, rows_at_once // num_samples), getattr(model, "engine", None)
-    draw_batch = engine.sample if engine else partial(sample, model)
-
-    def draw() -> dict[int, Samples]:
-        parts = {}
-        for i in share(range(0, len(prompts), at_once)):
-            most = max_new_tokens if isinstance(max_new_tokens, int) else max_new_tokens[i : i + at_once]
-            part = draw_batch(*pad_left(prompts[i : i + at_once], model.device), num_samples, most, eos, temperature,
-                              stream(model.device, *key, first + i))  # fmt: skip
-            parts[i] = Samples(*(x.cpu() for x in part))
-        return parts
-
-    with unsharded(model):
-        if engine:
-            engine.servers = on_rank_0(lambda: engine.load(model))
-        parts = {i: part for found in together(draw) for i, part in found.items()}
-        if engine and temperature > 0:
-            model.sampler_columns = on_rank_0(lambda: engine.check(model, temperature))
-    return Samples(*(x.to(model.device) for x in join([parts[i] for i in sorted(parts)])))
+        return sample_by_server(model, prompts, num_samples, longest, eos, temperature, args, *key)
+    at_once, parts = max(1, args.sample_batch_size // num_samples), []
+    with unsharded(model), autocast(model, args.precision):
+        for i in range(0, len(prompts), at_once):
+            ids, mask = pad_left(prompts[i : i + at_once], model.device)
+            random = stream(model.device, args.seed, *key, i)
+            parts.append(sample(model, ids, mask, num_samples, longest, eos, temperature, random))
+    return join(parts)
 
 
 def completion_logps(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor,
                      temperature: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Log-probabilities of completion tokens at `temperature`, (B, T) with gradient, and entropies, (B, T) without.
-
-    Logits of CHUNK_ELEMENTS are held at a time: the output layer runs on a chunk of hidden states, and once more in the
-    backward pass. Padded positions have no logits and hold 0.
-    """
-    _, head, layer = body_and_head(model)
+    """Log-probabilities of completion tokens at `temperature`, (B, T) with gradient, and entropies, (B, T) without; 0
+    in padding. There may be fewer prompts than completions: then each is that of the next B / P."""
     hidden = completion_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
-    weights = [] if layer is None else [p for p in layer.parameters() if p.requires_grad]
-    size = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
-    found = token_logps(hidden, completion_ids[completion_mask], temperature, head, size, weights)
+    weights = [p for p in model.get_output_embeddings().parameters() if p.requires_grad]
+    found = TokenLogps.apply(hidden, completion_ids[completion_mask], temperature, model, *weights)
     empty = torch.zeros(completion_ids.shape, dtype=found[0].dtype, device=completion_ids.device)
     logps, entropies = (empty.masked_scatter(completion_mask, values) for values in found)
     return logps, entropies
 
 
-def compare(function: Callable, models: Sequence, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
-            completion_mask: Tensor) -> list[Tensor]:  # fmt: skip
-    """`function(ids, *logits)` gets tokens (n,) and each model's logits (n, V) for them, and returns tensors (n,): here
-    for all completion tokens, (B, T) with gradient. Padded positions hold 0.
-
-    Logits of CHUNK_ELEMENTS / 4 are held at a time, of each model and in each copy that `function` makes of them: it
-    runs on a chunk of hidden states, and once more in the backward pass.
-    """
-    inputs = prompt_ids, prompt_mask, completion_ids, completion_mask
-    columns = [completion_ids[completion_mask], *(completion_states(model, *inputs) for model in models)]
-    heads, device = [body_and_head(model)[1] for model in models], completion_ids.device.type
-
-    def run(ids: Tensor, *states: Tensor) -> list[Tensor]:
-        autocast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        with torch.autocast(device, *autocast, cache_enabled=False):  # so chunks add their gradients in float32
-            return function(ids, *(head(chunk) for head, chunk in zip(heads, states)))
-
-    size = max(1, CHUNK_ELEMENTS // 4 // max(model.config.get_text_config().vocab_size for model in models))
-    chunks = zip(*(column.split(size) for column in columns))
-    parts = [checkpoint(run, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    found = [torch.cat(values) for values in zip(*parts)]
-    return [values.new_zeros(completion_ids.shape).masked_scatter(completion_mask, values) for values in found]
-
-
 def completion_states(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
                       completion_mask: Tensor) -> Tensor:  # fmt: skip
-    """The hidden states that predict the N completion tokens, (N, D).
-
-    P may be smaller than B: then row i completes prompt i // (B / P), each prompt is run once, and its cache, gradient
-    included, is shared by its group. Prompts are repeated instead where `shares_cache` says no, with gradient
-    checkpointing, which excludes a cache, and under FSDP, where all ranks must run equally many passes.
-    """
-    body, _, _ = body_and_head(model)
+    """The hidden states that predict the N completion tokens, (N, D). A prompt of several completions is run once and
+    its cache shared, gradient included; not with gradient checkpointing, which excludes a cache, nor with shards."""
     repeats = completion_ids.shape[0] // prompt_ids.shape[0]
     checkpointed = model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    if repeats > 1 and not checkpointed and not is_sharded(model) and shares_cache(model):
-        return after_shared_prompts(body, prompt_ids, prompt_mask, completion_ids, completion_mask)
-    prompts = prompt_ids.repeat_interleave(repeats, 0), prompt_mask.repeat_interleave(repeats, 0)
-    return after_prompts(body, *prompts, completion_ids, completion_mask)
-
-
-def after_shared_prompts(body: Callable, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
-                         completion_mask: Tensor) -> Tensor:  # fmt: skip
-    """The hidden states that predict the N completion tokens, (N, D). Each prompt is run once for its group."""
-    repeats, width = completion_ids.shape[0] // prompt_ids.shape[0], prompt_ids.shape[1]
-    mask = torch.cat([prompt_mask.repeat_interleave(repeats, 0), completion_mask], 1)
-    hidden, cache = body(
-        input_ids=prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions(prompt_mask), use_cache=True
-    )
-    hidden = hidden[:, -1:].repeat_interleave(repeats, 0)
+    if repeats == 1 or checkpointed or sharded(model):
+        prompts = prompt_ids.repeat_interleave(repeats, 0), prompt_mask.repeat_interleave(repeats, 0)
+        return after_own_prompts(model, *prompts, completion_ids, completion_mask)
+    group = torch.arange(len(completion_ids), device=prompt_ids.device) // repeats
+    mask = torch.cat([prompt_mask[group], completion_mask], 1)[:, :-1].long()
+    hidden, cache = body(model, input_ids=prompt_ids, attention_mask=prompt_mask.long(),
+                         position_ids=positions(prompt_mask), use_cache=True)  # fmt: skip
+    parts = [hidden[:, -1:][group]]
     if completion_ids.shape[1] > 1:
-        cache.reorder_cache(torch.arange(len(prompt_ids), device=prompt_ids.device).repeat_interleave(repeats))
-        rest, _ = body(input_ids=completion_ids[:, :-1], attention_mask=mask[:, :-1].long(), past_key_values=cache,
-                       position_ids=positions(mask)[:, width:-1], use_cache=True)  # fmt: skip
-        hidden = torch.cat([hidden, rest], 1)
-    return hidden[completion_mask]
+        cache.reorder_cache(group)
+        parts += body(model, input_ids=completion_ids[:, :-1], attention_mask=mask, past_key_values=cache,
+                      position_ids=positions(mask)[:, prompt_ids.shape[1] :], use_cache=True)[:1]  # fmt: skip
+    return torch.cat(parts, 1)[completion_mask]
 
 
-def after_prompts(body: Callable, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
-                  completion_mask: Tensor) -> Tensor:  # fmt: skip
-    """The same for prompts (B, L), one for each completion. Rows are moved to the left, so that all padding is on the
-    right, where a causal model does not see it: no attention mask is needed, and fast kernels take no other."""
+def after_own_prompts(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
+                      completion_mask: Tensor) -> Tensor:  # fmt: skip
+    """The same for one prompt per completion. Rows are moved to the left, so that all padding is on the right, where a
+    causal model does not see it: no attention mask is needed, and fast kernels take no other."""
     starts = prompt_mask.sum(1, keepdim=True)
-    width = int((starts + completion_mask.sum(1, keepdim=True)).max()) - 1
+    width = max(1, int((starts + completion_mask.sum(1, keepdim=True)).max()) - 1)
     ids = torch.cat([prompt_ids, completion_ids], 1)
     columns = torch.arange(width, device=ids.device) + prompt_ids.shape[1] - starts
-    hidden, _ = body(input_ids=ids.gather(1, columns.clamp(max=ids.shape[1] - 1)), use_cache=False)
+    hidden, _ = body(model, input_ids=ids.gather(1, columns.clamp(max=ids.shape[1] - 1)), use_cache=False)
     rows, tokens = completion_mask.nonzero(as_tuple=True)
     return hidden[rows, starts[rows, 0] - 1 + tokens]
 
 
-def split_rows(lengths: list[int], size: int, tokens: int | None) -> list[list[int]]:
-    """Which rows make each micro-batch: `size` of them, in their order. Where `tokens` is given, rows are sorted by
-    length, and a micro-batch has at most that many tokens with its padding (one row may have more). Then the longest
-    come first, so that memory that is too small shows at once."""
-    if not tokens:
-        return [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
-    batches: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        room = tokens // lengths[batches[-1][0]] if batches else 0
-        if batches and len(batches[-1]) < min(size, room):
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
+def body(model, **inputs) -> tuple[Tensor, Any]:
+    """Hidden states as the output layer gets them, and the cache."""
+    if sharded(model):  # FSDP gathers what the whole model's own forward pass needs
+        out = model(**inputs, output_hidden_states=True, logits_to_keep=1)
+        return out.hidden_states[-1], out.past_key_values
+    out = model.get_decoder()(**inputs)
+    return out.last_hidden_state, out.past_key_values
 
 
-def micro_batches(samples: Samples, size: int, tokens: int | None = None,
-                  together: int = 1) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]]:  # fmt: skip
-    """Yields (rows, arguments of completion_logps) of `size` completions each, trimmed to their own longest; whole
-    groups share their prompt. With `tokens`: as `split_rows` has it, with a prompt for each completion, and `together`
-    completions that stand together stay so."""
-    prompt_ids, prompt_mask, ids, mask, _, _ = samples
-    group = len(ids) // len(prompt_ids)
-    lengths = (prompt_mask.sum(1).repeat_interleave(group) + mask.sum(1)).view(-1, together).amax(1)
-    for units in split_rows(lengths.tolist(), size // together, tokens and tokens // together):
-        rows = (torch.tensor(units)[:, None] * together + torch.arange(together)).flatten().to(ids.device)
-        prompts = rows // group if tokens else (rows // group).unique_consecutive()
-        left = prompt_mask.shape[1] - int(prompt_mask[prompts].sum(1).max())
-        right = int(mask[rows].sum(1).max())
-        yield rows, (prompt_ids[prompts, left:], prompt_mask[prompts, left:], ids[rows, :right], mask[rows, :right])
+def head(model, hidden: Tensor) -> Tensor:
+    """Logits of hidden states."""
+    config = model.config.get_text_config()
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    logits = model.get_output_embeddings().forward(hidden)  # FSDP's hooks there would end the pass of the whole
+    logits = logits if scale == 1 else logits * scale  # Cohere; Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
-class Means:
-    """Means of per-token values over the micro-batches of an optimizer step, on all ranks. They stay on the device
-    until the end: to read them earlier would make the CPU wait."""
+class TokenLogps(torch.autograd.Function):
+    """log softmax(head(hidden) / temperature) at `ids`, and entropies without gradient: (N, D), (N,) -> (N,), (N,).
 
-    def __init__(self, count: Tensor | int):
-        """count: how many values the whole step has, over all its micro-batches."""
-        self.count, self.sums = count, {}
+    The output layer runs on chunks of tokens, and once more in the backward pass: logits of all tokens are never held
+    at once. Autograd alone would keep several copies of a chunk, and allocate each anew. Chunks add their gradients of
+    the weights in float32, where autocast or weights are bfloat16, too."""
 
-    @torch.no_grad()
-    def add(self, mask: Tensor | int, **values: Tensor) -> None:
-        """The values of one micro-batch where `mask` is true, both (B, T)."""
-        for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + (value * mask).sum() / self.count
+    @staticmethod
+    def chunks(hidden: Tensor, temperature: float, model) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yields rows, their hidden states, their logits, and these over `temperature` in a buffer that all share."""
+        size, buffer = max(1, CHUNK // model.config.get_text_config().vocab_size), None
+        for start in range(0, max(1, len(hidden)), size):
+            rows = slice(start, start + size)
+            states = hidden[rows].detach().requires_grad_()
+            logits = head(model, states)
+            if buffer is None:
+                dtype = torch.promote_types(logits.dtype, torch.float32)
+                buffer = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+            yield rows, states, logits, buffer[: len(logits)].copy_(logits.detach()).div_(temperature)
 
-    def read(self) -> dict[str, float]:
-        return total_numbers({name: total.item() for name, total in self.sums.items()})
+    @staticmethod
+    def forward(ctx, hidden, ids, temperature, model, *weights):
+        device, results, spare = hidden.device.type, [], None
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        with torch.autocast(*ctx.autocast, cache_enabled=False):  # no gradient could go through what is kept here
+            for rows, _, _, logits in TokenLogps.chunks(hidden, temperature, model):
+                spare = torch.empty_like(logits) if spare is None else spare
+                chosen, top = logits.gather(1, ids[rows, None])[:, 0], logits.amax(1, keepdim=True)
+                odds = torch.sub(logits, top, out=spare[: len(logits)]).exp_()
+                normaliser = odds.sum(1).log() + top[:, 0]
+                entropy = normaliser - odds.mul_(logits).sum(1) / (normaliser - top[:, 0]).exp()
+                results.append((chosen - normaliser, entropy, normaliser))
+        logps, entropies, normalisers = (torch.cat(parts) for parts in zip(*results))
+        ctx.save_for_backward(hidden, ids, normalisers, *weights)
+        ctx.mark_non_differentiable(entropies)
+        ctx.settings = temperature, model
+        return logps, entropies
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        hidden, ids, normalisers, *weights = ctx.saved_tensors
+        sums = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
+        grad_hidden = torch.empty_like(hidden)
+        with torch.autocast(*ctx.autocast), torch.enable_grad():
+            for rows, states, logits, work in TokenLogps.chunks(hidden, *ctx.settings):
+                slope = gradient[rows, None].to(work.dtype) / ctx.settings[0]  # times one-hot minus softmax
+                work.sub_(normalisers[rows, None]).exp_().mul_(-slope).scatter_add_(1, ids[rows, None], slope)
+                grad_hidden[rows], *grads = torch.autograd.grad(logits, [states, *weights], work.to(logits.dtype))
+                sums = [amount.add_(grad) for amount, grad in zip(sums, grads)]
+        return grad_hidden, None, None, None, *(amount.to(w.dtype) for amount, w in zip(sums, weights))
+
+
+def alarm(gap: float | None, run, args) -> None:
+    """Stops a run whose tokens are not scored as they were sampled. gap: the column sampler_gap, None where no token
+    was trained. A server is warned of, and may be wrong in two steps running."""
+    limit = LARGEST_GAP["server" if args.sampler else args.precision]
+    if gap is None or gap <= limit:
+        return
+    wrong = f"sampler_gap is {gap:.2g} nats a token, and {limit:g} is the limit: "
+    if not args.sampler:
+        raise UserError(wrong + "tokens are not scored as they were sampled, so give another model or --precision")
+    before = [row.get("sampler_gap", math.inf) > limit for row in run.history if row["step"] > 0][-2:]
+    if before == [True, True]:
+        raise UserError(wrong + f"{args.sampler} does not follow the model, so restart it and --resume the run")
+    run.print(f"warning: {wrong}the server may have kept old weights")

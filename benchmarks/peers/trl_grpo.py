@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
     import transformers
     import trl
 
-    from utils.models import TINY_MODEL
+    from utils.lm import TINY_MODEL
 
     model = hashlib.sha256((Path(TINY_MODEL) / "model.safetensors").read_bytes()).hexdigest()[:12]
     return {"model": model, "python": platform.python_version(), "torch": torch.__version__,

@@ -2,7 +2,7 @@
 
 from tests.specs import Curve, Effect, Spec, parse_bugs
 from tests.specs.grpo import SPEC as PARENT
-from utils.models import TINY_MODEL
+from utils.lm import TINY_MODEL
 
 BUGS = """
 divergences-exchanged: forward and reverse are said of both (TRL's beta 0 is forward)

@@ -1,7 +1,7 @@
 """GRPO: algos/grpo.py."""
 
 from tests.flags import NOISY_REWARD, ONLINE
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 ratio-turned-round: which policy stands in the numerator is easy to mix up, and at ratio 1 the values are equal
@@ -23,8 +23,8 @@ clip-bounds-swapped: two clips of nearly equal size, of which only one is ever c
 
 ratio-always-one: right for one update epoch, and kept when there are more (TRL takes the ratio as 1 by design where
 it updates once per batch)
-- old_logps, valid = samples.logps[rows, :width], counts * mask[rows, :width]
-+ old_logps, valid = logps.detach(), counts * mask[rows, :width]
+- old_logps, valid = samples.logps[rows, :width], mask[rows, :width]
++ old_logps, valid = logps.detach(), mask[rows, :width]
 
 k3-turned-round: all estimators of a divergence look alike but for the order of their two policies (rlhf-book
 policy_gradients/loss.py:23-57, whose test pins the wrong value (natolambert/rlhf-book#489))
@@ -37,61 +37,59 @@ divergence-rewarded: the paper subtracts the penalty from what it maximises
 
 reference-at-another-temperature: the temperature is thought of as a setting of the sampler (huggingface/trl#4159:
 temperature not applied to log-probabilities)
-- completion_logps(ref_model or model, *inputs, args.temperature)
-+ completion_logps(ref_model or model, *inputs)
+- completion_logps(scorer, *inputs, args.temperature)
++ completion_logps(scorer, *inputs)
 
 reference-is-the-policy: one name for two models of the same kind: the penalty then is 0 in value
-- completion_logps(ref_model or model, *inputs, args.temperature)
+- completion_logps(scorer, *inputs, args.temperature)
 + completion_logps(model, *inputs, args.temperature)
 
 group-std-of-a-population: NumPy's default is ddof 0, torch's 1
-- known.std(correction=1)
-+ known.std(correction=0)
+- (known - 1).clamp(min=1)
++ known.clamp(min=1)
 
 not-centred: dividing by the deviation is what looks like normalising
-- centred = rewards - rewards.nanmean(1, keepdim=True)
-+ centred = rewards
+- centred = above_least - above_least.nanmean(1, keepdim=True)
++ centred = above_least
 
 baseline-of-the-batch: the mean over all axes is the default of every library
-- centred = rewards - rewards.nanmean(1, keepdim=True)
+- centred = above_least - above_least.nanmean(1, keepdim=True)
 + centred = rewards - rewards.nanmean()
 
 batch-scale-of-groups: the deviation of what is being divided, instead of the rewards'
-- elif scale == "batch":
--         centred = centred / (std(rewards) + STD_EPSILON)
-+ elif scale == "batch":
-+         centred = centred / (std(centred) + STD_EPSILON)
+- (moments(rewards)[1] + STD_EPSILON)
++ (moments(centred)[1] + STD_EPSILON)
 
 skipped-reward-is-zero: NaN is silenced where it first hurts
-- rewards.nanmean(1, keepdim=True)
-+ rewards.nan_to_num(0.0).mean(1, keepdim=True)
+- above_least.nanmean(1, keepdim=True)
++ above_least.nan_to_num(0.0).mean(1, keepdim=True)
 
 groups-interleaved: repeating a list and repeating its elements give the same length
-- ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
-+ ([x for _ in range(args.num_generations) for x in xs] for xs in (rows, prompts))
+- rows = [row for row in rows for _ in range(args.num_generations)]
++ rows = [row for _ in range(args.num_generations) for row in rows]
 
 mean-over-padding: .mean() of a padded tensor (TRL's LUSPO with beta averages padding (trl grpo_trainer:3143))
-- return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))
+- return mask / (rows * mask.sum(1, keepdim=True).clamp(min=1))
 + return mask / mask.numel()
 
 length-bias-stays: Dr. GRPO is taken for GRPO without the division by the deviation (rlhf-book routes drgrpo to a loss
 with means per sequence)
-- return mask / (len(mask) * max_completion_length)
-+ return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))
+- return mask / (rows * max_completion_length)
++ return mask / (rows * mask.sum(1, keepdim=True).clamp(min=1))
 
 constant-is-the-longest: the width of the tensor is at hand; it changes with the batch
-- return mask / (len(mask) * max_completion_length)
-+ return mask / (len(mask) * mask.shape[1])
+- return mask / (rows * max_completion_length)
++ return mask / (rows * mask.shape[1])
 
 micro-batch-mean: the mean over the tokens at hand is right while there is one micro-batch (huggingface/trl#2617 (18
 trainers), volcengine/verl#906, nanochat's chat_rl)
-- (counts * loss * weights[part, :width]).sum().backward()
+- (loss * weights[rows, :width]).sum().backward()
 + ((loss * valid).sum() / valid.sum().clamp(min=1) * len(valid) / len(weights)).backward()
 
 truncated-are-trained: a second mask is made, and the first goes on being used (huggingface/trl#6369 and #6439: a
 denominator that ignored the truncation mask)
-- weights = token_weights(mask[here].to(samples.logps.dtype)
-+ weights = token_weights(samples.completion_mask[here].to(samples.logps.dtype)
+- token_weights(mask[within]
++ token_weights(samples.completion_mask[within]
 
 temperature-in-sampling-only: the temperature is thought of as a setting of the sampler (huggingface/trl#4159;
 minimind (0.8), rasbt (0.8), simple_GRPO (0.9))
@@ -99,45 +97,48 @@ minimind (0.8), rasbt (0.8), simple_GRPO (0.9))
 + logps, entropy = completion_logps(model, *inputs)
 
 temperature-in-scoring-only: the sampler has its own default
-- eos_ids(model, tokenizer), args.temperature,
-+ eos_ids(model, tokenizer), 1.0,
-
-dropout-in-the-ratio: model.train() is a habit; the policy that is updated then is not the one that sampled
--     without_dropout(model)
+- args.num_generations, args, args.temperature,
++ args.num_generations, args, 1.0,
 
 gradients-never-cleared: torch adds gradients up
 - optimizer.zero_grad(set_to_none=True)
 + pass
 
 last-micro-batch-only: zero_grad stands before backward everywhere else
--                 rows, width = part + here.start, logps.shape[1]
-+                 rows, width = part + here.start, logps.shape[1]
+-                 width = logps.shape[1]
++                 width = logps.shape[1]
 +                 optimizer.zero_grad(set_to_none=True)
 
+denominator-of-one-process: each process divides by its own number of completions
+- rows = total(torch.tensor(len(mask), device=mask.device))
++ rows = torch.tensor(len(mask), device=mask.device)
+
+tokens-of-one-process: the all-reduce is remembered for rows, and forgotten for tokens
+- return mask / total(mask.sum()).clamp(min=1)
++ return mask / mask.sum().clamp(min=1)
+
+all-minibatches-at-once: the rows of the minibatch are drawn, and all of them are run
+- in micro_batches(samples, args, within):
++ in micro_batches(samples, args):
+
+equal-rewards-keep-a-rounding: the mean of equal numbers is taken for that number
+- above_least = rewards - rewards.nan_to_num(torch.inf).amin(1, keepdim=True)
++ above_least = rewards
+
 clipped-after-the-step: two lines, in either order of which nothing fails
--             norms.append(clip_gradients(model.parameters(), args.max_grad_norm))
+-             norms.append(clip_gradients(model, args.max_grad_norm))
 -             optimizer.step()
 +             optimizer.step()
-+             norms.append(clip_gradients(model.parameters(), args.max_grad_norm))
++             norms.append(clip_gradients(model, args.max_grad_norm))
 
-rows-of-the-first-minibatch: rows are counted within the minibatch there and within the batch here
-- rows, width = part + here.start, logps.shape[1]
-+ rows, width = part, logps.shape[1]
+rows-of-the-first-minibatch: rows are counted within the minibatch here and within the batch there
+- weights[within] =
++ weights[: len(within)] =
 
 denominator-of-the-whole-batch: the weights stood before the loop when a step was one update
-- weights = token_weights(mask[here].to(samples.logps.dtype), args.aggregation, args.max_completion_length)
-+ weights = token_weights(mask.to(samples.logps.dtype), args.aggregation, args.max_completion_length)[here]
-
-prompts-of-the-first-minibatch: the rows move on, the prompts do not
-- these, rows = slice(i * prompts, (i + 1) * prompts),
-+ these, rows = slice(0, prompts),
-
-optimizer-not-restored: the weights are back, the moments of Adam are not
-- run.restore(model=model, optimizer=optimizer
-+ run.restore(model=model
+- weights[within] = token_weights(mask[within], args.aggregation, args.max_completion_length)
++ weights = token_weights(mask, args.aggregation, args.max_completion_length)
 """
-
-BOUND = dict(task="sort", max_steps=40, num_prompts=32, beta=1.0, eval_every=0, eval_prompts=128)
 
 SPEC = Spec(
     "GRPO, arXiv 2402.03300",
@@ -156,13 +157,6 @@ SPEC = Spec(
         "grpo-countdown": Curve(
             dict(task="countdown", eval_every=0, eval_prompts=256), "reward",
             numbers={"mean reward": "plain", "eval/greedy": "share"}, slow=True,
-        ),
-    },
-    effects={
-        "grpo-reset": Effect(  # ProRL: where the KL penalty holds learning back, a new reference lets it go on
-            {"reset": ("grpo", BOUND | dict(reset_reference_every=10)), "still": ("grpo", BOUND),
-             "free": ("grpo", BOUND | dict(beta=0.0))},
-            "last eval/pass@1", {"reset > still + 0.1": 9, "still < free - 0.1": 9, "reset > free - 0.1": 9},
         ),
     },
     recipes=(

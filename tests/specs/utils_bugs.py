@@ -3,27 +3,16 @@
 from tests.specs import parse_bugs
 
 TESTS = {  # as Spec.tests
-    "utils/checks.py": "checks",
-    "utils/checkpoint.py": "resume runs",
-    "utils/cli.py": "runs command_line memory",
     "utils/control.py": "envs exact_ppo exact_sac parity_sb3 properties::test_replay_buffer",
     "utils/core.py": "resume_control command_line_control envs",
-    "utils/decode.py": "invariance",
-    "utils/distributed.py": "distributed",
-    "utils/engine.py": "engine",
-    "utils/evaluation.py": "exact_grpo runs rewards",
-    "utils/head.py": "invariance properties exact_grpo distributed",
-    "utils/lm.py": "exact_grpo parity_trl invariance sft exact_dpo runs architectures distributed",
-    "utils/lora.py": "lora",
-    "utils/memory.py": "memory",
-    "utils/models.py": "exact_grpo parity_trl invariance sft exact_dpo lora checks runs distributed",
+    "utils/data.py": "tasks text large_data preferences unpaired properties",
+    "utils/dist.py": "distributed exact_grpo invariance alarm",
+    "utils/lm.py": "exact_grpo parity_trl invariance lora alarm architectures engine distributed",
+    "utils/vllm.py": "engine",
     "utils/offline.py": "offline_data exact_iql exact_dt collection",
     "utils/preferences.py": "preferences unpaired parity_trl_dpo dpo_runs",
     "utils/reward_models.py": "reward_models exact_reward_model",
     "utils/rewards.py": "rewards runs reward_models distributed",
-    "utils/run.py": "runs memory resume::test_killed_at_any_moment resume::test_a_kill_while_the_reference_is_computed",
-    "utils/schedule.py": "exact_grpo runs",
-    "utils/single.py": "eject::test_a_copy_for_one_process_leaves_torchrun_out",
     "utils/rows.py": "tasks text large_data preferences properties",
     "utils/tasks.py": "tasks sft preferences runs",
     "utils/text.py": "text tasks sft preferences unpaired reward_models runs",
@@ -76,46 +65,35 @@ hung-calls-go-on: a thread that wakes up goes on with its list
 +             if False:
 
 mean-of-shards: FSDP averages unless it is told otherwise
-- module.set_gradient_divide_factor(1.0)
+-         part.set_gradient_divide_factor(1.0)
 
-gradients-of-one-rank: nothing fails where ranks drift apart
-- for work in [dist.all_reduce(p.grad, async_op=True) for p in used]:
+gradients-of-one-rank: nothing fails where processes drift apart
+- for work in [dist.all_reduce(p.grad, async_op=True) for p in trained]:
 + for work in []:
 
 padding-counts: a pass that is only there to keep step is trained on
-- ((items[0], False) for _ in
-+ ((items[0], True) for _ in
+- yield within[:0].to(ids.device), (one
++ yield within[:1].to(ids.device), (one
 
-no-padding: ranks with fewer passes leave the others waiting
-- if is_sharded(model):
--         yield from
-+ if False:
-+         yield from
+no-padding: processes with fewer passes leave the others waiting
+- return batches + [[]] * (most - len(batches))
++ return batches
 
-gathered-in-the-order-of-ranks: what comes first is not what was asked first
-- join([parts[i] for i in sorted(parts)])
-+ join(list(parts.values()))
-
-batches-counted-by-each-rank: a count of one's own is at hand, the place in the step is not
-- stream(model.device, *key, first + i)
-+ stream(model.device, *key, len(parts))
-
-trained-while-gathered: what stands in the module between two passes is not what is trained
--     at_rest(model)
--     return [p for
-+     return [p for
+batches-counted-by-each-rank: seed and step are the same in all processes, which then draw alike for their prompts
+- repr((*key, rank()))
++ repr(key)
 
 head-ends-the-pass: a hook of FSDP takes the first chunk of logits for the end
-- layer.forward(hidden) if sharded else layer(hidden)
-+ layer(hidden)
+- model.get_output_embeddings().forward(hidden)
++ model.get_output_embeddings()(hidden)
 
 every-rank-scores-the-first-share: an offset is forgotten
 - (len(starts) * k // world() for k in (rank(), rank() + 1))
 + (len(starts) * k // world() for k in (0, 1))
 
 moments-forgotten: weights come back, Adam's moments do not
-- optimizer.load_state_dict({"state": kept, "param_groups": groups})
-+ optimizer.load_state_dict({"state": {}, "param_groups": groups})
+- optim_state_dict=state["optimizer"])
++ optim_state_dict=self.state_dict()["optimizer"])
 
 skipped-reward-is-zero:utils: a sum that skips NaN is 0 where all are NaN
 -         total[table.isnan().all(1)] = torch.nan
@@ -138,20 +116,12 @@ type that was silently ignored)
 + total = table.nansum(1)
 
 groups-interleaved:lm: repeat and repeat_interleave give the same shape
-- out.logits.repeat_interleave(repeats, 0)
-+ out.logits.repeat(repeats, 1, 1)
-
-prompt-shared-by-recurrences: a cache that can be repeated is taken for one that can be gone on from
-- not is_sharded(model) and shares_cache(model):
-+ not is_sharded(model):
-
-train-mode-not-tried: the one way is tried that works
-- model.train(mode), *inputs
-+ model.eval(), *inputs
+- group = torch.arange(rows, device=device) // num_samples
++ group = torch.arange(rows, device=device) % len(prompt_ids)
 
 temperature-multiplies: an inverse temperature is a habit of physics; at 1 nothing shows
-- scaled if temperature == 1 else scaled.div_(temperature)
-+ scaled if temperature == 1 else scaled.mul_(temperature)
+- .div_(temperature)
++ .mul_(temperature)
 
 eos-not-trained: the length of the text is taken for that of the completion: models then never learn to stop
 (huggingface/trl#6357: GKD and GOLD masked the real EOS)
@@ -160,18 +130,18 @@ eos-not-trained: the length of the text is taken for that of the completion: mod
 
 padding-by-id: the id of padding is taken for padding, also where the model says it (tiny-grpo train.py:108,
 simple_GRPO:80, rlhf-book rollout.py:139 mask by the id of padding)
-- completion_mask = torch.arange(length, device=device) < lengths[:, None]
-+ completion_mask = ids[:, :length] != 0
+- completion_mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
++ completion_mask = ids != 0
 
 trained-behind-eos: generation returns a rectangle, and nothing says where each row ended (huggingface/trl#2387: PPO
 never stopped at EOS)
-- completion_mask = torch.arange(length, device=device) < lengths[:, None]
-+ completion_mask = torch.ones_like(ids[:, :length], dtype=torch.bool)
+- completion_mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
++ completion_mask = torch.ones_like(ids, dtype=torch.bool)
 
 one-eos-of-several: tokenizers know one EOS, chat models end their turns with another (huggingface/trl#1623, #3091,
 #5303, #7039)
-- return sorted({tokenizer.eos_token_id, *more} - {None})
-+ return [tokenizer.eos_token_id]
+- ends = {tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None}
++ ends = {tokenizer.eos_token_id}
 
 positions-count-padding: models number positions themselves where none are given, padding included
 (huggingface/trl#469 and #6800, OpenRLHF#217 and #238)
@@ -183,8 +153,8 @@ padding-attended: without a mask nothing fails, and the shortest prompts suffer
 + out = model(input_ids=prompt_ids, attention_mask=torch.ones_like(prompt_ids)
 
 shifted-by-one: logits at a token predict the next: tokens are shifted once too often or not at all
-- rest, _ = body(input_ids=completion_ids[:, :-1]
-+ rest, _ = body(input_ids=completion_ids[:, 1:]
+- input_ids=completion_ids[:, :-1]
++ input_ids=completion_ids[:, 1:]
 
 decoding-position-off-by-one: the number of tokens so far is taken for the index of the next
 - position_ids=position + t,
@@ -194,21 +164,17 @@ hidden-states-off-by-one: the hidden state of a token is taken for the one that 
 - hidden[rows, starts[rows, 0] - 1 + tokens]
 + hidden[rows, starts[rows, 0] + tokens]
 
-static-rows-keep-their-mask: rows leave the batch, and the mask stays as it was
-- self.start(self.open[rows], self.position[rows], self.column)
-+ self.start(self.open[: len(rows)], self.position[rows], self.column)
-
 last-chunk-only: a gradient replaces the one before it
-- grad if so_far is None else so_far.add_(grad)
-+ grad
+- [amount.add_(grad) for amount, grad
++ [grad for amount, grad
 
 gradients-of-chunks-in-bfloat16: what comes from a bfloat16 product is added as it is
-- [grad if grad.dtype == torch.float64 else grad.float() for grad in grads]
-+ [grad.bfloat16() for grad in grads]
+- dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
++ dtype=torch.bfloat16) for w in weights]
 
 stream-without-its-key: a generator with the seed of the run is at hand
-- digest = hashlib.blake2b(repr(key).encode()
-+ digest = hashlib.blake2b(repr(key[:1]).encode()
+- repr((*key, rank()))
++ repr((key[0], rank()))
 
 sampled-from-the-top: samplers for users cut the tail off; what scores does not (nanochat (top-k 50), rlhf-book (top-p
 0.95, top-k 20) score by the full softmax)
@@ -217,33 +183,29 @@ sampled-from-the-top: samplers for users cut the tail off; what scores does not 
 
 dropout-in-sampling: answers are sampled in the middle of training, where the model is in training mode
 -     model.eval()
--     cache, logits
-+     cache, logits
+-     out
++     out
 
 training-mode-lost: eval() before an evaluation, and no train() after it
 -     model.train(training)
--     length = int(lengths.max())
-+     length = int(lengths.max())
+-     ids
++     ids
 
 bfloat16-weights: models are published in bfloat16, in which AdamW's small steps round away
-- torch.bfloat16 if frozen or precision == "pure-bfloat16" else
-+ torch.bfloat16 if frozen or precision != "float32" else
+- half = args.precision == "pure-bfloat16" or
++ half = args.precision != "float32" or
 
 frozen-weights-cast-for-every-token: float32 is what is trained, and nobody looks at what is not
-- frozen = lora_rank > 0 and precision != "float32"
-+ frozen = False
+- ((frozen or args.lora_rank) and args.precision != "float32")
++ False
 
 unfinished-work-taken-for-a-checkpoint: what is saved before the first step is a checkpoint at step 0 like any other
 - self.save(0, state | {"early": True})
 + self.save(0, state)
 
 merged-in-bfloat16: merging is one call, in whatever the base is held
-- own = own.to("cpu", torch.float32).merge_and_unload()
-+ own = own.merge_and_unload()
-
-experts-without-adapters: "all-linear" is taken for all; fused experts are parameters, not layers
-- if not lora_modules and (routers or experts):
-+ if not lora_modules and routers:
+- .to("cpu", torch.float32).merge_and_unload()
++ .merge_and_unload()
 
 eos-not-trained:tasks: a tokenizer without special tokens brings no EOS
 - return tokens[start:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
@@ -462,12 +424,12 @@ mask-of-the-other-side: prompts are padded on the left, whole texts on the right
 + [[pad] * (width - len(s)) + s for s in sequences]
 
 schedule-off-by-one: steps count from 1 here and from 0 there; the last step then has a rate of 0
-- done = (step - 1 - warmup_steps)
-+ done = (step - warmup_steps)
+- done = max(0, step - 1 - args.warmup_steps)
++ done = max(0, step - args.warmup_steps)
 
 warm-up-begins-at-zero: steps count from 1 here and from 0 there; the first step is then lost
-- return base * step / warmup_steps
-+ return base * (step - 1) / warmup_steps
+- min(1.0, step / max(1, args.warmup_steps))
++ min(1.0, (step - 1) / max(1, args.warmup_steps))
 
 no-bootstrap-at-truncation:offline: datasets have terminals, timeouts and ends of trajectories
 (Farama-Foundation/D4RL#162: time-outs mislabelled)
@@ -492,16 +454,16 @@ rows-that-were-never-written: buffers are allocated whole
 +         index
 
 evaluation-with-training-noise: one sampler for both
-- in scores(1, 0.0)],
-+ in scores(1, temperature)],
+- greedy, sampled = rewards(1, 0.0),
++ greedy, sampled = rewards(1, getattr(args, "temperature", 1.0)),
 
 evaluation-moves-the-training-noise: one generator for everything: how often one evaluates changes what is learnt
 - set_rng_state(before)
 + pass
 
 evaluation-on-the-global-generator: a generator is an argument that may be left out
-- stream(model.device, *key, first + i))
-+ None)
+- random = stream(model.device, args.seed, *key, i)
++ random = None
 
 biased-pass-at-k: the obvious formula is biased (arXiv 2107.03374, section 2.1)
 - return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
@@ -518,54 +480,17 @@ checkpoints-sorted-as-text: step-9 comes after step-10: the newest is not the ne
 - (len(path.name), path.name)
 + path.name.lstrip("step-0")
 
-one-moment-of-two: an optimizer that holds as much as the weights
-- "Adam": 2 * trained
-+ "Adam": trained
-
-reference-beside-adapters: with LoRA the policy without its adapters is the reference
-- if reference and args.beta and not args.lora_rank else 0
-+ if reference and args.beta else 0
-
-chunk-without-its-gradients: logits are held more than once
-- "bfloat16": (10, 12)}
-+ "bfloat16": (4, 0)}
-
-saved-tensors-tied-to-their-graph: hooks that return the tensor that they were given (torch's own documentation warns)
--             kept[storage.data_ptr()] = storage
-+             kept[storage.data_ptr()] = storage
-+             return tensor
-
 resume-with-the-memory-that-was-too-little:run: the sentence that names flags which --resume then refuses
 - LOGGING_FLAGS + MEMORY_FLAGS +
 + LOGGING_FLAGS +
 
-engine-keeps-a-view: on a CPU in float32 `.to` gives the tensor itself, which goes on with training
-- self.dtype, copy=True)
-+ self.dtype)
-
-engine-never-perturbed: the start is said to be proven, with the weights that the server had
-- samples = probe(perturbed)
-+ samples = probe(true)
-
-engine-stale-unnoticed: the rule is worked out and nobody asks
-- server.check_share(server.ways, "older weights")
-+ sure(server.ways)
-
-engine-fixed-limit: a limit that suits the first model; of one step it sees nothing
-- distance(part, score, rows), FAR * max(server.noise, ROUNDING))
-+ distance(part, score, rows), 0.2)
-
-engine-tied-head-as-one: two layers of one weight are taken for one, and a server may hold two
-- layer.weight = torch.nn.Parameter(old[name].to(p.device, p.dtype))
-+ layer.weight = p
-
 engine-eos-dropped: the text has no EOS, and its tokens are taken to have none
-- found = [(one["token_ids"], one["logprobs"]["token_logprobs"]) for one in choices]
-+ found = [(one["token_ids"][:-1], one["logprobs"]["token_logprobs"][:-1]) for one in choices]
+- torch.tensor(one["token_ids"]) for one
++ torch.tensor(one["token_ids"][:-1]) for one
 
 engine-temperature-left-out: the server's own default is taken
-- min_tokens=0, temperature=temperature, top_p=1.0,
-+ min_tokens=0, top_p=1.0,
+- n=num_samples, temperature=temperature, top_p=1.0,
++ n=num_samples, top_p=1.0,
 
 engine-top-k-left-out: a model's generation settings fill it in (Qwen2.5: top_k 20)
 - top_k=0, min_p=0.0,
@@ -604,69 +529,61 @@ reset-moves-the-global-stream: the run's own draws then depend on the environmen
 + pass
 
 engine-one-seed: vLLM seeds each prompt of a request alike, and completion j as seed + j
-- "seed": seed + i * num_samples,
-+ "seed": seed,
+- stream("cpu", args.seed, *key, i)
++ stream("cpu", args.seed, *key)
 
 engine-order-of-arrival: completions of a prompt come as they end
-- choices = sorted(server.ask("/v1/completions", body)["choices"], key=lambda one: one["index"])
-+ choices = server.ask("/v1/completions", body)["choices"]
+- sorted(choices, key=lambda one: one["index"])
++ choices
 
 engine-own-eos-ends: the server's EOS is not the run's where --eos-token says another
 - ignore_eos=True, stop_token_ids=eos
 + ignore_eos=False, stop_token_ids=eos
 
-engine-cut-silently: vLLM shortens what does not fit, without a word
-- if longest > least.room:
-+ if longest > 2 * least.room:
-
-engine-raw-logprobs: without the temperature, where the mode is the default
-- if config["logprobs_mode"] != "processed_logprobs":
-+ if config["logprobs_mode"] is None:
-
-engine-scored-at-one: the server divides by the temperature, the scorer does not
-- completion_logps(model, *prompts, *completions, temperature)
-+ completion_logps(model, *prompts, *completions)
-
-engine-weights-not-put-back: the run goes on from perturbed weights
--             p.data = own.get(name, p.data)
-+             p.data = p.data
-
 engine-loaded-once: the weights of the start are sampled from for ever
-- if not self.now or any(not torch.equal(weights[name], self.now[name]) for name in weights):
-+ if not self.now:
+- if now and getattr(model, "sent", None) == now:
++ if now and hasattr(model, "sent"):
 
-engine-first-server-compared: where a batch has fewer prompts than there are servers, it is always the same one's
-- self.drawn, self.turn = None, self.turn + 1
-+ self.drawn = None
+dropout-in-the-ratio: model.train() is a habit; the policy that is updated then is not the one that sampled
+-                 setattr(module, name, 0.0)
++                 pass
 
-engine-adapter-in-place: the name stays, and vLLM reads what is loaded in place again for each token
-- server.name = Path(path).name
-+ server.name = "adapter"
+prompts-of-the-first-minibatch: the rows move on, the prompts do not
+- prompts = rows // group
++ prompts = (rows - within[0].to(ids.device)) // group
 
-engine-whole-step-is-half: any share below 1 is taken for old, which noise alone can be
-- if gone.sum() < whole.sum() / 2 and sure(whole - gone):
-+ if gone.sum() < whole.sum() / 2:
+unequal-groups-share-a-prompt: groups are cut where a micro-batch ends, and the prompts are dealt out evenly
+- if not tokens and (size % group == 0 or group % size == 0):
++ if not tokens:
 
-engine-large-steps-first: nats are added up, and those of the start are a thousand times those of a step
-- found[rows] / unit
-+ found[rows]
+alarm-that-nan-passes: a comparison with NaN is false
+- if gap is None or gap <= limit:
++ if gap is None or not gap > limit:
 
-engine-noise-of-one: one completion decides, whatever the others say
-- values.sum() > Z * values.square().sum().sqrt()
-+ values.sum() > Z * values.square().mean().sqrt()
+alarm-of-a-server-that-never-stops: the rows that are looked at are those since the last evaluation
+- if before == [True, True]:
++ if before == [True, True, True]:
 
-evaluated-by-one-rank: FSDP gathers in advance what it guesses from the passes so far, and ranks have run others
--             module.set_modules_to_backward_prefetch([before] if before else [])
+deviation-of-one-process: the mean is that of all, the squares are one's own
+- (total((known - mean).square().sum())
++ ((known - mean).square().sum()
 
-gathered-twice: FSDP gathers tied weights for each of the two layers
--         root.tie_weights()
+means-of-means: each micro-batch is averaged, and their means are
+- (torch.ones_like(value) * mask).sum()])
++ mask.any().to(value.dtype)])
+
+half-of-the-prompts: each process has what comes next in the list, of which the others have some too
+- return items[rank() :: world()]
++ return items[rank() :]
+
+shards-averaged-twice: replicas are summed by hand, and shards, which are summed already, too
+- if dist.is_initialized() and not sharded(model):
++ if dist.is_initialized():
+
+adapters-not-saved: the merged model holds them, but nobody can go on with them
+-         model.save_pretrained(folder / "adapter", state_dict=state, save_embedding_layers=False)
 +         pass
 
-engine-one-server-loaded: of several, the first
--             for server in self.servers:
--                 config
-+             for server in self.servers[:1]:
-+                 config
 """)
 SAME = parse_bugs("""
 same:rename-ratio

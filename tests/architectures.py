@@ -1,31 +1,16 @@
-"""How far what the sampler notes and what the scorer finds are from a plain forward pass, for many architectures.
+"""Models of many architectures with random weights, and how far sampler and scorer are from plain forward passes.
 
-    python benchmarks/architectures.py              all of them, about 15 seconds; writes results/architectures.json
-    python benchmarks/architectures.py "Gemma 2"    one, without writing
-
-Models of two layers with random weights, of transformers' own classes, in float32, dropout off; the scorer in training
-mode. Windows and chunks of attention are shorter than the sequences. Prompts of 9, 4 and 1 tokens, padded on the left;
-3 completions of each, of up to 12 tokens, that end at different lengths. Plain: every row alone, unpadded, no cache.
-
-Columns: sampler and scorer, the largest |log-probability - plain one| over tokens; gradient, of a weighted sum of the
-scorer's log-probabilities, |difference| / |plain one|, all parameters together.
+Models of two layers, of transformers' own classes, in float32. Windows and chunks of attention are shorter than the
+sequences. Prompts of 9, 4 and 1 tokens, padded on the left; 3 completions of each, of up to 12 tokens, that end at
+different lengths. Plain: every row alone, unpadded, no cache.
 """
-
-import json
-import sys
-from pathlib import Path
 
 import torch
 import transformers
-import tyro
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from utils.lm import Samples, completion_logps, pad_left, sample  # noqa: E402
-from utils.machine import environment  # noqa: E402
-from utils.models import without_dropout  # noqa: E402
+from utils.dist import Samples, pad_left
+from utils.lm import completion_logps, sample
 
-RESULT = ROOT / "benchmarks/results/architectures.json"
 PROMPTS, G, T, WINDOW = (9, 4, 1), 3, 12, 6
 COMMON = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
               num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=None, eos_token_id=1,
@@ -42,7 +27,7 @@ GROUPS = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=1
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=4, mamba_expand=2)
 DELTA = dict(layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2,
              linear_key_head_dim=8, linear_value_head_dim=8)  # fmt: skip
-NOISY = {"PhiMoE": ("Phimoe", COMMON | dict(num_local_experts=16))}  # draws in training: refused
+NOISY = {"PhiMoE": ("Phimoe", COMMON | dict(num_local_experts=16))}  # draws in training
 GEMMA = HEADS | SLIDING | dict(vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, num_kv_shared_layers=0)
 ARCHITECTURES = {  # name -> class, settings; "...Config" where it is not the class's own
     "Llama": ("Llama", COMMON | dict(tie_word_embeddings=True)),
@@ -84,14 +69,11 @@ ARCHITECTURES = {  # name -> class, settings; "...Config" where it is not the cl
     "StableLM": ("StableLm", COMMON),
     "Nemotron": ("Nemotron", COMMON),
     "EXAONE 4": ("Exaone4", HEADS | SLIDING | dict(sliding_window_pattern=2)),
-    "Llama 4": ("Llama4", HEADS | dict(intermediate_size_mlp=48, attention_chunk_size=WINDOW, num_local_experts=4,
-                                       layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0],
-                                       moe_layers=[1]), "Llama4TextConfig"),
     "gpt-oss": ("GptOss", HEADS | SLIDING | dict(num_local_experts=4, num_experts_per_tok=2)),
     "DeepSeek-V3": ("DeepseekV3", COMMON | GROUPS | dict(num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8,
                                                          qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)),
     "MiniMax, attention": ("MiniMax", HEADS | EXPERTS | dict(layer_types=["full_attention", "full_attention"])),
-    # of attention and recurrence
+    # of attention and recurrence, whose caches do not go on from a prompt with several tokens at once
     "Qwen3.5": ("Qwen3_5", HEADS | DELTA, "Qwen3_5TextConfig"),
     "Qwen3.5-MoE": ("Qwen3_5Moe", HEADS | DELTA | EXPERTS, "Qwen3_5MoeTextConfig"),
     "Qwen3-Next": ("Qwen3Next", HEADS | DELTA | EXPERTS),
@@ -107,6 +89,9 @@ ARCHITECTURES = {  # name -> class, settings; "...Config" where it is not the cl
     "Zamba": ("Zamba", HEADS | dict(layers_block_type=["mamba", "hybrid"], mamba_d_state=8, n_mamba_heads=2,
                                     mamba_dt_rank=4, use_mamba_kernels=False, attention_head_dim=16)),
 }  # fmt: skip
+
+
+RECURRENT = [*ARCHITECTURES][[*ARCHITECTURES].index("Qwen3.5") :]
 
 
 def make(name: str, **more):
@@ -128,15 +113,16 @@ def plain_logps(model, samples: Samples) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def measure(model) -> dict[str, float]:
-    """The columns of a model, whose dropout is turned off."""
-    without_dropout(model)
+def measure(model, shared: bool) -> dict[str, float]:
+    """The largest |log-probability - plain one| over tokens, of sampler and scorer; of a weighted sum of the scorer's
+    the gradient, |difference| / |plain one|. shared: whether the scorer runs each prompt once for its group."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, 64, (n,), generator=generator).tolist() for n in PROMPTS]
     samples = sample(model, *pad_left(prompts, "cpu"), G, T, [*range(1, 8)], 1.0, generator)
     weights = torch.randn(samples.completion_ids.shape, generator=generator)
+    own = samples[:2] if shared else [x.repeat_interleave(G, 0) for x in samples[:2]]
     scores, gradients = [], []
-    for found in (completion_logps(model.train(), *samples[:4])[0], plain_logps(model.eval(), samples)):
+    for found in (completion_logps(model, *own, *samples[2:4])[0], plain_logps(model, samples)):
         model.zero_grad()
         (found * weights).sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
@@ -148,17 +134,3 @@ def measure(model) -> dict[str, float]:
         "scorer": (scores[0] - scores[1]).abs().max().item(),
         "gradient": ((ours - plain).norm() / plain.norm()).item(),
     }
-
-
-def main(names: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
-    transformers.logging.set_verbosity_error()
-    results = {}
-    for name in names or ARCHITECTURES:
-        results[name] = measure(make(name))
-        print(f"{name:20}", *(f"{column} {value:.1e}  " for column, value in results[name].items()), flush=True)
-    if not names:
-        RESULT.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    tyro.cli(main)
