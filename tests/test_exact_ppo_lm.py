@@ -13,6 +13,8 @@ from tabular import COMPLETIONS, EOS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, gra
 from tabular import random_table as random_logits
 
 from algos import ppo_lm
+from utils.dist import pad_left
+from utils.lm import load_model
 
 pytestmark = pytest.mark.usefixtures("float64")
 BETA, L_MAX, LAMBDA = 0.7, 5, 0.6
@@ -272,14 +274,11 @@ def test_skipped_rewards_teach_nothing():
 def test_the_critic_of_a_real_model():
     """Values stand before their tokens: V_t depends on the prompt and y_<t, and on nothing from y_t on; padding on the
     left changes nothing; the shared one moves the policy, the separate one does not."""
-    from utils.lm import pad_left
-    from utils.models import TINY_MODEL, load_model
-
     torch.set_default_dtype(torch.float32)
-    model, _ = load_model(TINY_MODEL)
+    model, _ = load_model(ppo_lm.Args())
     ids, mask = torch.tensor([[5, 6, 7, 8], [9, 5, 5, 5]]), torch.tensor([[True] * 4, [True, True, False, False]])
     for shared in (True, False):
-        critic = ppo_lm.Critic(model, shared)
+        critic = ppo_lm.load_critic(model, ppo_lm.Args(critic="shared" if shared else "separate"))
         torch.nn.init.normal_(critic.head.weight)
         values = critic(*pad_left([[4, 5, 6], [7]], "cpu"), ids, mask)
         assert (values[1, 2:] == 0).all() and (values[0] != 0).all() and values[0].unique().numel() == 4
@@ -308,13 +307,13 @@ def test_policy_and_critic_have_learning_rates_of_their_own(tmp_path):
 def test_minibatches_are_drawn_afresh_in_every_epoch(monkeypatch):
     """Two prompts, one in each minibatch: every epoch has both, and over seeds both orders come in each epoch."""
     batch = make([[COMPLETIONS[0]], [COMPLETIONS[1]]], [1.0, -1.0])
-    select, orders = ppo_lm.select, []
+    inner, orders = ppo_lm.micro_batches, []
 
-    def spy(batch, prompts, group_size):
-        orders[-1].extend(prompts.tolist())
-        return select(batch, prompts, group_size)
+    def spy(samples, args, within):
+        orders[-1].extend(within.tolist())
+        return inner(samples, args, within)
 
-    monkeypatch.setattr(ppo_lm, "select", spy)
+    monkeypatch.setattr(ppo_lm, "micro_batches", spy)
     for seed in range(12):
         orders.append([])
         run_update(batch, seed=seed, num_minibatches=2, num_iterations=2)

@@ -5,8 +5,8 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 ratio-always-one:ppo_lm: right for one update epoch, and kept when there are more
-- old_logps, valid = batch.samples.logps[here, :width], counts * mask[rows, :width]
-+ old_logps, valid = logps.detach(), counts * mask[rows, :width]
+- old_logps, valid = samples.logps[rows, :width], known[rows, :width]
++ old_logps, valid = logps.detach(), known[rows, :width]
 
 divergence-rewarded:ppo_lm: log pi - log pi_ref and its negative are both called the log-ratio (rlhf-book
 apply_reward_kl with kl1 rewards drift)
@@ -15,44 +15,44 @@ apply_reward_kl with kl1 rewards drift)
 
 not-centred:ppo_lm: a flag that adds the mean back is read the wrong way round (torchtune rlhf/rewards.py:157-179,
 whose test repeats the formula)
-- return (values - kept.mean()) * (kept.var() + 1e-8).rsqrt() * mask
-+ return values * (kept.var() + 1e-8).rsqrt() * mask
+- return (values - mean) * (
++ return values * (
 
 reward-on-padding: the last column is the last token of the longest completion only (huggingface/trl#3750 and #5338)
 - last = mask.sum(1, keepdim=True) - 1
 + last = torch.full_like(mask[:, :1], mask.shape[1] - 1, dtype=torch.long)
 
 value-sees-its-token: the hidden state at a token knows the token, and is no baseline of it
-- completion_ids], 1)[:, :-1]
-+ completion_ids], 1)[:, 1:]
+- hidden[:, prompt_ids.shape[1] - 1 : -1]
++ hidden[:, prompt_ids.shape[1] :]
 
 whitened-over-padding: mean and deviation of a padded tensor
-- kept = values[mask]
-+ kept = values.flatten()
+- moments(values[mask])
++ moments(values)
 
 returns-of-whitened-advantages: the critic's target is made after the advantages were normalised
-- returns = advantages + batch.values
-+ returns = whiten(advantages, known) + batch.values
+- returns = advantage + batch.values
++ returns = whiten(advantage, known) + batch.values
 
 value-clip-takes-the-smaller: the policy's loss has a min there
 - 0.5 * torch.max((values - returns)
 + 0.5 * torch.min((values - returns)
 
 learning-rates-swapped: two groups of parameters, in an order that is written down elsewhere
-- peaks = args.learning_rate, args.critic_learning_rate, args.critic_learning_rate
-+ peaks = args.critic_learning_rate, args.learning_rate, args.learning_rate
+- set_rate(optimizer, step, args), critic_rate
++ critic_rate, set_rate(optimizer, step, args)
 
 bootstrap-through-termination:ppo_lm: a value is put where there is none, to keep the shape
 - torch.zeros_like(values[:, :1])], 1)
 + values[:, -1:]], 1)
 
 minibatches-in-order:ppo_lm: nothing fails: minibatches are the same in every epoch
-- torch.randperm(prompts, generator=generator, device=known.device)
-+ torch.arange(prompts, device=known.device)
+- torch.randperm(len(numbers), generator=generator)
++ torch.arange(len(numbers))
 
 critic-not-restored: one of two models
-- critic=critic, optimizer=optimizer)
-+ optimizer=optimizer)
+- Trained(torch.nn.ModuleList([model, critic]), optimizer)
++ Trained(model, optimizer)
 """
 
 SPEC = Spec(
