@@ -4,7 +4,7 @@ Rafailov et al. 2023, "Direct Preference Optimization: Your Language Model is Se
 2305.18290, section 4, equation 7).
 
 Learns from pairs of a preferred and a dispreferred answer. Relative to the starting policy, it makes the preferred one
-more likely than the other. That solves the KL-constrained reward problem without a reward model. Minimises
+more likely than the other, which solves the KL-constrained reward problem without a reward model. Minimises
 
     L(theta) = - E_(x, y_w, y_l)  log sigmoid( beta [ h(x, y_w) - h(x, y_l) ] )
 
@@ -14,30 +14,21 @@ more likely than the other. That solves the KL-constrained reward problem withou
     beta     --beta: how strongly the policy is held to pi_ref
     pi_ref   the policy before the first step
 
-If the labels follow the Bradley-Terry model of a reward r(x, y), the policy pi that minimises L also maximises
-E r(x, y) - beta KL(pi || pi_ref). It is pi_ref exp(r / beta) / Z(x), where Z normalises; beta h is the implicit reward.
-If the labels never contradict each other, there is no minimum, and margins grow for ever. LOSSES has the other values
-of --loss, each with formula and paper.
+If labels follow the Bradley-Terry model of a reward r(x, y), the policy that minimises L also maximises
+E r(x, y) - beta KL(pi || pi_ref): it is pi_ref exp(r / beta) / Z(x), and beta h is the implicit reward. If labels never
+contradict each other, there is no minimum, and margins grow for ever. LOSSES has the other values of --loss.
 
 Run
-    python algos/dpo.py                                                 the embedded model learns countdown
-    python algos/dpo.py --task sort --max-steps 40                      a smaller task
-    python algos/dpo.py --loss ipo --average-logps                      another loss
-    python algos/dpo.py --model ORG/SFT-MODEL --task Anthropic/hh-rlhf --beta 0.1 --batch-size 64 --max-steps 2500 \
-        --learning-rate 1e-6 --lr-schedule constant --warmup-steps 150
-                                                                        the paper's hyper-parameters (appendix B), one
-                                                                        epoch, from a model tuned on the chosen answers
+    python algos/dpo.py                                      the 0.8M-parameter model of utils/tiny_model, countdown
+    python algos/dpo.py --task sort --max-steps 40           a smaller task
     python algos/dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --task trl-lib/ultrafeedback_binarized --max-steps 1000
     python algos/dpo.py --model ORG/NAME --task pairs.jsonl --lora-rank 32 --gradient-checkpointing
+    The paper's own run and other losses: algos/README.md.
 
 Expect
-    The default run takes 20 seconds on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08,
-    pass@8 0.43 to greedy 0.41, pass@1 0.24, pass@8 0.75 (seed 1, 128 prompts); with --sft-coef 1 --learning-rate 5e-5
-    to 0.52, 0.34, 0.83. GRPO gets to 0.58, 0.53, 0.69 there.
-    --task sort --max-steps 40: greedy 0.23 to 0.92, pass@1 0.40 to 0.73, pass@8 0.88 to 0.99, in about half a minute.
-    All these runs rank every held-out pair right. That says little about answers: sort with --learning-rate 1e-4
-    --lr-schedule constant also does, yet ends at greedy 0.13, pass@1 0.14, pass@8 0.27. Its chosen answers became e^9
-    times less likely. Real models: not measured.
+    The default run takes 20 seconds on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8 0.43
+    to greedy 0.41, pass@1 0.24, pass@8 0.75. --task sort --max-steps 40: greedy 0.23 to 0.92. Both rank every held-out
+    pair right. That says little about answers: sort with --learning-rate 1e-4 also does, and ends at greedy 0.13.
 
 Metrics
     accuracy       share of the step's pairs with a larger h for y_w; ties count half, so 0.5 at the start; rises
@@ -45,28 +36,20 @@ Metrics
     chosen_logratio, rejected_logratio   means of h in nats. Only their difference is trained, so both may fall. If the
                    chosen one falls far, probability goes to answers in neither: see --loss dpop, --sft-coef
     eval/pair_accuracy, eval/pair_margin   the same on held-out pairs; far below the training ones is overfitting
-    eval/greedy, eval/pass@1, eval/pass@8  as in grpo.py, for the embedded tasks
-    grad_norm      before clipping; falls as pairs are told apart
-    There is no kl column: an estimate needs samples of the policy, scored by the reference.
 
 Differences
     - Every loss sums log-probabilities over tokens, as the papers write. --average-logps divides h by the number of
-      tokens. With ipo that is what the paper's results were made with, and the IPO of TRL's DPOTrainer and HALOs; with
-      sigmoid and --beta 5 it is the length-normalised DPO of Tulu 3.
-    - The reference's log-probabilities are computed once, before training, and kept in the checkpoints; until then
-      they are saved once a minute, and --resume goes on from there. No second model is loaded. TRL keeps one unless
-      precompute_ref_log_probs is set.
-    - AdamW, as TRL and most code of today; the paper uses RMSprop.
-    - Dropout is off, as in TRL, so that the first margins are 0.
-    - Completions beyond --max-length are cut at the end and lose their EOS; their number is printed. Prompts beyond it
-      are refused. TRL cuts, too.
-    - Means are those of the whole optimizer step, so micro-batches do not change the result.
+      tokens: with ipo as in the paper's results and in TRL; with sigmoid and --beta 5 as in Tulu 3.
+    - AdamW, as in most code of today; the paper uses RMSprop. Dropout is off, so the first margins are 0.
+    - Completions beyond --max-length are cut at the end and lose their EOS, as in TRL. Longer prompts are dropped.
 """
 
 import math
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -75,105 +58,97 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu, sigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checks import check_model
-from utils.cli import main, prepare
-from utils.distributed import clip_gradients, deal, share, total, unsharded
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
-from utils.evaluation import evaluate, show
-from utils.lm import completion_logps, pad_left, split_rows
-from utils.memory import check_memory
-from utils.models import (
-    PolicyArgs,
-    autocast,
-    eos_ids,
-    load_policy,
-    resolve_for,
-    save_model,
-    trained_parameters,
-    trained_state,
-    without_dropout,
+from utils.core import Run, UserError, main, prepare
+from utils.data import encode_answers, epochs, keep, load_pairs
+from utils.dist import (
+    Means,
+    Samples,
+    Trained,
+    as_samples,
+    averaged,
+    clip_gradients,
+    micro_batches,
+    set_rate,
+    share,
+    start,
+    total,
 )
-from utils.preferences import Batches, encode_rows, load_preferences, usable
-from utils.rows import Lazy
-from utils.run import Run
-from utils.schedule import set_learning_rate
-from utils.text import encode_pair
+from utils.lm import PolicyArgs, autocast, completion_logps, load_model, resolve, save_model
+from utils.rewards import evaluate, shown
 
 NAME, TITLE = "dpo", "DPO"
+LARGE = dict(learning_rate=1e-6, micro_batch_size=64, micro_batch_tokens=4096, max_length=1024, sample_batch_size=64,
+             eval_max_new_tokens=512, precision="bfloat16")  # fmt: skip
 PRESETS = {  # defaults that depend on the model, for arguments left at None
-    "tiny": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=64, max_length=64, precision="float32",
-                 eval_max_new_tokens=20, sample_batch_size=512, micro_batch_tokens=0),
-    "full": dict(learning_rate=1e-6, batch_size=64, micro_batch_size=32, max_length=1024, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=4096),
-    "lora": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=32, max_length=1024, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=4096),
+    "tiny": dict(learning_rate=1e-5, micro_batch_size=128, micro_batch_tokens=0, max_length=64, sample_batch_size=512,
+                 eval_max_new_tokens=20, precision="float32"),
+    "full": LARGE,
+    "lora": LARGE | dict(learning_rate=1e-5),
 }  # fmt: skip
 SMOOTHED = ("sigmoid", "robust", "exo")  # the losses that --label-smoothing changes
 
 
 @dataclass
-class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/cli.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/lm.py, utils/core.py
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt (or none), chosen, rejected"""
-    num_pairs: PositiveInt = 2048
+    num_pairs: int = 2048
     """pairs that countdown and sort make for training; a dataset brings its own"""
-    max_steps: PositiveInt = 100
+    max_steps: int = 100
     """optimizer steps"""
-    batch_size: PositiveInt | None = None
-    """pairs in one optimizer step"""
-    micro_batch_size: PositiveInt | None = None
-    """pairs in one forward and backward pass; changes memory, not the result"""
-    max_length: PositiveInt | None = None
+    batch_size: int = 64
+    """pairs in one optimizer step, of all processes"""
+    micro_batch_size: int | None = None
+    """completions in one forward and backward pass; changes memory, not the result"""
+    max_length: int | None = None
     """prompt and completion tokens at most; completions are cut there"""
-    max_prompt_length: PositiveInt | None = None
-    """longer prompts are dropped; None: those that leave no room in --max-length, and more than 5 % stop the run"""
+    max_prompt_length: int | None = None
+    """longer prompts are dropped; None: those that leave a completion no room in --max-length"""
     loss: Literal["sigmoid", "robust", "ipo", "hinge", "apo-zero", "apo-down", "sppo-hard", "dpop", "nca", "exo",
                   "discopop"] = "sigmoid"  # fmt: skip
     """what is minimised; sigmoid is DPO"""
-    beta: PositiveFloat = 0.1
+    beta: float = 0.1
     """how strongly the policy is held to the reference"""
-    label_smoothing: NonNegativeFloat = 0.0
+    label_smoothing: float = 0.0
     """probability that a label is wrong, below 0.5: for sigmoid (then cDPO), robust, and exo, which needs it above 0"""
-    dpop_lambda: NonNegativeFloat = 50.0
+    dpop_lambda: float = 50.0
     """weight of dpop's penalty on chosen completions that became less likely"""
-    discopop_tau: PositiveFloat = 0.05
+    discopop_tau: float = 0.05
     """temperature of discopop's mixture"""
     average_logps: bool = False
     """divide each log-ratio by its completion's number of tokens"""
-    sft_coef: NonNegativeFloat = 0.0
+    sft_coef: float = 0.0
     """weight of the negative log-likelihood per token of chosen completions (iterative RPO, arXiv 2404.19733)"""
-    learning_rate: PositiveFloat | None = None
+    learning_rate: float | None = None
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """decay after the warm-up"""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: int = 0
     """steps of linear warm-up"""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: float = 0.0
     """decoupled weight decay"""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: float = 1.0
     """gradients are clipped to this norm"""
-    eval_every: NonNegativeInt = 20
+    eval_every: int = 20
     """steps between evaluations; 0: at the start and the end only"""
-    eval_prompts: PositiveInt = 128
+    eval_prompts: int = 128
     """held-out prompts and pairs per evaluation"""
-    eval_samples: PositiveInt = 8
+    eval_samples: int = 8
     """sampled answers per held-out prompt"""
-    eval_max_new_tokens: PositiveInt | None = None
+    eval_max_new_tokens: int | None = None
     """length limit of answers in evaluation"""
-    sample_batch_size: PositiveInt | None = None
+    sample_batch_size: int | None = None
     """answers sampled at once in evaluation, rounded to whole prompts; limits the cache's memory"""
 
 
-class Pair(NamedTuple):
-    """Token ids; completions include their EOS."""
+class Batch(NamedTuple):
+    """What this process learns from in one step. P pairs, B = 2 P completions: chosen and rejected of each pair."""
 
-    prompt: list[int]
-    chosen: list[int]
-    rejected: list[int]
-    ref_logps: tuple[float, float] = (0.0, 0.0)  # log pi_ref of chosen and of rejected, each summed over its tokens
+    samples: Samples
+    ref_logps: Tensor  # (B, T)
 
 
-# Losses: log-ratios h of chosen and rejected, (B,) each -> (B,), to be minimised. D = chosen - rejected below.
+# Losses: log-ratios h of chosen and rejected, (P,) each -> (P,), to be minimised. D = chosen - rejected below.
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, args: Args) -> Tensor:
@@ -267,73 +242,71 @@ LOSSES = {
 }
 
 
-def pair_logps(model, pairs: list[Pair], args: Args) -> tuple[Tensor, Tensor]:
-    """Log-probabilities summed over completion tokens, and numbers of tokens, (B, 2) each: chosen, rejected. A prompt
-    is run once for both."""
-    prompt_ids, prompt_mask = pad_left([pair.prompt for pair in pairs], model.device)
-    completions = [completion for pair in pairs for completion in (pair.chosen, pair.rejected)]
-    width = max(map(len, completions))
-    ids = torch.tensor([c + [0] * (width - len(c)) for c in completions], device=model.device)
-    lengths = torch.tensor([len(c) for c in completions], device=model.device)
-    mask = torch.arange(width, device=model.device) < lengths[:, None]
-    with autocast(model.device, args.precision):
-        logps, _ = completion_logps(model, prompt_ids, prompt_mask, ids, mask)
-    return logps.sum(1).view(-1, 2), lengths.view(-1, 2)
+def log_ratios(model, inputs: tuple, ref_logps: Tensor, args: Args) -> tuple[Tensor, Tensor]:
+    """h of chosen and rejected completions, (P, 2): sums over tokens, or means with --average-logps. And the mean
+    log-probability of a token of each, (P, 2). inputs: those of completion_logps."""
+    with autocast(model, args.precision):
+        logps, _ = completion_logps(model, *inputs)
+    rows, width = len(ref_logps), logps.shape[1]  # no rows: an empty pass, which --fsdp may need
+    logps, lengths = logps[:rows], inputs[-1][:rows].sum(1)
+    ratios = (logps - ref_logps[:, :width]).sum(1)
+    if args.average_logps:
+        ratios = ratios / lengths
+    return ratios.view(-1, 2), (logps.sum(1) / lengths).view(-1, 2)
 
 
-def log_ratios(logps: Tensor, pairs: list[Pair], lengths: Tensor, args: Args) -> Tensor:
-    """h of chosen and rejected, (B, 2): sums over tokens, or means with --average-logps."""
-    ratios = logps - torch.tensor([pair.ref_logps for pair in pairs], dtype=logps.dtype, device=logps.device)
-    return ratios / lengths if args.average_logps else ratios
-
-
-def preference_metrics(ratios: Tensor, beta: float) -> dict[str, float]:
-    """Columns from the log-ratios (N, 2) of the pairs of a step or an evaluation."""
+def preference_metrics(ratios: Tensor, beta: float) -> dict[str, Tensor]:
+    """Columns for each pair, (P,), from the log-ratios (P, 2)."""
     chosen, rejected = ratios.unbind(1)
     right = (chosen > rejected).to(ratios.dtype) + (chosen == rejected) / 2
-    return {
-        "accuracy": right.mean().item(),
-        "margin": beta * (chosen - rejected).mean().item(),
-        "chosen_logratio": chosen.mean().item(),
-        "rejected_logratio": rejected.mean().item(),
-    }
+    margin = beta * (chosen - rejected)
+    return {"accuracy": right, "margin": margin, "chosen_logratio": chosen, "rejected_logratio": rejected}
 
 
-def micro_batches(pairs: list[Pair], args: Args) -> list[list[int]]:
-    """The numbers of the pairs in each."""
-    lengths = [2 * (len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))) for pair in pairs]
-    return split_rows(lengths, args.micro_batch_size, args.micro_batch_tokens)
-
-
-def update(model, optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
-    """One optimizer step on pairs whose reference log-probabilities are known. Returns metrics."""
-    ratios = torch.zeros(len(batch), 2, device=model.device)
+def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
+    """One optimizer step. Returns metrics."""
+    pairs, means = total(torch.tensor(len(batch.samples.prompt_ids))), Means()
     optimizer.zero_grad(set_to_none=True)
-    for rows, counts in deal(micro_batches(batch, args), model):  # to this process, of perhaps several
-        pairs = [batch[row] for row in rows]
-        logps, lengths = pair_logps(model, pairs, args)
-        some = log_ratios(logps, pairs, lengths, args)
-        chosen, rejected = some.unbind(1)
+    for rows, inputs in micro_batches(batch.samples, args, together=2):
+        ratios, likelihood = log_ratios(model, inputs, batch.ref_logps[rows], args)
+        chosen, rejected = ratios.unbind(1)
         loss = LOSSES[args.loss](chosen, rejected, args)
         if args.sft_coef:  # per token of each completion; RPO (arXiv 2405.16436) sums, TRL's "sft" averages over all
-            loss = loss - args.sft_coef * logps[:, 0] / lengths[:, 0]
-        (counts * loss.sum() / len(batch)).backward()
-        ratios[rows] += counts * some.detach()
-    grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
+            loss = loss - args.sft_coef * likelihood[:, 0]
+        (loss.sum() / pairs).backward()
+        means.add(torch.ones_like(chosen), **preference_metrics(ratios, args.beta))
+    grad_norm = clip_gradients(model, args.max_grad_norm)
     optimizer.step()
-    return preference_metrics(total(ratios), args.beta) | {"grad_norm": grad_norm.item()}
+    return means.read() | {"grad_norm": grad_norm.item()}
 
 
 @torch.no_grad()
-def score_pairs(model, pairs: list[Pair], args: Args) -> tuple[Tensor, Tensor]:
-    """Summed log-probabilities and log-ratios of all pairs, (N, 2) each, in micro-batches as `update` makes them."""
-    logps, ratios = torch.zeros(2, len(pairs), 2, device=model.device)
-    with unsharded(model):
-        for rows in share(micro_batches(pairs, args)):
-            some = [pairs[row] for row in rows]
-            logps[rows], lengths = pair_logps(model, some, args)
-            ratios[rows] = log_ratios(logps[rows], some, lengths, args)
-    return total(logps), total(ratios)
+def score_pairs(model, batch: Batch, args: Args) -> dict[str, float]:
+    """The metrics of pairs that are not trained on."""
+    means = Means()
+    for rows, inputs in micro_batches(batch.samples, args, together=2):
+        ratios, _ = log_ratios(model, inputs, batch.ref_logps[rows], args)
+        means.add(torch.ones_like(ratios[:, 0]), **preference_metrics(ratios, args.beta))
+    return means.read()
+
+
+def make_samples(pairs: list[tuple], device, args: Args) -> Samples:
+    """Token ids of prompt, chosen and rejected completion of each pair; completions are cut to --max-length."""
+    prompts = [prompt for prompt, *_ in pairs]
+    completions = [tokens[: args.max_length - len(prompt)] for prompt, *both in pairs for tokens in both]
+    return as_samples(prompts, completions, device)
+
+
+@torch.no_grad()
+def reference_logps(model, reference, samples: Samples, args: Args) -> Tensor:
+    """Log-probabilities (B, T) under the reference: a model, or the policy without its LoRA adapters."""
+    out, scorer = torch.zeros_like(samples.logps), reference or model
+    without_adapters = nullcontext() if reference else model.disable_adapter()
+    with without_adapters, autocast(model, args.precision):
+        for rows, inputs in micro_batches(samples, args, together=2):
+            logps, _ = completion_logps(scorer, *inputs)
+            out[rows, : logps.shape[1]] = logps
+    return out
 
 
 def check_loss(args: Args) -> None:
@@ -349,70 +322,55 @@ def check_loss(args: Args) -> None:
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
+    device = start(prepare(args))
     check_loss(args)
-    data = load_preferences(args.task, args.num_pairs, args.seed)
-    model, tokenizer = load_policy(args, device)
-    settings = resolve_for(model, args, PRESETS)
-    without_dropout(model)
-    check_model(model, args.precision)
-    optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
-                                  fused=True)  # fmt: skip
-    eos = eos_ids(model, tokenizer)
-    data, cut = usable(data, encode_pair, tokenizer, eos, args)
-    settings += check_memory(model, args, prompt=0 if data.task else None, pairs=2)
-    rows, batches = data.train + data.heldout, Batches(len(data.train), args.batch_size, args.seed)
-    heldout = list(range(len(data.train), len(rows)))
-    pairs = Lazy(lambda ids: Pair(*ids), encode_rows(rows, encode_pair, tokenizer, eos, args.max_length))
-    run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "eval/pair_accuracy", "eval/greedy"),
-              schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
-    run.print(settings)
-    run.print(f"{len(data.train)} pairs, {len(heldout)} held-out ones; {cut} pairs have a completion cut off")
-    shown = pairs[batches(1)[0]]
-    run.print(show(tokenizer, shown.prompt, [shown.chosen, shown.rejected], [1, 0], {}))
-    model.train()
+    data = load_pairs(args.task, args.num_pairs, args.seed)
+    model, tokenizer = load_model(args, device)
+    settings = resolve(model, args, PRESETS)
+    reference = None if args.lora_rank else load_model(args, device, frozen=True)[0]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate,
+                                  weight_decay=args.weight_decay, fused=True)  # fmt: skip
+    eos = model.generation_config.eos_token_id
 
-    # reference log-probabilities, while the policy still is the reference; a resumed run only lacks those of pairs that
-    # it had not come to, or that a larger budget adds
-    reference = torch.full((len(rows), 2), torch.nan) if run.state is None else run.state["reference"]
-    if len(reference) != len(rows):
-        raise UserError(f"{args.task} has other rows than when the run began: resume with the dataset as it was")
-    for some in (heldout, *batches.first_epoch(args.max_steps)):
-        run.save_early({"reference": reference})
-        if reference[some].isnan().any():
-            reference[some] = score_pairs(model, [pairs[row] for row in some], args)[0].cpu()
+    def encode(row: dict) -> tuple[list[int], ...]:
+        return encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos)
 
-    def with_reference(some: list[int]) -> list[Pair]:
-        return [pairs[row]._replace(ref_logps=tuple(reference[row].tolist())) for row in some]
+    def make_batch(rows: list[dict]) -> Batch:
+        samples = make_samples([encode(row) for row in rows], device, args)
+        return Batch(samples, reference_logps(model, reference, samples, args))
+
+    longest = min(args.max_prompt_length or args.max_length, args.max_length - 1)
+    pairs, heldout = (keep(rows, encode, longest) for rows in (data.train, data.heldout))
+    stream, heldout = epochs(pairs), list(islice(heldout, args.eval_prompts))
+    run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "eval/pair_accuracy", "eval/greedy"))
+    run.print(f"{settings}\n{len(pairs)} pairs, {len(heldout)} held-out ones")
+    heldout_batch = make_batch(share(heldout) or heldout[:1])
 
     def evaluation() -> dict[str, float]:
-        ratios = score_pairs(model, with_reference(heldout), args)[1]
-        columns = {f"eval/pair_{name}": value for name, value in preference_metrics(ratios, args.beta).items()}
-        if data.task is not None:
-            columns |= evaluate(model, tokenizer, data.task, None, args.eval_prompts, args.eval_samples,
-                                args.eval_max_new_tokens, 1.0, args.seed, rows_at_once=args.sample_batch_size,
-                                precision=args.precision)  # fmt: skip
-        return columns
+        columns = {f"eval/pair_{name}": value for name, value in score_pairs(model, heldout_batch, args).items()}
+        return columns | (evaluate(model, tokenizer, data.task, None, args) if data.task else {})
 
-    def state() -> dict:
-        return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "reference": reference}
-
-    if not run.restore(model=model, optimizer=optimizer):
-        run.log(0, **evaluation())
-        run.save(0, state())
+    parts = {"trained": Trained(model, optimizer)}
+    if not run.restore(**parts):
+        run.log(0, **averaged(evaluation()))
+    model.train()
     while run.step < args.max_steps:
-        step, start = run.step + 1, time.perf_counter()
-        rate = set_learning_rate(optimizer, step, args)
+        step, begun = run.step + 1, time.perf_counter()
+        rate = set_rate(optimizer, step, args)
 
         # update
-        columns = update(model, optimizer, with_reference(batches(step)), args)
-        columns |= {"learning_rate": rate, "time/step": time.perf_counter() - start}
+        numbers = share(range((step - 1) * args.batch_size, step * args.batch_size))
+        batch = make_batch([stream(number, args.seed) for number in numbers])
+        if step == 1:
+            run.print(shown(batch.samples, tokenizer, [1, 0]))
+        columns = update(model, optimizer, batch, args)
+        columns |= {"learning_rate": rate, "time/step": time.perf_counter() - begun}
 
         # evaluate
         if run.due(step, args.eval_every):
             columns |= evaluation()
-        run.log(step, **columns)
-        run.end_step(step, state)
+        run.log(step, **averaged(columns))
+        run.end_step(step, parts)
 
     curves = {"pairs ranked right": ("accuracy", "eval/pair_accuracy"), "margin": ("margin", "eval/pair_margin"),
               "held-out accuracy": ("eval/greedy*", "eval/pass*")}  # fmt: skip
@@ -420,4 +378,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

@@ -136,6 +136,14 @@ def pad_left(prompts: list[list[int]], device) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+def as_samples(prompts: list[list[int]], completions: list[list[int]], device) -> Samples:
+    """Completions that are given, of each prompt equally many, and that nobody sampled: `logps` is 0."""
+    lengths = torch.tensor([len(completion) for completion in completions], device=device)
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(completion) for completion in completions], True).to(device)
+    mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+    return Samples(*pad_left(prompts, device), ids, mask, torch.zeros(ids.shape, device=device), mask.any(1))
+
+
 def join(parts: list[Samples]) -> Samples:
     """The samples of several batches of prompts as one, prompts padded to the widest, completions to the longest."""
 
@@ -179,12 +187,13 @@ def micro_batches(samples: Samples, args, within: Tensor | None = None,
     within = torch.arange(len(ids)) if within is None else within
     group, size, tokens = len(ids) // max(1, len(prompt_ids)), args.micro_batch_size, args.micro_batch_tokens
     lengths = (prompt_mask.sum(1).repeat_interleave(group) + mask.sum(1)).cpu()[within].view(-1, together).amax(1)
-    for units in equal_passes(split_rows(lengths.tolist(), size // together, tokens and tokens // together), args):
-        if not units:
+    units = split_rows(lengths.tolist(), max(1, size // together), tokens and tokens // together)
+    for some in equal_passes(units, args):
+        if not some:
             one = torch.zeros(1, 1, dtype=torch.long, device=ids.device)
             yield within[:0].to(ids.device), (one, one == 0, one[:, :0], one[:, :0] == 0)
             continue
-        rows = within.view(-1, together)[units].flatten().to(ids.device)
+        rows = within.view(-1, together)[some].flatten().to(ids.device)
         prompts = rows // group
         if not tokens and (size % group == 0 or group % size == 0):
             prompts = prompts.unique_consecutive()
