@@ -13,24 +13,27 @@ from tiny_runs import train as tiny_train
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from algos import grpo_multiturn
-from algos.grpo_multiturn import Args, Batch, Episodes, play, update
-from utils.errors import UserError
-from utils.lm import Samples, completion_logps, pad_left
-from utils.lm import TINY_MODEL
-from utils.tasks import countdown_score
-from utils.turns import (
-    BUILT_IN,
-    Calculator,
+from algos.environments.calculator import Calculator
+from algos.grpo_multiturn import (
+    Args,
+    Batch,
+    Episodes,
     Guess,
     around,
     encode_observation,
     load_environment,
     opened,
+    play,
     results,
+    shown,
     stop_ids,
-    transcript,
     until_stop,
+    update,
 )
+from utils.core import UserError
+from utils.data import countdown_score
+from utils.dist import Samples, pad_left
+from utils.lm import TINY_MODEL, completion_logps
 
 A, B, PLUS, MINUS, START = 3, 4, 13, 14, 21  # "0", "1", "+", "-", "C" of the tiny tokenizer
 
@@ -40,7 +43,13 @@ def small_model(seed: int = 0) -> GPT2LMHeadModel:
     torch.manual_seed(seed)
     config = GPT2Config(vocab_size=23, n_positions=64, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3,
                         bos_token_id=1, eos_token_id=1, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
-    return GPT2LMHeadModel(config)
+    return with_ends(GPT2LMHeadModel(config))
+
+
+def with_ends(model):
+    """As load_model leaves it."""
+    model.generation_config.eos_token_id = [model.config.eos_token_id]
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -214,21 +223,22 @@ class OneTurn:
         self.row = row
 
     def step(self, text):
-        return "", countdown_score(self.row, text)["reward"], True
+        return "", countdown_score(self.row, text), True
 
 
-def test_one_turn_is_grpo_bit_for_bit(tmp_path, monkeypatch):
-    """Metrics and weights of whole runs, evaluation included, but for the count of distinct texts."""
-    monkeypatch.setitem(BUILT_IN, "one", OneTurn)
+def test_one_turn_is_grpo_bit_for_bit(tmp_path):
+    """Metrics and weights of whole runs, evaluation included."""
     shared = dict(model="@tiny", task="countdown", max_steps=2, num_prompts=6, num_generations=4, learning_rate=1e-3,
                   eval_prompts=3, eval_samples=2, eval_every=0, sample_batch_size=8, micro_batch_size=8, beta=0.1,
                   max_completion_length=12, num_iterations=2, aggregation="constant", temperature=1.2,
                   micro_batch_tokens=0)  # fmt: skip
-    ours, *_ = tiny_train("grpo_multiturn", shared | dict(environment="one", max_turns=1), tmp_path / "ours")
+    ours, *_ = tiny_train(
+        "grpo_multiturn", shared | dict(environment=f"{__name__}:OneTurn", max_turns=1), tmp_path / "ours"
+    )
     theirs, *_ = tiny_train("grpo", shared, tmp_path / "theirs")
     for one, other in zip(ours, theirs, strict=True):
         # here an episode that its budget cut is over, too: in both, truncated counts it
-        names = {name for name in other if not name.startswith("time/") and name != "eval/distinct"}
+        names = {name for name in other if not name.startswith("time/")}
         assert {name: one[name] for name in names} == {name: other[name] for name in names}
     assert ours[-1]["truncated"] > 0 and ours[-1]["grad_norm"] > 0
     weights = [sorted((tmp_path / who).glob("*/model/model.safetensors"))[0].read_bytes() for who in ("ours", "theirs")]
@@ -258,7 +268,7 @@ ROWS = [{"prompt": "C12:"}, {"prompt": "S3:"}]
 def played(tokenizer, answers: list, model=None, rows=ROWS, stop=(), opening=None, **more) -> Episodes:
     made = type("Made", (Scripted,), dict(answers=answers, stop=stop, opening=opening))
     args = arguments(**more)
-    return play(model or small_model(), tokenizer, made, rows, args.num_generations, 1.0, (1, "test"), args)
+    return play(model or small_model(), tokenizer, made, rows, args.num_generations, 1.0, args, "test")
 
 
 def parts_of(episodes: Episodes, i: int) -> list[tuple[bool, list[int]]]:
@@ -376,11 +386,11 @@ def test_episodes_of_a_group_share_their_seed_and_opening(tokenizer):
             return "", 0.0, True
 
     args = arguments()
-    episodes = play(small_model(), tokenizer, Seeded, ROWS, 4, 1.0, (1, "test"), args)
+    episodes = play(small_model(), tokenizer, Seeded, ROWS, 4, 1.0, args, "test")
     assert len(set(seeds)) == 2 and seeds == sorted(seeds, key=lambda s: s[0])
     prompts = [ids[mask].tolist() for ids, mask in zip(*episodes.samples[:2])]
     assert prompts == [tokenizer(text)["input_ids"] for text in ("C12:12", "S3:12")]
-    play(small_model(), tokenizer, Seeded, ROWS, 1, 1.0, (2, "test"), args)
+    play(small_model(), tokenizer, Seeded, ROWS, 1, 1.0, args, "test", 2)
     assert seeds[-1][1] != seeds[4][1]  # another step, another game
 
     class Drawn(Seeded):
@@ -389,14 +399,14 @@ def test_episodes_of_a_group_share_their_seed_and_opening(tokenizer):
 
     count = itertools.count()
     with pytest.raises(UserError, match="answers equal rows and seeds differently"):
-        play(small_model(), tokenizer, Drawn, ROWS, 2, 1.0, (1, "test"), args)
+        play(small_model(), tokenizer, Drawn, ROWS, 2, 1.0, args, "test")
 
     class Number(Seeded):
         def reset(self, row, seed):
             return 3
 
     with pytest.raises(UserError, match="reset of --environment returned 3: it must return a text or None"):
-        play(small_model(), tokenizer, Number, ROWS, 4, 1.0, (1, "test"), args)
+        play(small_model(), tokenizer, Number, ROWS, 4, 1.0, args, "test")
 
 
 def test_turns_draw_new_numbers(tokenizer):
@@ -439,7 +449,7 @@ def test_own_tokens_are_never_encoded_again():
     assert tokenizer("ab")["input_ids"] == [3] and tokenizer("bx")["input_ids"] == [5]
     config = LlamaConfig(vocab_size=6, hidden_size=8, intermediate_size=8, num_hidden_layers=1, eos_token_id=0,
                          num_attention_heads=1, max_position_embeddings=64)  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = with_ends(LlamaForCausalLM(config))
     favour = torch.tensor([-9.0, 5, 5, -9, -9, -9])
     model.lm_head.register_forward_hook(lambda module, inputs, output: output * 0 + favour)
     seen = []
@@ -528,7 +538,7 @@ def test_a_conversation_with_a_tool_on_a_model_with_a_template(tokenizer):
     where the policy's turns are in it as sampled."""
     chat, model = templated(CHATML), small_model()
     args = arguments(max_completion_length=5, max_turns=2, num_generations=32)
-    episodes = play(model, chat, Tool, [{"prompt": "12+34"}], 32, 1.0, (1, "test"), args)
+    episodes = play(model, chat, Tool, [{"prompt": "12+34"}], 32, 1.0, args, "test")
     complete = [i for i, cut in enumerate(episodes.cut) if cut == ""]
     assert complete
     prompt = episodes.samples.prompt_ids[0].tolist()
@@ -543,10 +553,11 @@ def test_a_conversation_with_a_tool_on_a_model_with_a_template(tokenizer):
             assert prompt + call + between == whole["input_ids"]
             ended_by_eos += call[-1] == 1
         assert episodes.rewards[i] == 3.0
-    text = transcript(chat, prompt, *([*x] for x in zip(*[(t, o) for o, ts in parts_of(episodes, complete[0])
-                                                         for t in ts])), 3.0, "")  # fmt: skip
+    text = shown(chat, episodes, 32)
     lines = [line.split()[0] for line in text.splitlines()]
-    assert lines == ["prompt", "turn", "observation", "turn", "reward"] and "'C9,*'" in text or "<eos>C9,*" in text
+    kinds = [["turn", "observation"] * (turns - 1) + ["turn", "reward"] for turns in episodes.turns]
+    assert lines == ["prompt", *itertools.chain(*kinds)] and "C9,*'" in text and "reward       3\n" in text
+    assert text.count("cut: turn") == episodes.cut.count("turn") > 0
 
 
 # --- the two environments ---
@@ -593,8 +604,9 @@ def test_calculator():
 
 
 @pytest.mark.parametrize("spec, words", [
-    ("nothing", "unknown --environment nothing: give guess, calculator, python, search:FILE or"),
-    ("none.py:Game", "--environment none.py:Game: there is no file"),
+    ("nothing", "cannot load nothing"),
+    ("none.py:Game", "none.py"),
+    ("recall", "cannot load"),  # an environment of another kind
     ("math:sqrt", "must have the methods reset"),
 ])  # fmt: skip
 def test_an_environment_that_is_none_is_refused(spec, words):
@@ -605,9 +617,8 @@ def test_an_environment_that_is_none_is_refused(spec, words):
 @pytest.mark.parametrize("stop", ["</search>", ("</search>", ""), (1,)])
 def test_stop_strings_that_are_none_are_refused(stop, monkeypatch):
     monkeypatch.setattr(Scripted, "stop", stop)
-    monkeypatch.setitem(BUILT_IN, "scripted", Scripted)
     with pytest.raises(UserError, match="must be texts in a tuple"):
-        load_environment("scripted")
+        load_environment(f"{__name__}:Scripted")
 
 
 def test_an_opening_behind_any_content():

@@ -1,4 +1,4 @@
-"""utils/tools.py: search, Python, and classes written for TRL's environment_factory."""
+"""The tools of algos/environments: search, Python, and classes written for TRL's environment_factory."""
 
 import inspect
 import json
@@ -10,12 +10,14 @@ import pytest
 import transformers
 from test_exact_multiturn import arguments, small_model
 
-from algos.grpo_multiturn import play
-from utils.errors import UserError
+from algos.environments.from_trl import from_trl
+from algos.environments.python import run_python
+from algos.environments.search import Search
+from algos.environments.tool import exact_match
+from algos.grpo_multiturn import check_tools, load_environment, opened, play
+from utils.core import UserError
+from utils.data import encode_prompt
 from utils.lm import TINY_MODEL
-from utils.text import encode_prompt
-from utils.tools import Search, exact_match, from_trl, run_python
-from utils.turns import check_tools, load_environment, opened
 
 PASSAGES = ["Paris is the capital of France.", "Rome is the capital of Italy.", "The Tiber flows through Rome."]
 
@@ -215,7 +217,7 @@ def test_the_model_is_told_of_its_tools(tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
     tokenizer.chat_template = TEMPLATE
     (tmp_path / "counter.py").write_text("import random\n\n\n" + inspect.getsource(Increment))
-    make = load_environment(f"{tmp_path}/counter.py:Increment")
+    make = load_environment(f"from_trl:{tmp_path}/counter.py:Increment")
     (row, *_) = make.task().heldout
     ids = encode_prompt(opened(row, "34", make.tools), tokenizer)
     assert tokenizer.decode(ids) == "0,1,S34,*"  # double, which takes nothing, and increment
@@ -233,5 +235,5 @@ def test_the_model_is_told_of_its_tools(tmp_path):
         def reset(self, **kwargs):
             super().reset(target=1)
 
-    episodes = play(small_model(), tokenizer, from_trl(Quiet), rows, 4, 1.0, (1, "test"), args)
+    episodes = play(small_model(), tokenizer, from_trl(Quiet), rows, 4, 1.0, args, "test")
     assert tokenizer.decode(episodes.samples.prompt_ids[0]) == "0,1,S1,*" and episodes.turns == [1] * 4

@@ -222,11 +222,13 @@ def sample(model, prompt_ids: Tensor, prompt_mask: Tensor, num_samples: int, max
     return Samples(prompt_ids, prompt_mask, ids, completion_mask, logps, ended)
 
 
-def sample_all(model, prompts: list[list[int]], num_samples: int, args, temperature: float, *key: int | str) -> Samples:
+def sample_all(model, prompts: list[list[int]], num_samples: int, args, temperature: float, *key: int | str,
+               eos: list[int] | None = None) -> Samples:  # fmt: skip
     """The same for any number of prompts, in batches of --sample-batch-size completions of whole prompts, each with a
-    stream of its own: `key` and its first prompt. Or the server of --sampler draws in the model's place."""
+    stream of its own: `key` and its first prompt. Or the server of --sampler draws in the model's place. eos: tokens
+    that end a completion, where they are not the model's."""
     longest = getattr(args, "max_completion_length", 0) or args.eval_max_new_tokens
-    eos = model.generation_config.eos_token_id
+    eos = eos or model.generation_config.eos_token_id
     if args.sampler:
         from utils.vllm import sample_by_server
 

@@ -5,12 +5,12 @@ from tests.specs import Curve, Effect, Spec, parse_bugs
 
 BUGS = """
 observations-are-trained: one mask serves attention and loss (IGPO's code; no curve shows it)
-- mask = own
-+ mask = samples.completion_mask
+- mask, longest = own,
++ mask, longest = samples.completion_mask,
 
 observations-in-the-denominator: the loss has its mask, its weights have the other one
-- weights = token_weights(mask[here].to(samples.logps.dtype), args.aggregation, longest)
-+ weights = token_weights(samples.completion_mask[here].to(samples.logps.dtype), args.aggregation, longest)
+- token_weights(mask[within]
++ token_weights(samples.completion_mask[within]
 
 observations-counted-as-own: both masks are extended where the ids are
 - own[i] += [False] * len(observation)
@@ -38,12 +38,12 @@ last-turn-s-reward-only: the reward of an outcome is that of the last turn
 + rewards[i] = step.reward
 
 answers-of-other-episodes: rows of a batch are counted from 0, and those that ended have left it
-- contexts = [prompts[i // num_samples] + ids[i] for i in alive] if turn else prompts
-+ contexts = [prompts[row // num_samples] + ids[i] for row, i in enumerate(alive)] if turn else prompts
+- contexts = [prompts[i // num_samples] + ids[i] for i in alive]
++ contexts = [prompts[row // num_samples] + ids[i] for row, i in enumerate(alive)]
 
 turns-draw-the-same-numbers: the stream is that of the step
-- args.sample_batch_size, (*key, turn) if turn else key)
-+ args.sample_batch_size, key)
+- *[turn] * (turn > 0), eos=ends)
++ eos=ends)
 
 cut-turns-are-whole: a turn that the environment could read looks finished
 - elif not whole[i]:
