@@ -15,8 +15,15 @@ class Table(torch.nn.Module):
         super().__init__()
         self.logps = torch.nn.Parameter(data["logps"].masked_fill(~data["mask"], -7.0))  # in padding: none may count
         self.values = torch.nn.Parameter(data.get("values", data["logps"]).clone())
+        self.critic = Critic(self.values)
 
-    def critic(self, prompt_ids, prompt_mask, ids, mask):
+
+class Critic(torch.nn.Module):
+    def __init__(self, values: torch.nn.Parameter):
+        super().__init__()
+        self.values = values
+
+    def forward(self, prompt_ids, prompt_mask, ids, mask):
         return self.values[ids[:, 0], : ids.shape[1]]
 
 
