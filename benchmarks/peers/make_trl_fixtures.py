@@ -20,7 +20,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from utils.models import TINY_MODEL  # noqa: E402
+from utils.lm import TINY_MODEL  # noqa: E402
 
 PATH = ROOT / "tests" / "fixtures" / "trl_grpo.safetensors"
 P, G, T, MAX_LENGTH, EOS = 5, 4, 6, 8, 1  # MAX_LENGTH: of the constant aggregation; no completion is as long
