@@ -244,11 +244,11 @@ LOSSES = {
 
 def log_ratios(model, inputs: tuple, ref_logps: Tensor, args: Args) -> tuple[Tensor, Tensor]:
     """h of chosen and rejected completions, (P, 2): sums over tokens, or means with --average-logps. And the mean
-    log-probability of a token of each, (P, 2). inputs: those of completion_logps."""
+    log-probability of a token of each, (P, 2). inputs: what completion_logps takes."""
     with autocast(model, args.precision):
         logps, _ = completion_logps(model, *inputs)
-    rows, width = len(ref_logps), logps.shape[1]  # no rows: an empty pass, which --fsdp may need
-    logps, lengths = logps[:rows], inputs[-1][:rows].sum(1)
+    rows, width = len(ref_logps), logps.shape[1]
+    logps, lengths = logps[:rows], inputs[-1][:rows].sum(1)  # no rows: an empty pass, which --fsdp may need
     ratios = (logps - ref_logps[:, :width]).sum(1)
     if args.average_logps:
         ratios = ratios / lengths
@@ -265,10 +265,11 @@ def preference_metrics(ratios: Tensor, beta: float) -> dict[str, Tensor]:
 
 def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     """One optimizer step. Returns metrics."""
-    pairs, means = total(torch.tensor(len(batch.samples.prompt_ids))), Means()
+    samples, ref_logps = batch
+    pairs, means = total(torch.tensor(len(samples.prompt_ids))), Means()
     optimizer.zero_grad(set_to_none=True)
-    for rows, inputs in micro_batches(batch.samples, args, together=2):
-        ratios, likelihood = log_ratios(model, inputs, batch.ref_logps[rows], args)
+    for rows, inputs in micro_batches(samples, args, together=2):
+        ratios, likelihood = log_ratios(model, inputs, ref_logps[rows], args)
         chosen, rejected = ratios.unbind(1)
         loss = LOSSES[args.loss](chosen, rejected, args)
         if args.sft_coef:  # per token of each completion; RPO (arXiv 2405.16436) sums, TRL's "sft" averages over all
@@ -283,9 +284,10 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
 @torch.no_grad()
 def score_pairs(model, batch: Batch, args: Args) -> dict[str, float]:
     """The metrics of pairs that are not trained on."""
+    samples, ref_logps = batch
     means = Means()
-    for rows, inputs in micro_batches(batch.samples, args, together=2):
-        ratios, _ = log_ratios(model, inputs, batch.ref_logps[rows], args)
+    for rows, inputs in micro_batches(samples, args, together=2):
+        ratios, _ = log_ratios(model, inputs, ref_logps[rows], args)
         means.add(torch.ones_like(ratios[:, 0]), **preference_metrics(ratios, args.beta))
     return means.read()
 
