@@ -16,60 +16,40 @@ reference point and lowers the others below it. An answer far from that point on
     z = max(0, mean_i h(x_i, y_i-1))   reference point, no gradient: an estimate of KL(pi_theta || pi_ref) over the rows
                                        i of the step, each prompt with the completion of the row before
     beta      --beta: how fast gains and losses saturate, and so how strongly the policy is held to the reference
-    w_D, w_U  --desirable-weight, --undesirable-weight: the paper's lambda_D and lambda_U
+    w_D, w_U  --desirable-weight, --undesirable-weight: the paper's lambda_D and lambda_U. It advises n_D w_D / (n_U
+              w_U) from 1 to 3/2 (equation 9), for n_D and n_U rows; the script prints this ratio
     pi_ref    the policy before the first step
 
-With s for its sigmoid, a row's gradient is beta w s (1 - s) times that of h, with a minus where y is desirable. It is
-small for rows that are learnt and for hopeless ones. The paper advises weights with n_D w_D / (n_U w_U) from 1 to 3/2
-(equation 9; an older version and TRL have 4/3); n_D and n_U count the rows. The script prints this ratio and balances
-nothing by itself.
-
 Run
-    python algos/kto.py                                                   the embedded model learns countdown
-    python algos/kto.py --task sort --max-steps 40                        a smaller task
-    python algos/kto.py --model ORG/SFT-MODEL --task trl-lib/ultrafeedback_binarized --beta 0.1 --batch-size 32 \
-        --learning-rate 5e-6 --max-length 2048 --max-steps 3880           the authors' beta, batch and rate; one epoch
+    python algos/kto.py                                      the 0.8M-parameter model of utils/tiny_model, countdown
+    python algos/kto.py --task sort --max-steps 40           a smaller task
     python algos/kto.py --model ORG/NAME --task trl-lib/kto-mix-14k --max-steps 420
     python algos/kto.py --model ORG/NAME --task rows.jsonl --undesirable-weight 2 --lora-rank 32
 
 Expect
-    The default run takes 20 seconds on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08,
-    pass@8 0.43 to greedy 0.36, pass@1 0.21, pass@8 0.75 (seed 1, 128 prompts). dpo.py gets to 0.41, 0.24, 0.75, but its
-    64 pairs a step are twice the completions. With --batch-size 128 --num-pairs 4096 kto.py gets to 0.39, 0.19, 0.69.
-    --task sort --max-steps 40: greedy 0.23 to 0.92, pass@1 0.40 to 0.73, pass@8 0.88 to 1.00, in about 15 seconds. With
-    --learning-rate 3e-5 greedy ends at 0.30, because all answers have become less likely. Real models: not measured.
+    The default run takes 20 seconds on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8 0.43
+    to greedy 0.36, pass@1 0.21, pass@8 0.75; dpo.py: 0.41, 0.24, 0.75, with twice the completions a step. --task sort
+    --max-steps 40: greedy 0.23 to 0.92; with --learning-rate 3e-5 to 0.30, for all answers become less likely.
 
 Metrics
     accuracy       share of the step's rows with h on the right side of z: above if desirable, below if not; ties count
-                   half, so 0.5 at the start; rises
-    margin         beta (mean h of desirable rows - mean h of undesirable rows); 0 at the start
-    z              the reference point in nats (TRL's kl): 0 at the start; stays 0 if mismatched completions become less
-                   likely
+                   half, so 0.5 at the start; rises. margin: beta times the difference of the mean h of both kinds
+    z              in nats (TRL's kl): 0 at the start; stays 0 if mismatched completions become less likely
     desirable_logratio, undesirable_logratio   means of h in nats: the first should rise and the second fall
-    eval/margin, eval/desirable_logratio, eval/undesirable_logratio   the same on held-out rows
-    eval/greedy, eval/pass@1, eval/pass@8  as in grpo.py, for the embedded tasks
-    grad_norm      before clipping; falls as rows saturate
 
 Differences
-    - z is a mean over the whole optimizer step. TRL and HALOs take it over each micro-batch. There the result depends
-      on the split. HALOs compares a micro-batch of one row with itself; TRL refuses it.
-    - z is a biased estimate of that KL: y_i-1 is no sample of the policy, and z is cut at 0. A row may follow
-      one of the same prompt, so that nothing is mismatched; the paper and others allow that, too.
-    - The reference's log-probabilities are computed before training and kept in the checkpoints: once for each row, as
-      in dpo.py, and once for each mismatched row of each step, because every epoch mismatches anew. Others compute them
-      during training, with a second model in memory; TRL can do it before. TRL mismatches once, in the dataset's
-      order, so it does not shuffle.
-    - A dataset of pairs is taken as two rows each, as TRL does. countdown and sort give a right and a wrong answer to
-      each of --num-pairs problems.
-    - AdamW; dropout is off, as in TRL, so that the first z and margin are 0.
-    - Completions beyond --max-length are cut at the end and lose their EOS; their number is printed. Prompts beyond it
-      are refused. TRL cuts, too.
-    - Means are those of the whole optimizer step, so micro-batches do not change the result.
+    - z is a mean over the whole optimizer step. TRL and HALOs take it over each micro-batch: there the result depends
+      on the split. TRL mismatches once, in the dataset's order, so it does not shuffle.
+    - z is a biased estimate of that KL: y_i-1 is no sample of the policy, and z is cut at 0. A row may follow one of
+      the same prompt, so that nothing is mismatched; the paper and others allow that, too.
+    - A dataset of pairs is taken as two rows each, as TRL does; also the --num-pairs of countdown and sort.
 """
 
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -78,93 +58,88 @@ from torch import Tensor
 from torch.nn.functional import sigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checks import check_model
-from utils.cli import main, prepare
-from utils.distributed import clip_gradients, deal, share, total, unsharded
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
-from utils.evaluation import evaluate, show
-from utils.lm import completion_logps, pad_left, split_rows
-from utils.memory import check_memory
-from utils.models import (
-    PolicyArgs,
-    autocast,
-    eos_ids,
-    load_policy,
-    resolve_for,
-    save_model,
-    trained_parameters,
-    trained_state,
-    without_dropout,
+from utils.core import Run, UserError, main, prepare
+from utils.data import encode_answers, epochs, keep, load_unpaired
+from utils.dist import (
+    Means,
+    Samples,
+    Trained,
+    as_samples,
+    averaged,
+    clip_gradients,
+    micro_batches,
+    moments,
+    set_rate,
+    share,
+    start,
+    total,
 )
-from utils.preferences import Batches, check_labels, encode_rows, load_unpaired, usable
-from utils.rows import Lazy
-from utils.run import Run
-from utils.schedule import set_learning_rate
-from utils.text import encode_row
+from utils.lm import PolicyArgs, autocast, completion_logps, load_model, resolve, save_model
+from utils.rewards import evaluate, shown
 
 NAME, TITLE = "kto", "KTO"
+LARGE = dict(learning_rate=1e-6, micro_batch_size=32, micro_batch_tokens=4096, max_length=1024, sample_batch_size=64,
+             eval_max_new_tokens=512, precision="bfloat16", batch_size=32)  # fmt: skip
 PRESETS = {  # defaults that depend on the model, for arguments left at None
-    "tiny": dict(learning_rate=1e-5, batch_size=64, micro_batch_size=64, max_length=64, precision="float32",
-                 eval_max_new_tokens=20, sample_batch_size=512, micro_batch_tokens=0),
-    "full": dict(learning_rate=1e-6, batch_size=32, micro_batch_size=32, max_length=1024, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=4096),
-    "lora": dict(learning_rate=5e-6, batch_size=32, micro_batch_size=32, max_length=1024, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=4096),
+    "tiny": dict(learning_rate=1e-5, micro_batch_size=64, micro_batch_tokens=0, max_length=64, sample_batch_size=512,
+                 eval_max_new_tokens=20, precision="float32", batch_size=64),
+    "full": LARGE,
+    "lora": LARGE | dict(learning_rate=5e-6),
 }  # fmt: skip
 
 
 @dataclass
-class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/cli.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/lm.py, utils/core.py
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt, completion, label; or pairs"""
-    num_pairs: PositiveInt = 2048
+    num_pairs: int = 2048
     """problems of countdown and sort to train on, two rows each; a dataset brings its own"""
-    max_steps: PositiveInt = 100
+    max_steps: int = 100
     """optimizer steps"""
-    batch_size: PositiveInt | None = None
-    """rows in one optimizer step, at least 2"""
-    micro_batch_size: PositiveInt | None = None
-    """rows in one forward and backward pass; changes memory, not the result"""
-    max_length: PositiveInt | None = None
+    batch_size: int | None = None
+    """rows in one optimizer step, of all processes"""
+    micro_batch_size: int | None = None
+    """completions in one forward and backward pass; changes memory, not the result"""
+    max_length: int | None = None
     """prompt and completion tokens at most; completions are cut there"""
-    max_prompt_length: PositiveInt | None = None
-    """longer prompts are dropped; None: those that leave no room in --max-length, and more than 5 % stop the run"""
-    beta: PositiveFloat = 0.1
-    """how strongly the policy is held to the reference"""
-    desirable_weight: PositiveFloat = 1.0
+    max_prompt_length: int | None = None
+    """longer prompts are dropped; None: those that leave a completion no room in --max-length"""
+    beta: float = 0.1
+    """how fast gains and losses saturate"""
+    desirable_weight: float = 1.0
     """weight of desirable rows"""
-    undesirable_weight: PositiveFloat = 1.0
+    undesirable_weight: float = 1.0
     """weight of undesirable rows"""
-    learning_rate: PositiveFloat | None = None
+    learning_rate: float | None = None
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """decay after the warm-up"""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: int = 0
     """steps of linear warm-up"""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: float = 0.0
     """decoupled weight decay"""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: float = 1.0
     """gradients are clipped to this norm"""
-    eval_every: NonNegativeInt = 20
+    eval_every: int = 20
     """steps between evaluations; 0: at the start and the end only"""
-    eval_prompts: PositiveInt = 128
+    eval_prompts: int = 128
     """held-out prompts and rows per evaluation"""
-    eval_samples: PositiveInt = 8
+    eval_samples: int = 8
     """sampled answers per held-out prompt"""
-    eval_max_new_tokens: PositiveInt | None = None
+    eval_max_new_tokens: int | None = None
     """length limit of answers in evaluation"""
-    sample_batch_size: PositiveInt | None = None
+    sample_batch_size: int | None = None
     """answers sampled at once in evaluation, rounded to whole prompts; limits the cache's memory"""
 
 
-class Example(NamedTuple):
-    """Token ids; the completion includes its EOS."""
+class Batch(NamedTuple):
+    """What this process learns from in one step. B rows."""
 
-    prompt: list[int]
-    completion: list[int]
-    label: bool  # whether the completion is desirable
-    ref_logp: float = 0.0  # log pi_ref of the completion, summed over its tokens
-    mismatched_ref_logp: float = 0.0  # the same of the completion that `mismatched` gives this prompt
+    samples: Samples
+    ref_logps: Tensor  # (B, T)
+    labels: Tensor  # (B,) bool: desirable
+    mismatched: Samples  # each prompt with the completion of the row before
+    mismatched_ref_logps: Tensor
 
 
 def kto_loss(ratios: Tensor, labels: Tensor, z: Tensor, args: Args) -> Tensor:
@@ -174,166 +149,134 @@ def kto_loss(ratios: Tensor, labels: Tensor, z: Tensor, args: Args) -> Tensor:
     return torch.where(labels, args.desirable_weight, args.undesirable_weight) * (1 - value)
 
 
-def mismatched(batch: list[Example], args: Args) -> list[Example]:
-    """Each prompt with the completion of the row before it, the first with that of the last row; cut at max_length."""
-    return [
-        row._replace(
-            completion=before.completion[: args.max_length - len(row.prompt)], ref_logp=row.mismatched_ref_logp
-        )
-        for row, before in zip(batch, batch[-1:] + batch[:-1])
-    ]
-
-
-def example_logps(model, examples: list[Example], args: Args) -> Tensor:
-    """Log-probabilities summed over completion tokens, (B,)."""
-    prompt_ids, prompt_mask = pad_left([example.prompt for example in examples], model.device)
-    completions = [example.completion for example in examples]
-    width = max(map(len, completions))
-    ids = torch.tensor([c + [0] * (width - len(c)) for c in completions], device=model.device)
-    lengths = torch.tensor([len(c) for c in completions], device=model.device)
-    mask = torch.arange(width, device=model.device) < lengths[:, None]
-    with autocast(model.device, args.precision):
-        logps, _ = completion_logps(model, prompt_ids, prompt_mask, ids, mask)
-    return logps.sum(1)
+def log_ratios(model, inputs: tuple, ref_logps: Tensor, args: Args) -> Tensor:
+    """h of completions, (B,): sums over tokens. inputs: what completion_logps takes."""
+    with autocast(model, args.precision):
+        logps, _ = completion_logps(model, *inputs)
+    rows, width = len(ref_logps), logps.shape[1]
+    return (logps[:rows] - ref_logps[:, :width]).sum(1)  # no rows: an empty pass, which --fsdp may need
 
 
 def label_metrics(ratios: Tensor, labels: Tensor, beta: float) -> dict[str, float]:
-    """Columns from log-ratios and labels, (N,), of a step or an evaluation; NaN for a label that no row has."""
-    desirable, undesirable = ratios[labels].mean().item(), ratios[~labels].mean().item()
-    return {
-        "margin": beta * (desirable - undesirable),
-        "desirable_logratio": desirable,
-        "undesirable_logratio": undesirable,
-    }
+    """Columns from the log-ratios (B,) of each process. A kind of which there is no row is left out."""
+    means = Means()
+    means.add(labels, desirable_logratio=ratios)
+    means.add(~labels, undesirable_logratio=ratios)
+    columns = means.read()
+    if len(columns) == 2:
+        columns["margin"] = beta * (columns["desirable_logratio"] - columns["undesirable_logratio"])
+    return columns
 
 
-def micro_batches(examples: list[Example], args: Args) -> list[list[int]]:
-    """The numbers of the rows in each."""
-    lengths = [len(example.prompt) + len(example.completion) for example in examples]
-    return split_rows(lengths, args.micro_batch_size, args.micro_batch_tokens)
-
-
-def update(model, optimizer, batch: list[Example], args: Args) -> dict[str, float]:
-    """One optimizer step on rows whose reference log-probabilities are known. Returns metrics."""
-    z = score_examples(model, mismatched(batch, args), args)[1].mean().clamp(min=0)
-    labels = torch.tensor([example.label for example in batch], device=model.device)
-    ratios = torch.zeros(len(batch), device=model.device)
+def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
+    """One optimizer step. Returns metrics."""
+    samples, ref_logps, labels, *mismatched = batch
+    z = moments(score_examples(model, *mismatched, args))[0].clamp(min=0)
+    count, ratios = total(torch.tensor(len(labels))), torch.zeros_like(ref_logps[:, 0])
     optimizer.zero_grad(set_to_none=True)
-    for rows, counts in deal(micro_batches(batch, args), model):  # to this process, of perhaps several
-        examples = [batch[row] for row in rows]
-        logps = example_logps(model, examples, args)
-        some = logps - logps.new_tensor([example.ref_logp for example in examples])
+    for rows, inputs in micro_batches(samples, args):
+        some = log_ratios(model, inputs, ref_logps[rows], args)
         loss = kto_loss(some, labels[rows], z, args)
-        (counts * loss.sum() / len(batch)).backward()
-        ratios[rows] += counts * some.detach()
-    grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
+        (loss.sum() / count).backward()
+        ratios[rows] = some.detach()
+    grad_norm = clip_gradients(model, args.max_grad_norm)
     optimizer.step()
-    ratios = total(ratios)
     gains = torch.where(labels, ratios - z, z - ratios)
-    accuracy = (gains > 0).to(gains.dtype) + (gains == 0) / 2
-    return {"accuracy": accuracy.mean().item(), **label_metrics(ratios, labels, args.beta), "z": z.item(),
-            "grad_norm": grad_norm.item()}  # fmt: skip
+    accuracy = moments((gains > 0).to(gains.dtype) + (gains == 0) / 2)[0].item()
+    metrics = label_metrics(ratios, labels, args.beta)
+    return {"accuracy": accuracy, **metrics, "z": z.item(), "grad_norm": grad_norm.item()}
 
 
 @torch.no_grad()
-def score_examples(model, examples: list[Example], args: Args) -> tuple[Tensor, Tensor]:
-    """Summed log-probabilities and log-ratios of all rows, (N,) each, in micro-batches as `update` makes them."""
-    logps = torch.zeros(len(examples), device=model.device)
-    with unsharded(model):
-        for rows in share(micro_batches(examples, args)):
-            logps[rows] = example_logps(model, [examples[row] for row in rows], args)
-    logps = total(logps)
-    return logps, logps - logps.new_tensor([example.ref_logp for example in examples])
+def score_examples(model, samples: Samples, ref_logps: Tensor, args: Args) -> Tensor:
+    """Log-ratios, (B,)."""
+    ratios = torch.zeros_like(ref_logps[:, 0])
+    for rows, inputs in micro_batches(samples, args):
+        ratios[rows] = log_ratios(model, inputs, ref_logps[rows], args)
+    return ratios
+
+
+def make_samples(rows: list[tuple], device, args: Args) -> Samples:
+    """Token ids of prompt and completion of each row; completions are cut to --max-length."""
+    prompts = [prompt for prompt, _ in rows]
+    return as_samples(prompts, [tokens[: args.max_length - len(prompt)] for prompt, tokens in rows], device)
+
+
+@torch.no_grad()
+def reference_logps(model, reference, samples: Samples, args: Args) -> Tensor:
+    """Log-probabilities (B, T) under the reference: a model, or the policy without its LoRA adapters."""
+    out, scorer = torch.zeros_like(samples.logps), reference or model
+    without_adapters = nullcontext() if reference else model.disable_adapter()
+    with without_adapters, autocast(model, args.precision):
+        for rows, inputs in micro_batches(samples, args):
+            logps, _ = completion_logps(scorer, *inputs)
+            out[rows, : logps.shape[1]] = logps
+    return out
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
+    device = start(prepare(args))
     if args.batch_size == 1:
         raise UserError("--batch-size is 1: z needs at least 2 rows, each prompt with the completion of another")
     data = load_unpaired(args.task, args.num_pairs, args.seed)
-    model, tokenizer = load_policy(args, device)
-    settings = resolve_for(model, args, PRESETS)
-    without_dropout(model)
-    check_model(model, args.precision)
-    optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
-                                  fused=True)  # fmt: skip
-    eos = eos_ids(model, tokenizer)
-    data, cut = usable(data, encode_row, tokenizer, eos, args)
-    desirable = check_labels(data)
-    settings += check_memory(model, args, prompt=0 if data.task else None)
-    rows, batches = data.train + data.heldout, Batches(len(data.train), args.batch_size, args.seed)
-    heldout = list(range(len(data.train), len(rows)))
-    tokens = encode_rows(rows, encode_row, tokenizer, eos, args.max_length)
+    model, tokenizer = load_model(args, device)
+    settings = resolve(model, args, PRESETS)
+    reference = None if args.lora_rank else load_model(args, device, frozen=True)[0]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate,
+                                  weight_decay=args.weight_decay, fused=True)  # fmt: skip
+    eos = model.generation_config.eos_token_id
 
-    def example(row: int) -> Example:
-        prompt, completion = tokens[row]
-        return Example(prompt, completion, rows[row]["label"])
+    def encode(row: dict) -> tuple[list[int], ...]:
+        return encode_answers(row, [row["completion"]], tokenizer, eos)
 
-    examples = Lazy(example, range(len(rows)))
-    run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "z", "eval/margin", "eval/greedy"),
-              schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
-    run.print(settings)
-    balance = desirable * args.desirable_weight / ((len(data.train) - desirable) * args.undesirable_weight)
-    run.print(f"{len(data.train)} rows, {desirable} of them desirable, {len(heldout)} held-out ones; {cut} are cut off")
+    def make_batch(rows: list[dict], before: list[dict]) -> Batch:
+        labels = torch.tensor([row["label"] for row in rows], device=device)
+        samples = make_samples([encode(row) for row in rows], device, args)
+        mismatched = make_samples([(encode(a)[0], encode(b)[1]) for a, b in zip(rows, before)], device, args)
+        ref_logps, other_logps = (reference_logps(model, reference, x, args) for x in (samples, mismatched))
+        return Batch(samples, ref_logps, labels, mismatched, other_logps)
+
+    longest = min(args.max_prompt_length or args.max_length, args.max_length - 1)
+    examples, heldout = (keep(rows, encode, longest) for rows in (data.train, data.heldout))
+    stream, heldout = epochs(examples), list(islice(heldout, args.eval_prompts))
+    desirable = sum(row["label"] for row in examples)
+    if desirable in (0, len(examples)):
+        raise UserError(f"all labels of {data.name} are {desirable > 0}: give desirable and undesirable completions")
+    run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "z", "eval/margin", "eval/greedy"))
+    balance = desirable * args.desirable_weight / ((len(examples) - desirable) * args.undesirable_weight)
+    run.print(f"{settings}\n{len(examples)} rows, {desirable} of them desirable, {len(heldout)} held-out ones")
     run.print(f"desirable rows weigh {balance:.2f} times as much as undesirable ones in all; 1 to 1.5 is advised")
-    shown = examples[batches(1)[0]]
-    run.print(show(tokenizer, shown.prompt, [shown.completion], [shown.label], {}))
-    model.train()
-
-    # reference log-probabilities, while the policy still is the reference; a resumed run only lacks those of
-    # rows and steps that a larger budget adds
-    reference = torch.full((len(rows),), torch.nan) if run.state is None else run.state["reference"]
-    if len(reference) != len(rows):
-        raise UserError(f"{args.task} has other rows than when the run began: resume with the dataset as it was")
-    by_step = torch.full((args.max_steps, args.batch_size), torch.nan)
-    if run.state is not None:
-        by_step[: len(run.state["by_step"])] = run.state["by_step"][: args.max_steps]
-    for some in (heldout, *batches.first_epoch(args.max_steps)):
-        run.save_early({"reference": reference, "by_step": by_step})
-        if reference[some].isnan().any():
-            reference[some] = score_examples(model, [examples[row] for row in some], args)[0].cpu()
-    for step in range(1, args.max_steps + 1):
-        run.save_early({"reference": reference, "by_step": by_step})
-        if by_step[step - 1].isnan().any():
-            batch = mismatched([examples[row] for row in batches(step)], args)
-            by_step[step - 1] = score_examples(model, batch, args)[0].cpu()
-
-    def with_reference(some: list[int]) -> list[Example]:
-        return [examples[row]._replace(ref_logp=reference[row].item()) for row in some]
+    some = share(heldout) or heldout[:1]
+    heldout_batch = make_batch(some, some)
 
     def evaluation() -> dict[str, float]:
-        some = with_reference(heldout)
-        labels = torch.tensor([example.label for example in some], device=device)
-        ratios = score_examples(model, some, args)[1]
-        columns = {f"eval/{name}": value for name, value in label_metrics(ratios, labels, args.beta).items()}
-        if data.task is not None:
-            columns |= evaluate(model, tokenizer, data.task, None, args.eval_prompts, args.eval_samples,
-                                args.eval_max_new_tokens, 1.0, args.seed, rows_at_once=args.sample_batch_size,
-                                precision=args.precision)  # fmt: skip
-        return columns
+        samples, ref_logps, labels, *_ = heldout_batch
+        metrics = label_metrics(score_examples(model, samples, ref_logps, args), labels, args.beta)
+        columns = {f"eval/{name}": value for name, value in metrics.items()}
+        return columns | (evaluate(model, tokenizer, data.task, None, args) if data.task else {})
 
-    def state() -> dict:
-        return {"model": trained_state(model), "optimizer": optimizer.state_dict(), "reference": reference,
-                "by_step": by_step}  # fmt: skip
-
-    if not run.restore(model=model, optimizer=optimizer):
-        run.log(0, **evaluation())
-        run.save(0, state())
+    parts = {"trained": Trained(model, optimizer)}
+    if not run.restore(**parts):
+        run.log(0, **averaged(evaluation()))
+    model.train()
     while run.step < args.max_steps:
-        step, start = run.step + 1, time.perf_counter()
-        rate = set_learning_rate(optimizer, step, args)
+        step, begun = run.step + 1, time.perf_counter()
+        rate = set_rate(optimizer, step, args)
 
         # update
-        some = zip(with_reference(batches(step)), by_step[step - 1].tolist())
-        batch = [example._replace(mismatched_ref_logp=logp) for example, logp in some]
+        numbers = range((step - 1) * args.batch_size, step * args.batch_size)
+        rows = [stream(number, args.seed) for number in numbers]
+        batch = make_batch(share(rows), share(rows[-1:] + rows[:-1]))
+        if step == 1:
+            run.print(shown(batch.samples, tokenizer, batch.labels.tolist()[:1]))
         columns = update(model, optimizer, batch, args)
-        columns |= {"learning_rate": rate, "time/step": time.perf_counter() - start}
+        columns |= {"learning_rate": rate, "time/step": time.perf_counter() - begun}
 
         # evaluate
         if run.due(step, args.eval_every):
             columns |= evaluation()
-        run.log(step, **columns)
-        run.end_step(step, state)
+        run.log(step, **averaged(columns))
+        run.end_step(step, parts)
 
     curves = {"margin": ("margin", "eval/margin"), "log-ratios": ("desirable_logratio", "undesirable_logratio", "z"),
               "held-out accuracy": ("eval/greedy*", "eval/pass*")}  # fmt: skip
@@ -341,4 +284,4 @@ def train(args: Args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)
