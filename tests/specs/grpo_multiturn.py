@@ -53,6 +53,18 @@ too-long-by-a-turn: the observation fits, and what is to be sampled behind it is
 - elif turn + 1 < args.max_turns and length + args.max_completion_length > args.max_total_length:
 + elif turn + 1 < args.max_turns and length > args.max_total_length:
 
+eos-written-twice: the template writes a whole conversation, and part of it was sampled
+-         before = before.removeprefix(written[0]) if written else before
++         pass
+
+groups-with-different-games: each episode has a seed of its own (RAGEN seeds by group)
+- game.reset(rows[i // num_samples], seeds[i // num_samples])
++ game.reset(rows[i // num_samples], seeds[i // num_samples] + i)
+
+hung-calls-go-on: a thread that wakes up goes on with its list
+-             if left_behind.is_set():
++             if False:
+
 constant-of-one-turn: L_max is a setting of the parent
 - args.max_turns * args.max_completion_length
 + args.max_completion_length

@@ -16,7 +16,6 @@ TESTS = {  # as Spec.tests
     "utils/rows.py": "tasks text large_data preferences properties",
     "utils/tasks.py": "tasks sft preferences runs",
     "utils/text.py": "text tasks sft preferences unpaired reward_models runs",
-    "utils/turns.py": "exact_multiturn",
 }
 BUGS = parse_bugs("""
 metrics-behind-the-checkpoint-stay: the file is opened to append, and rows stand there twice after a resume
@@ -51,18 +50,6 @@ evaluation-moves-the-training: environments draw from the global generators
 -     set_rng_state(before)
 -     return returns, lengths, success
 +     return returns, lengths, success
-
-eos-written-twice: the template writes a whole conversation, and part of it was sampled
--         before = before.removeprefix(written[0]) if written else before
-+         pass
-
-groups-with-different-games: each episode has a seed of its own (RAGEN seeds by group)
-- rows[i // group], random.Random(f"{key}/{i // group}").getrandbits(32)
-+ rows[i // group], random.Random(f"{key}/{i}").getrandbits(32)
-
-hung-calls-go-on: a thread that wakes up goes on with its list
--             if left_behind.is_set():
-+             if False:
 
 mean-of-shards: FSDP averages unless it is told otherwise
 -         part.set_gradient_divide_factor(1.0)
@@ -495,22 +482,6 @@ engine-temperature-left-out: the server's own default is taken
 engine-top-k-left-out: a model's generation settings fill it in (Qwen2.5: top_k 20)
 - top_k=0, min_p=0.0,
 + min_p=0.0,
-
-passages-without-a-shared-word: a ranking always has as many as were asked for
-- if score > 0]
-+ ]
-
-processes-of-processes-live-on: the child itself is dead
-- os.killpg(child.pid, signal.SIGKILL)
-+ child.kill()
-
-hidden-methods-are-tools: what a class keeps for itself begins with an underscore
-- if name[0] != "_" and name not in ("reset", "get_reward")]
-+ if name[:2] != "__" and name not in ("reset", "get_reward")]
-
-signs-are-punctuation: SQuAD's rule drops all punctuation, and so takes 3 for -3
-- (?!(?<![^\\W\\d_])[-.]\\d|(?<=\\d)/\\d)[
-+ [
 
 runs-of-any-script: their arguments often have the same names
 - if script is not None and script != algo:
