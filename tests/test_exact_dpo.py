@@ -13,8 +13,8 @@ import torch
 from tabular import COMPLETIONS, OUTSIDE, PROMPTS, TabularLM, gradients, log_probs, minimised, random_table, sigma
 
 from algos import dpo
-from algos.dpo import LOSSES, Pair
-from utils.models import TINY_MODEL, load_model
+from algos.dpo import LOSSES
+from utils.lm import load_model
 
 pytestmark = pytest.mark.usefixtures("float64")
 P, N = len(PROMPTS), len(COMPLETIONS)
@@ -84,12 +84,21 @@ def test_robust_is_unbiased_under_flipped_labels():
 # through update
 
 
-def pair(prompt: int, chosen: tuple, rejected: tuple, ref=REF) -> Pair:
-    logps = tuple(float(log_probs(ref, prompt, c).sum()) for c in (chosen, rejected))
-    return Pair(PROMPTS[prompt], list(chosen), list(rejected), logps)
+def pair(prompt: int, chosen: tuple, rejected: tuple) -> tuple:
+    return PROMPTS[prompt], list(chosen), list(rejected)
 
 
-def some_pairs() -> list[Pair]:
+def batch_of(pairs: list[tuple], ref=REF) -> dpo.Batch:
+    """Log-probabilities of the reference are numpy's."""
+    samples = dpo.make_samples(pairs, "cpu", dpo.Args(max_length=64))
+    ref_logps = torch.zeros_like(samples.logps)
+    rows = [(PROMPTS.index(prompt), tuple(tokens)) for prompt, *both in pairs for tokens in both]
+    for row, (prompt, tokens) in zip(ref_logps, rows):
+        row[: len(tokens)] = torch.tensor(log_probs(ref, prompt, tokens))
+    return dpo.Batch(samples, ref_logps)
+
+
+def some_pairs() -> list[tuple]:
     """Both prompts, completions of one and of two tokens on either side, one pair of equal ones, one pair twice."""
     picks = [(0, 0, 3), (1, 4, 0), (0, 5, 2), (1, 6, 1), (1, 2, 2), (0, 5, 2), (0, 3, 6)]
     return [pair(p, COMPLETIONS[i], COMPLETIONS[j]) for p, i, j in picks]
@@ -99,26 +108,28 @@ def movement(batch, table=None, **settings) -> np.ndarray:
     """What one update by plain gradient descent with rate 1 subtracts from the table."""
     table = random_table(1) if table is None else table
     model = TabularLM(table)
-    defaults = SETTINGS | dict(micro_batch_size=len(batch), max_grad_norm=1e9, precision="float32")
-    dpo.update(model, torch.optim.SGD(model.parameters(), 1.0), batch, dpo.Args(**defaults | settings))
+    defaults = SETTINGS | dict(
+        micro_batch_size=2 * len(batch), micro_batch_tokens=0, max_grad_norm=1e9, precision="float32"
+    )
+    dpo.update(model, torch.optim.SGD(model.parameters(), 1.0), batch_of(batch), dpo.Args(**defaults | settings))
     return table - model.table.detach().numpy()
 
 
 def own_gradient(batch, table, name, sft_coef=0.0, average=False, **settings) -> np.ndarray:
     """The same in numpy: derivative of the formula by central differences times the gradient of log pi by hand."""
     total = np.zeros_like(table)
-    for item in batch:
-        p, sides, h = PROMPTS.index(item.prompt), [], []
-        for completion, ref in zip((item.chosen, item.rejected), item.ref_logps):
+    for prompt, *completions in batch:
+        p, sides, h = PROMPTS.index(prompt), [], []
+        for completion in map(tuple, completions):
             size = len(completion) if average else 1
-            sides.append(gradients(table, p, tuple(completion)).sum(0) / size)
-            h.append((log_probs(table, p, tuple(completion)).sum() - ref) / size)
+            sides.append(gradients(table, p, completion).sum(0) / size)
+            h.append((log_probs(table, p, completion).sum() - log_probs(REF, p, completion).sum()) / size)
         step = 1e-5
         for side, (dw, dl) in zip(sides, ((step, 0), (0, step))):
             up, down = (by_formula(name, h[0] + s * dw, h[1] + s * dl, **settings) for s in (1, -1))
             total += (up - down) / (2 * step) * side / len(batch)
-        length = len(item.chosen)
-        total -= sft_coef * gradients(table, p, tuple(item.chosen)).sum(0) / length / len(batch)
+        chosen = tuple(completions[0])
+        total -= sft_coef * gradients(table, p, chosen).sum(0) / len(chosen) / len(batch)
     return total
 
 
@@ -137,7 +148,7 @@ def test_update_descends_the_formula(name, average):
 
 def test_prompt_is_not_trained():
     """On a real model the last hidden states have no gradient at positions before the last of the prompt."""
-    model = load_model(TINY_MODEL)[0].double()
+    model = load_model(dpo.Args())[0].double()
     seen = []
     inner = model.model.norm.forward
 
@@ -148,25 +159,29 @@ def test_prompt_is_not_trained():
         return seen[-1]
 
     model.model.norm.forward = noted
-    batch = [Pair([5, 6, 7, 8], [9, 10, 1], [11, 1], (-3.0, -2.0))]
-    args = dpo.Args(micro_batch_size=1, precision="float32")
+    args = dpo.Args(micro_batch_size=2, micro_batch_tokens=0, max_length=64, precision="float32")
+    samples = dpo.make_samples([([5, 6, 7, 8], [9, 10, 1], [11, 1])], "cpu", args)
+    batch = dpo.Batch(samples, torch.full_like(samples.logps, -1.0))
     dpo.update(model, torch.optim.SGD(model.parameters(), 0.0), batch, args)
     trained = [hidden.grad.abs().sum(-1) > 0 for hidden in seen if hidden.requires_grad]
     # the prompt, once for both (the cache repeats it), then the positions of all tokens but the last
     assert [t.tolist() for t in trained] == [[[False, False, False, True]], [[True, True], [True, False]]]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 50])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 14, 100])
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_change_nothing(name, size):
+    """Pairs stay together, also where rows are sorted by length."""
     settings = dict(loss=name, sft_coef=0.5)
-    np.testing.assert_allclose(movement(some_pairs(), micro_batch_size=size, **settings),
+    np.testing.assert_allclose(movement(some_pairs(), micro_batch_size=size, micro_batch_tokens=size % 3 * 8,
+                                        **settings),
                                movement(some_pairs(), **settings), atol=1e-10)  # fmt: skip
 
 
 def test_metrics_by_hand():
     ratios = torch.tensor([[2.0, 1.0], [0.0, 3.0], [-1.0, -1.0], [-2.0, -6.0]])
-    assert dpo.preference_metrics(ratios, 0.5) == {
+    columns = dpo.preference_metrics(ratios, 0.5)
+    assert {name: values.mean().item() for name, values in columns.items()} == {
         "accuracy": (1 + 0 + 0.5 + 1) / 4, "margin": 0.5 * (1 - 3 + 0 + 4) / 4, "chosen_logratio": -0.25,
         "rejected_logratio": -0.75,
     }  # fmt: skip
@@ -175,16 +190,17 @@ def test_metrics_by_hand():
 # what the losses converge to
 
 
-def all_pairs(wins, ref=REF) -> list[Pair]:
+def all_pairs(wins) -> list[tuple]:
     """wins(p, i, j) copies of each ordered pair, i preferred."""
     return [item for p in range(P) for i in range(N) for j in range(N) if i != j
-            for item in [pair(p, COMPLETIONS[i], COMPLETIONS[j], ref)] * wins(p, i, j)]  # fmt: skip
+            for item in [pair(p, COMPLETIONS[i], COMPLETIONS[j])] * wins(p, i, j)]  # fmt: skip
 
 
 def trained(batch, steps: int, **settings) -> np.ndarray:
     """The table that training from the reference ends at."""
-    args = dpo.Args(micro_batch_size=len(batch), max_grad_norm=1e9, precision="float32", **settings)
-    return minimised(dpo.update, TabularLM(REF), batch, args, steps, 0.05)
+    args = dpo.Args(micro_batch_size=2 * len(batch), micro_batch_tokens=0, max_grad_norm=1e9, precision="float32",
+                    **settings)  # fmt: skip
+    return minimised(dpo.update, TabularLM(REF), batch_of(batch), args, steps, 0.05)
 
 
 def distributions(table) -> np.ndarray:
@@ -239,38 +255,40 @@ def test_ipo_converges_to_its_own_target():
 # the reference
 
 
-def test_first_margins_are_exactly_zero(tmp_path):
-    """The cached reference is what the model itself says, bit for bit, for trained and for held-out pairs; it is
-    computed once for each, and the model that it is computed with is the one that was loaded."""
+@pytest.mark.parametrize("lora", [False, True])
+def test_first_margins_are_exactly_zero(lora, tmp_path, monkeypatch):
+    """The reference is what the model itself says, bit for bit, for trained and for held-out pairs; and it stays the
+    model that was loaded."""
+    if lora:
+        pytest.importorskip("peft", reason="not run: peft is not installed")
     torch.set_default_dtype(torch.float32)
-    rows, calls = [], []
-    score, update = dpo.score_pairs, dpo.update
-
-    def counted(model, pairs, args):
-        calls.append((len(pairs), all(item.ref_logps == (0.0, 0.0) for item in pairs)))
-        return score(model, pairs, args)
-
-    def kept(model, optimizer, batch, args):
-        rows.append(batch)
-        return update(model, optimizer, batch, args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dpo, "score_pairs", counted)
-        patch.setattr(dpo, "update", kept)
-        history = dpo.train(dpo.Args(task="sort", num_pairs=20, batch_size=8, micro_batch_size=3, max_steps=6,
-                                     eval_prompts=6, eval_every=0, eval_samples=1, threads=1, device="cpu",
-                                     output_dir=str(tmp_path)))  # fmt: skip
+    batches, update = [], dpo.update
+    monkeypatch.setattr(dpo, "update", lambda *args: batches.append(args[2]) or update(*args))
+    history = dpo.train(dpo.Args(task="sort", num_pairs=20, batch_size=8, micro_batch_size=6, max_steps=6,
+                                 eval_prompts=6, eval_every=0, eval_samples=1, threads=1, device="cpu",
+                                 lora_rank=2 * lora, learning_rate=1e-3 if lora else 1e-5, precision="float32",
+                                 micro_batch_tokens=0, eval_max_new_tokens=12, output_dir=str(tmp_path)))  # fmt: skip
     first, after = history[0], history[1]
     assert first["eval/pair_margin"] == 0.0 and first["eval/pair_accuracy"] == 0.5
     assert after["margin"] == 0.0 and after["chosen_logratio"] == 0.0 and after["accuracy"] == 0.5
-    assert history[2]["margin"] > 0
-    assert [size for size, without in calls if without] == [6, 8, 8, 4], "not once for each held-out and trained pair"
-    model = load_model(TINY_MODEL)[0]
-    for item in rows[4]:  # of the second epoch: still the reference of the start
-        for completion, ref in zip((item.chosen, item.rejected), item.ref_logps):
-            ids = torch.tensor([item.prompt + completion])
-            with torch.no_grad():
-                logps = model(input_ids=ids).logits[0].log_softmax(-1)
-            at = range(len(item.prompt) - 1, ids.shape[1] - 1)
-            own = sum(logps[i, ids[0, i + 1]].item() for i in at)
-            assert ref == pytest.approx(own, abs=1e-4)
+    assert history[3]["margin"] > 0
+    model = load_model(dpo.Args())[0]
+    samples, ref_logps = batches[5]  # of the second epoch
+    for row, own in enumerate(ref_logps):
+        prompt = samples.prompt_ids[row // 2][samples.prompt_mask[row // 2]]
+        completion = samples.completion_ids[row][samples.completion_mask[row]]
+        ids = torch.cat([prompt, completion])
+        with torch.no_grad():
+            logps = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        by_hand = logps[len(prompt) - 1 : -1].gather(1, completion[:, None])[:, 0]
+        torch.testing.assert_close(own[: len(completion)], by_hand, rtol=0, atol=1e-4)
+        assert not own[len(completion) :].any()
+
+
+def test_completions_are_cut_and_prompts_are_not():
+    """Prompt and completion together hold max_length tokens."""
+    pairs = [([1], [2, 3, 4, 5], [6]), ([7, 8], [2, 3, 4], [5, 6])]
+    samples = dpo.make_samples(pairs, "cpu", dpo.Args(max_length=4))
+    assert samples.prompt_ids.tolist() == [[0, 1], [7, 8]] and samples.prompt_mask.sum(1).tolist() == [1, 2]
+    rows = [ids[mask].tolist() for ids, mask in zip(samples.completion_ids, samples.completion_mask)]
+    assert rows == [[2, 3, 4], [6], [2, 3], [5, 6]]
