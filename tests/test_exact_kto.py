@@ -10,8 +10,7 @@ from scipy.optimize import minimize
 from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, log_probs, minimised, random_table, sigma, slope
 
 from algos import kto
-from algos.kto import Example
-from utils.models import TINY_MODEL, load_model
+from utils.lm import load_model
 
 pytestmark = pytest.mark.usefixtures("float64")
 REF, TABLE = random_table(6), random_table(1)  # z is 1.05
@@ -45,11 +44,20 @@ def objective(table, rows, z, beta, desirable_weight, undesirable_weight, ref=RE
     return total / len(rows)
 
 
-def examples(rows, ref=REF) -> list[Example]:
-    return [
-        Example(PROMPTS[p], list(COMPLETIONS[i]), label, logp(ref, p, i), logp(ref, p, rows[n - 1][1]))
-        for n, (p, i, label) in enumerate(rows)
-    ]
+def batch_of(rows, ref=REF) -> kto.Batch:
+    """Log-probabilities of the reference are numpy's; mismatched rows have the completion of the row before."""
+
+    def scored(picks):
+        tokens = [(PROMPTS[p], list(COMPLETIONS[i])) for p, i in picks]
+        samples = kto.make_samples(tokens, "cpu", kto.Args(max_length=64))
+        ref_logps = torch.zeros_like(samples.logps)
+        for row, (p, i) in zip(ref_logps, picks):
+            row[: len(COMPLETIONS[i])] = torch.tensor(log_probs(ref, p, COMPLETIONS[i]))
+        return samples, ref_logps
+
+    labels = torch.tensor([label for *_, label in rows])
+    own, others = ([(p, rows[n - shift][1]) for n, (p, *_) in enumerate(rows)] for shift in (0, 1))
+    return kto.Batch(*scored(own), labels, *scored(others))
 
 
 def step(rows, table=TABLE, ref=REF, **settings) -> tuple[np.ndarray, dict]:
@@ -57,7 +65,7 @@ def step(rows, table=TABLE, ref=REF, **settings) -> tuple[np.ndarray, dict]:
     model = TabularLM(table)
     defaults = SETTINGS | dict(micro_batch_size=len(rows), max_length=64, max_grad_norm=1e9, precision="float32")
     args = kto.Args(**defaults | settings)
-    metrics = kto.update(model, torch.optim.SGD(model.parameters(), 1.0), examples(rows, ref), args)
+    metrics = kto.update(model, torch.optim.SGD(model.parameters(), 1.0), batch_of(rows, ref), args)
     return table - model.table.detach().numpy(), metrics
 
 
@@ -114,10 +122,11 @@ def test_update_descends_the_formula(table, ref):
     assert (np.abs(moving - expected).max() > 1e-2) == (z > 0)
 
 
+@pytest.mark.parametrize("tokens", [0, 8])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 50])
-def test_micro_batches_change_nothing(size):
+def test_micro_batches_change_nothing(size, tokens):
     """Seven rows: no size but 1 divides them, and with 2, 3 and 6 the last one holds a single row."""
-    ours, metrics = step(ROWS, micro_batch_size=size)
+    ours, metrics = step(ROWS, micro_batch_size=size, micro_batch_tokens=tokens)
     whole, expected = step(ROWS)
     np.testing.assert_allclose(ours, whole, atol=1e-12)
     assert metrics == pytest.approx(expected, abs=1e-12)
@@ -126,7 +135,7 @@ def test_micro_batches_change_nothing(size):
 @pytest.fixture
 def z_fixed(monkeypatch):
     """z is 0.4 whatever the batch."""
-    monkeypatch.setattr(kto, "score_examples", lambda *_: (None, torch.tensor([0.4])))
+    monkeypatch.setattr(kto, "score_examples", lambda *_: torch.tensor([0.4]))
 
 
 def test_training_reaches_the_optimum(z_fixed):
@@ -153,7 +162,7 @@ def test_training_reaches_the_optimum(z_fixed):
     start = REF[:, : len(PREFIXES)].ravel()
     found = minimize(value, start, method="BFGS", options=dict(gtol=1e-7, maxiter=100))
     args = kto.Args(**SETTINGS, micro_batch_size=len(rows), max_length=64, max_grad_norm=1e9, precision="float32")
-    table = minimised(kto.update, TabularLM(REF), examples(rows), args, 400, 0.1)
+    table = minimised(kto.update, TabularLM(REF), batch_of(rows), args, 400, 0.1)
     pi, best = (
         np.exp([[logp(t, p, i) for i in range(len(COMPLETIONS))] for p in range(len(PROMPTS))])
         for t in (table, with_free(found.x))
@@ -183,47 +192,51 @@ def test_metrics_by_hand():
 # on a real model
 
 
-def test_padding_and_length(monkeypatch):
-    """Log-probabilities beside a longer row are those of a row alone; a mismatch that would be too long is cut."""
-    model = load_model(TINY_MODEL)[0].double()
-    rows = [Example([5, 6], [9, 1], True), Example([7], [4, 4, 4, 1], False),
-            Example([3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 10, 11, 12, 1], True)]  # fmt: skip
-    args = kto.Args(micro_batch_size=8, max_length=14, precision="float32")
-    logps = kto.score_examples(model, rows, args)[0]
+def test_padding_and_length():
+    """Log-probabilities beside a longer row are those of a row alone; what would be too long is cut."""
+    model, args = load_model(kto.Args())[0].double(), kto.Args(micro_batch_size=8, max_length=14, precision="float32")
+    rows = [([5, 6], [9, 1]), ([7], [4, 4, 4, 1]), ([3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 10, 11, 12, 1])]
+    samples = kto.make_samples(rows, "cpu", args)
+    logps = kto.score_examples(model, samples, torch.zeros_like(samples.logps), args)
     by_hand = []
-    for row in rows:
-        all_logps = model(input_ids=torch.tensor([row.prompt + row.completion])).logits[0].log_softmax(-1)
-        at = len(row.prompt) - 1
-        by_hand.append(sum(all_logps[at + i, token].item() for i, token in enumerate(row.completion)))
+    for prompt, completion in rows:
+        all_logps = model(input_ids=torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
+        by_hand.append(sum(all_logps[len(prompt) - 1 + i, token].item() for i, token in enumerate(completion)))
     np.testing.assert_allclose(logps.numpy(), by_hand, atol=1e-5)  # its norms are float32
     args.max_length = 9
-    assert [row.completion for row in kto.mismatched(rows, args)] == [[10, 11, 12, 10, 11, 12, 1], [9, 1], [4, 4]]
+    samples = kto.make_samples(rows, "cpu", args)
+    cut = [ids[mask].tolist() for ids, mask in zip(samples.completion_ids, samples.completion_mask)]
+    assert cut == [[9, 1], [4, 4, 4, 1], [10, 11]]
 
 
-def test_first_numbers_are_exactly_zero(tmp_path, monkeypatch):
-    """The cached references are what the model itself says, bit for bit, of matched and of mismatched rows; those of
-    the third step, in the second epoch, are still of the model that was loaded."""
+def test_a_run_mismatches_rows_and_keeps_its_reference(tmp_path, monkeypatch):
+    """The references are what the model itself says, bit for bit, of matched and of mismatched rows; those of the
+    third step, in the second epoch, are still of the model that was loaded. Labels are those of the task."""
     torch.set_default_dtype(torch.float32)
-    batches = []
-    update = kto.update
-
-    def kept(model, optimizer, batch, args):
-        batches.append(batch)
-        return update(model, optimizer, batch, args)
-
-    monkeypatch.setattr(kto, "update", kept)
+    batches, update = [], kto.update
+    monkeypatch.setattr(kto, "update", lambda *args: batches.append(args[2]) or update(*args))
     history = kto.train(kto.Args(task="sort", num_pairs=10, batch_size=9, micro_batch_size=4, max_steps=5, eval_every=0,
                                  eval_prompts=6, eval_samples=1, threads=1, device="cpu", learning_rate=1e-4,
                                  output_dir=str(tmp_path)))  # fmt: skip
     assert history[0]["eval/margin"] == 0.0
     assert history[1]["margin"] == history[1]["z"] == 0.0 and history[1]["accuracy"] == 0.5
     assert history[1]["desirable_logratio"] == 0.0 < history[3]["margin"]
-    model = load_model(TINY_MODEL)[0]
-    for batch in (batches[0], batches[2], batches[4]):
-        for i, row in enumerate(batch):
-            for completion, ref in ((row.completion, row.ref_logp), (batch[i - 1].completion, row.mismatched_ref_logp)):
-                ids = torch.tensor([row.prompt + completion])
+    model, tokenizer = load_model(kto.Args())
+
+    def tokens(samples) -> list[tuple]:
+        prompts = [ids[mask] for ids, mask in zip(samples.prompt_ids, samples.prompt_mask)]
+        return [(p, ids[m]) for p, ids, m in zip(prompts, samples.completion_ids, samples.completion_mask)]
+
+    for samples, ref_logps, labels, mismatched, other_logps in (batches[0], batches[2], batches[4]):
+        rows, others = tokens(samples), tokens(mismatched)
+        for i, (prompt, completion) in enumerate(rows):
+            digits, answer = tokenizer.decode(prompt)[1:-1], tokenizer.decode(completion[:-1])
+            assert labels[i] == (answer == "".join(sorted(digits)))
+            assert others[i][0].equal(prompt) and others[i][1].equal(rows[i - 1][1])
+        for found, expected in ((rows, ref_logps), (others, other_logps)):
+            for (prompt, completion), own in zip(found, expected):
+                ids = torch.cat([prompt, completion])
                 with torch.no_grad():
-                    logps = model(input_ids=ids).logits[0].log_softmax(-1)
-                at = range(len(row.prompt) - 1, ids.shape[1] - 1)
-                assert ref == pytest.approx(sum(logps[n, ids[0, n + 1]].item() for n in at), abs=1e-3)
+                    logps = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+                by_hand = logps[len(prompt) - 1 : -1].gather(1, completion[:, None])[:, 0]
+                torch.testing.assert_close(own[: len(completion)], by_hand, rtol=0, atol=1e-3)

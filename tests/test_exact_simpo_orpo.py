@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, log_probs, minimised, random_table, sigma, slope
 
 from algos import orpo, simpo
-from utils.models import TINY_MODEL, load_model
+from utils.lm import load_model
 
 pytestmark = pytest.mark.usefixtures("float64")
 SIMPO, ORPO = dict(beta=1.7, gamma=0.6), dict(beta=0.8)
@@ -60,25 +60,23 @@ def test_certain_and_impossible_completions_stay_finite_in_float32(name, w, l): 
 # through update
 
 
-def pair(module, prompt: int, chosen: int, rejected: int):
-    return module.Pair(PROMPTS[prompt], list(COMPLETIONS[chosen]), list(COMPLETIONS[rejected]))
+def samples_of(module, picks):
+    pairs = [(PROMPTS[p], list(COMPLETIONS[i]), list(COMPLETIONS[j])) for p, i, j in picks]
+    return module.make_samples(pairs, "cpu", module.Args(max_length=64))
 
 
-PICKS = [(0, 0, 3), (1, 4, 0), (0, 5, 2), (1, 6, 1), (1, 2, 2), (0, 5, 2), (0, 3, 6)]  # of unequal lengths and equal
+# both prompts, completions of one and of two tokens on either side, one pair of equal ones, one pair twice
+PICKS = [(0, 0, 3), (1, 4, 0), (0, 5, 2), (1, 6, 1), (1, 2, 2), (0, 5, 2), (0, 3, 6)]
 
 
-def some_pairs(module) -> list:
-    """Both prompts, completions of one and of two tokens on either side, one pair of equal ones, one pair twice."""
-    return [pair(module, *pick) for pick in PICKS]
-
-
-def movement(module, batch, table=None, **settings) -> np.ndarray:
+def movement(module, table=None, **settings) -> np.ndarray:
     """What one update by plain gradient descent with rate 1 subtracts from the table."""
     table = random_table(1) if table is None else table
     model = TabularLM(table)
     name = module.__name__.rpartition(".")[2]
-    defaults = SETTINGS[name] | dict(micro_batch_size=len(batch), max_grad_norm=1e9, precision="float32")
-    module.update(model, torch.optim.SGD(model.parameters(), 1.0), batch, module.Args(**defaults | settings))
+    defaults = SETTINGS[name] | dict(micro_batch_size=2 * len(PICKS), max_grad_norm=1e9, precision="float32")
+    args = module.Args(**defaults | settings)
+    module.update(model, torch.optim.SGD(model.parameters(), 1.0), samples_of(module, PICKS), args)
     return table - model.table.detach().numpy()
 
 
@@ -99,28 +97,33 @@ def objective(name, table, picks=PICKS, sft_coef=0.0, **settings) -> float:
 def test_update_descends_the_formula(name, settings):
     """The wiring: shift, mask, averages over tokens with the EOS, sign, mean over pairs, SFT term."""
     expected = slope(lambda table: objective(name, table, **settings), random_table(1))
-    ours = movement(MODULES[name], some_pairs(MODULES[name]), **settings)
+    ours = movement(MODULES[name], **settings)
     assert np.abs(expected).max() > 1e-2
     np.testing.assert_allclose(ours, expected, atol=1e-8)
     assert not ours[:, OUTSIDE].any(), "something after an EOS was trained"
 
 
 @both
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 50])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 100])
 def test_micro_batches_change_nothing(name, size):
     module, settings = MODULES[name], dict(sft_coef=0.5) if name == "simpo" else {}
-    np.testing.assert_allclose(movement(module, some_pairs(module), micro_batch_size=size, **settings),
-                               movement(module, some_pairs(module), **settings), atol=1e-10)  # fmt: skip
+    ours = movement(module, micro_batch_size=size, micro_batch_tokens=size % 3 * 8, **settings)
+    np.testing.assert_allclose(ours, movement(module, **settings), atol=1e-10)
 
 
 @both
 def test_padding_changes_nothing(name):
     """Beside a pair with a longer prompt and longer completions, on a real model in float64."""
-    module, model = MODULES[name], load_model(TINY_MODEL)[0].double()
-    short = [module.Pair([5, 6], [9, 1], [10, 1]), module.Pair([7], [4, 4, 4, 1], [1])]
-    long = module.Pair([3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 10, 11, 12, 1], [13, 1])
-    args = module.Args(micro_batch_size=8, precision="float32")
-    alone, beside = module.score_pairs(model, short, args), module.score_pairs(model, [*short, long], args)
+    module, model = MODULES[name], load_model(MODULES[name].Args())[0].double()
+    short = [([5, 6], [9, 1], [10, 1]), ([7], [4, 4, 4, 1], [1])]
+    long = ([3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 10, 11, 12, 1], [13, 1])
+    args = module.Args(max_length=64, precision="float32")
+
+    def scored(pairs) -> torch.Tensor:
+        with torch.no_grad():
+            return module.pair_logps(model, module.make_samples(pairs, "cpu", args)[:4], 2 * len(pairs), args)
+
+    alone, beside = scored(short), scored([*short, long])
     torch.testing.assert_close(beside[:2], alone, rtol=0, atol=1e-6)  # its norms are float32
     by_hand = []
     for p, *completions in short:
@@ -135,9 +138,11 @@ def test_metrics_by_hand():
     log = math.log
     chosen, rejected = (log(0.75) + 2 * log(0.5) + log(0.2)) / 4, (2 * log(0.5) + log(0.75) + log(0.1)) / 4
     common = {"accuracy": 2.5 / 4, "chosen_logp": pytest.approx(chosen), "rejected_logp": pytest.approx(rejected)}
-    assert simpo.preference_metrics(logps, 2.0) == common | {"margin": pytest.approx(2 * (chosen - rejected))}
+    mean = lambda columns: {name: values.mean().item() for name, values in columns.items()}  # noqa: E731
+    ours = mean(simpo.preference_metrics(logps, 2.0))
+    assert ours == common | {"margin": pytest.approx(2 * (chosen - rejected))}
     # odds 3, 1, 1, 1/4 against 1, 3, 1, 1/9
-    assert orpo.preference_metrics(logps) == common | {"margin": pytest.approx(log(9 / 4) / 4)}
+    assert mean(orpo.preference_metrics(logps)) == common | {"margin": pytest.approx(log(9 / 4) / 4)}
 
 
 # what they converge to
@@ -168,10 +173,9 @@ def test_training_reaches_the_optimum(name):
         return objective(name, table, picks, **settings)
 
     found = minimize(value, start[:, : len(PREFIXES)].ravel(), method="BFGS", options=dict(gtol=1e-7, maxiter=400))
-    batch = [pair(module, *pick) for pick in picks]
-    args = module.Args(**SETTINGS[name], **settings, micro_batch_size=len(batch), max_grad_norm=1e9,
+    args = module.Args(**SETTINGS[name], **settings, micro_batch_size=2 * len(picks), max_grad_norm=1e9,
                        precision="float32")  # fmt: skip
-    table = minimised(module.update, TabularLM(start), batch, args, 400, 0.1)
+    table = minimised(module.update, TabularLM(start), samples_of(module, picks), args, 400, 0.1)
     assert value(start[:, : len(PREFIXES)].ravel()) - found.fun > 0.02, "there was nothing to learn"
     assert objective(name, table, picks, **settings) == pytest.approx(found.fun, abs=1e-6)
     ours = np.exp([[log_probs(table, p, c).sum() for c in COMPLETIONS] for p in range(len(PROMPTS))])
