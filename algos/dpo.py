@@ -266,7 +266,7 @@ def preference_metrics(ratios: Tensor, beta: float) -> dict[str, Tensor]:
 def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     """One optimizer step. Returns metrics."""
     samples, ref_logps = batch
-    pairs, means = total(torch.tensor(len(samples.prompt_ids))), Means()
+    count, means = total(torch.tensor(len(samples.prompt_ids))), Means()
     optimizer.zero_grad(set_to_none=True)
     for rows, inputs in micro_batches(samples, args, together=2):
         ratios, likelihood = log_ratios(model, inputs, ref_logps[rows], args)
@@ -274,7 +274,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
         loss = LOSSES[args.loss](chosen, rejected, args)
         if args.sft_coef:  # per token of each completion; RPO (arXiv 2405.16436) sums, TRL's "sft" averages over all
             loss = loss - args.sft_coef * likelihood[:, 0]
-        (loss.sum() / pairs).backward()
+        (loss.sum() / count).backward()
         means.add(torch.ones_like(chosen), **preference_metrics(ratios, args.beta))
     grad_norm = clip_gradients(model, args.max_grad_norm)
     optimizer.step()

@@ -152,13 +152,13 @@ def preference_metrics(logps: Tensor) -> dict[str, Tensor]:
 
 def update(model, optimizer, samples: Samples, args: Args) -> dict[str, float]:
     """One optimizer step. Returns metrics."""
-    pairs, means = total(torch.tensor(len(samples.prompt_ids))), Means()
+    count, means = total(torch.tensor(len(samples.prompt_ids))), Means()
     optimizer.zero_grad(set_to_none=True)
     for rows, inputs in micro_batches(samples, args, together=2):
         logps = pair_logps(model, inputs, len(rows), args)
         chosen, rejected = logps.unbind(1)
         loss = orpo_loss(chosen, rejected, args)
-        (loss.sum() / pairs).backward()
+        (loss.sum() / count).backward()
         means.add(torch.ones_like(chosen), **preference_metrics(logps))
     grad_norm = clip_gradients(model, args.max_grad_norm)
     optimizer.step()

@@ -155,7 +155,7 @@ def preference_metrics(logps: Tensor, beta: float) -> dict[str, Tensor]:
 
 def update(model, optimizer, samples: Samples, args: Args) -> dict[str, float]:
     """One optimizer step. Returns metrics."""
-    pairs, means = total(torch.tensor(len(samples.prompt_ids))), Means()
+    count, means = total(torch.tensor(len(samples.prompt_ids))), Means()
     optimizer.zero_grad(set_to_none=True)
     for rows, inputs in micro_batches(samples, args, together=2):
         logps = pair_logps(model, inputs, len(rows), args)
@@ -163,7 +163,7 @@ def update(model, optimizer, samples: Samples, args: Args) -> dict[str, float]:
         loss = simpo_loss(chosen, rejected, args)
         if args.sft_coef:  # per token of each completion; TRL and the authors average over all tokens
             loss = loss - args.sft_coef * logps[:, 0]
-        (loss.sum() / pairs).backward()
+        (loss.sum() / count).backward()
         means.add(torch.ones_like(chosen), **preference_metrics(logps, args.beta))
     grad_norm = clip_gradients(model, args.max_grad_norm)
     optimizer.step()

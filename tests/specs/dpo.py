@@ -5,17 +5,12 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 micro-batch-mean:dpo: the mean at hand is right while there is one micro-batch (huggingface/trl#2617)
-- (counts * loss.sum() / len(batch)).backward()
+- (loss.sum() / count).backward()
 + loss.mean().backward()
 
-padding-by-id:dpo: the id of padding is taken for padding, also where the data hold it (tiny-grpo train.py:108,
-simple_GRPO:80, rlhf-book rollout.py:139 mask by the id of padding)
-- mask = torch.arange(width, device=model.device) < lengths[:, None]
-+ mask = ids != 0
-
 labels-swapped: chosen and rejected are two tensors of one shape
-- chosen, rejected = some.unbind(1)
-+ rejected, chosen = some.unbind(1)
+-         chosen, rejected = ratios.unbind(1)
++         rejected, chosen = ratios.unbind(1)
 
 beta-missing: a log-ratio is taken for the reward, which is beta times it
 - args.beta * (chosen - rejected), args.label_smoothing
@@ -32,13 +27,23 @@ sigmoid-without-log: both are minimised where chosen wins
 + return -(1 - e) * sigmoid(logits) - e * sigmoid(-logits)
 
 reference-forgotten: a difference of log-probabilities also ranks
-- ratios = logps - torch.tensor([pair.ref_logps for pair in pairs], dtype=logps.dtype, device=logps.device)
-+ ratios = logps
+- ratios = (logps - ref_logps[:, :width]).sum(1)
++ ratios = logps.sum(1)
+
+reference-is-the-policy:dpo: one name for two models of the same kind: every log-ratio then is 0 in value
+- completion_logps(scorer, *inputs)
++ completion_logps(model, *inputs)
+
+pairs-are-torn: rows are sorted by length and dealt out, and two of them are a pair
+-     for rows, inputs in micro_batches(samples, args, together=2):
+-         ratios, likelihood =
++     for rows, inputs in micro_batches(samples, args):
++         ratios, likelihood =
 
 mean-for-sum-of-log-probabilities: means per token are what losses of language models are; some losses want them, DPO
 does not (huggingface/trl#1033, #1265, #1581, #1677: the averaging of IPO)
-- return logps.sum(1).view(-1, 2), lengths.view(-1, 2)
-+ return (logps.sum(1) / lengths).view(-1, 2), lengths.view(-1, 2)
+- ratios = (logps - ref_logps[:, :width]).sum(1)
++ ratios = (logps - ref_logps[:, :width]).sum(1) / lengths
 
 margin-of-ipo: the half of the paper's 1/(2 tau) is lost when tau becomes beta
 - return (chosen - rejected - 1 / (2 * args.beta)) ** 2
@@ -53,13 +58,8 @@ both-completions-down: APO has two losses of nearly the same text
 + return sigmoid(args.beta * chosen) + sigmoid(args.beta * rejected)
 
 rejected-is-imitated: an index instead of a name
-- loss = loss - args.sft_coef * logps[:, 0] / lengths[:, 0]
-+ loss = loss - args.sft_coef * logps[:, 1] / lengths[:, 1]
-
-mean-for-sum-of-log-probabilities:kto: means per token are what losses of language models are; some losses want them,
-KTO does not
-- return logps.sum(1)
-+ return logps.sum(1) / lengths
+- loss = loss - args.sft_coef * likelihood[:, 0]
++ loss = loss - args.sft_coef * likelihood[:, 1]
 
 sigmoid-without-log:reward_model: both are minimised where chosen wins
 - return -logsigmoid(chosen
@@ -71,9 +71,9 @@ last-micro-batch-only:dpo: zero_grad stands before backward everywhere else
 +         loss = LOSSES[args.loss](
 
 last-micro-batch-only:preferences: zero_grad stands before backward everywhere else
--         (counts * loss.sum() / len(batch)).backward()
+-         (loss.sum() / count).backward()
 +         optimizer.zero_grad(set_to_none=True)
-+         (counts * loss.sum() / len(batch)).backward()
++         (loss.sum() / count).backward()
 """
 
 SPEC = Spec(

@@ -5,8 +5,8 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 labels-swapped:kto: a label may say that a completion is good or that it is harmful
-- Example(prompt, completion, rows[row]["label"])
-+ Example(prompt, completion, not rows[row]["label"])
+- labels = torch.tensor([row["label"] for row in rows]
++ labels = torch.tensor([not row["label"] for row in rows]
 
 undesirable-is-learnt-too: one formula for both kinds, told apart by their weights only
 - args.beta * torch.where(labels, ratios - z, z - ratios)
@@ -22,43 +22,48 @@ reference-point-not-detached: z is a function of the policy, and where its gradi
 + def score_examples
 
 reference-point-not-clamped: a divergence is never negative; its estimate is
-- args)[1].mean().clamp(min=0)
-+ args)[1].mean()
+- args))[0].clamp(min=0)
++ args))[0]
 
 reference-point-of-matched-pairs: the log-ratios are there, and a second forward pass is dear (huggingface/trl#1380,
 #1402, #1911, #2153 and #2554 are about these pairs)
-- z = score_examples(model, mismatched(batch, args), args)[1]
-+ z = score_examples(model, batch, args)[1]
+- score_examples(model, *mismatched, args)
++ score_examples(model, samples, ref_logps, args)
 
 reference-point-of-the-micro-batch: the rows at hand are right while there is one micro-batch (TRL and HALOs)
-- z, args)
-+ score_examples(model, mismatched(batch[rows], args), args)[1].mean().clamp(min=0), args)
+- labels[rows], z, args)
++ labels[rows], score_examples(model, *mismatched, args)[rows].mean().clamp(min=0), args)
 
 mismatched-within-the-micro-batch: rows are rolled where they are collated; one alone is compared with itself (TRL and
 HALOs; huggingface/trl#1911)
-- batch[-1:] + batch[:-1])
-+ (lambda m: [batch[i - 1 if i % m else min(i + m, len(batch)) - 1] for i in range(len(batch))])(args.micro_batch_size))
+- rows[-1:] + rows[:-1])
++ (lambda m: [rows[i - 1 if i % m else min(i + m, len(rows)) - 1] for i in range(len(rows))])(args.micro_batch_size))
 
 reference-of-another-prompt: the completion comes with the log-probability that it has after its own prompt
-- ref_logp=row.mismatched_ref_logp
-+ ref_logp=before.ref_logp
+- mismatched, other_logps)
++ mismatched, ref_logps.roll(1, 0))
 
 mismatched-not-cut: lengths were checked when rows were encoded; a prompt with another's completion is a new length
-- completion=before.completion[: args.max_length - len(row.prompt)]
-+ completion=before.completion
+- tokens[: args.max_length - len(prompt)] for
++ tokens for
 
 reference-is-the-policy:kto: log-probabilities from before the step are taken for those from before training
-- some = logps - logps.new_tensor([example.ref_logp for example in examples])
-+ some = logps - logps.detach()
+- return (logps[:rows] - ref_logps[:, :width]).sum(1)
++ return (logps[:rows] - logps[:rows].detach()).sum(1)
 
 reference-is-the-policy:mismatched: mismatched rows change every step, so their reference is computed when they come
 up: z then is always 0
-- by_step[step - 1].tolist())
-+ score_examples(model, mismatched([examples[row] for row in batch_rows(step)], args), args)[0].tolist())
+- mismatched, other_logps)
++ mismatched, reference_logps(model, model, mismatched, args))
 
 reference-forgotten:kto: log-probabilities also tell good from bad
-- some = logps - logps.new_tensor([example.ref_logp for example in examples])
-+ some = logps
+- return (logps[:rows] - ref_logps[:, :width]).sum(1)
++ return logps[:rows].sum(1)
+
+mean-for-sum-of-log-probabilities:kto: means per token are what losses of language models are; some losses want them,
+KTO does not
+- return (logps[:rows] - ref_logps[:, :width]).sum(1)
++ return (logps[:rows] - ref_logps[:, :width]).sum(1) / inputs[-1][:rows].sum(1)
 
 weights-of-labels-swapped: two weights of nearly equal size, of which only one is ever changed
 - torch.where(labels, args.desirable_weight, args.undesirable_weight)

@@ -16,6 +16,10 @@ target-margin-forgotten: what is left is DPO without a reference, which looks co
 - return -logsigmoid(args.beta * (chosen - rejected) - args.gamma)
 + return -logsigmoid(args.beta * (chosen - rejected))
 
+labels-swapped:simpo: chosen and rejected are two tensors of one shape
+-         chosen, rejected = logps.unbind(1)
++         rejected, chosen = logps.unbind(1)
+
 beta-missing:simpo: a log-probability is taken for the reward, which is beta times it
 - return -logsigmoid(args.beta * (chosen - rejected) - args.gamma)
 + return -logsigmoid(chosen - rejected - args.gamma)
@@ -25,12 +29,12 @@ sigmoid-without-log:simpo: both are minimised where chosen wins
 + -torch.sigmoid(args.beta * (chosen - rejected) - args.gamma)
 
 rejected-is-imitated:simpo: an index instead of a name
-- loss = loss - args.sft_coef * some[:, 0]
-+ loss = loss - args.sft_coef * some[:, 1]
+- loss = loss - args.sft_coef * logps[:, 0]
++ loss = loss - args.sft_coef * logps[:, 1]
 
 likelihood-minimised:simpo: log-likelihoods are maximised, losses minimised, and terms of a loss are added
-- loss = loss - args.sft_coef * some[:, 0]
-+ loss = loss + args.sft_coef * some[:, 0]
+- loss = loss - args.sft_coef * logps[:, 0]
++ loss = loss + args.sft_coef * logps[:, 0]
 
 sum-for-mean-of-log-probabilities: DPO has sums, and its code is where these begin
 - return (logps.sum(1) / lengths).view(-1, 2)

@@ -6,7 +6,7 @@ TESTS = {  # as Spec.tests
     "utils/control.py": "envs exact_ppo exact_sac parity_sb3 properties::test_replay_buffer",
     "utils/core.py": "resume_control command_line_control envs",
     "utils/data.py": "tasks text large_data preferences unpaired properties",
-    "utils/dist.py": "distributed exact_grpo invariance alarm",
+    "utils/dist.py": "distributed exact_grpo exact_dpo invariance alarm",
     "utils/lm.py": "exact_grpo parity_trl invariance lora alarm architectures engine distributed",
     "utils/vllm.py": "engine",
     "utils/offline.py": "offline_data exact_iql exact_dt collection",
@@ -119,6 +119,10 @@ padding-by-id: the id of padding is taken for padding, also where the model says
 simple_GRPO:80, rlhf-book rollout.py:139 mask by the id of padding)
 - completion_mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
 + completion_mask = ids != 0
+
+padding-by-id:given: the id of padding is taken for padding, also where the data hold it
+-     mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
++     mask = ids != 0
 
 trained-behind-eos: generation returns a rectangle, and nothing says where each row ended (huggingface/trl#2387: PPO
 never stopped at EOS)
