@@ -9,7 +9,6 @@ The differences that remain, each of them named in algos/dpo.py and pinned here:
 """
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -17,24 +16,25 @@ from safetensors.torch import load_file
 
 from algos import dpo
 from benchmarks.peers.make_trl_dpo_fixtures import BETA, NAMES, PATH, SMOOTHING, B, by_trl, inputs
-from utils.models import TINY_MODEL, load_model
-from utils.preferences import load_preferences
-from utils.text import encode_pair
+from utils.data import encode_answers, load_pairs
+from utils.lm import TINY_MODEL, load_model
 
 live = pytest.mark.usefixtures("needs_trl")
 
 
 def by_script(name: str, data: dict, sft_coef: float = 0.0, **settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as `update` composes it, with a model that is these log-probabilities."""
+    """The same as `update` composes it, in micro-batches, with a model that is these log-probabilities: completions of
+    row i are tokens i."""
     settings = dict(beta=BETA, label_smoothing=SMOOTHING) | settings
-    args = dpo.Args(loss=name, sft_coef=sft_coef, micro_batch_size=4, max_grad_norm=1e9, **settings)
-    table = torch.nn.Parameter(data["logps"].clone())
-    pairs = [dpo.Pair([0], [i], [B + i], tuple(data["ref"].sum(1)[[i, B + i]].tolist())) for i in range(B)]
+    args = dpo.Args(loss=name, sft_coef=sft_coef, micro_batch_size=8, max_length=99, max_grad_norm=1e9, **settings)
+    model, sizes = torch.nn.Module(), data["mask"].sum(1).tolist()
+    model.table, model.device = torch.nn.Parameter(data["logps"].clone()), torch.device("cpu")
+    samples = dpo.make_samples([([0], [i] * sizes[i], [B + i] * sizes[B + i]) for i in range(B)], "cpu", args)
+    ref_logps = data["ref"][samples.completion_ids[:, 0], : samples.completion_ids.shape[1]]
     total = torch.zeros((), dtype=torch.float64)
 
-    def pair_logps(_, some, __):
-        rows = torch.tensor([[p.chosen[0], p.rejected[0]] for p in some])
-        return table.sum(1)[rows], data["mask"].sum(1)[rows]
+    def completion_logps(_, __, ___, ids, mask):
+        return model.table[ids[:, 0], : ids.shape[1]] * mask, None
 
     def counted(*inputs):
         losses = LOSSES[name](*inputs)
@@ -43,17 +43,15 @@ def by_script(name: str, data: dict, sft_coef: float = 0.0, **settings) -> tuple
         return losses
 
     LOSSES = dict(dpo.LOSSES)
-    model = torch.nn.Module()
-    model.table, model.device = table, table.device
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dpo, "pair_logps", pair_logps)
+        patch.setattr(dpo, "completion_logps", completion_logps)
         patch.setitem(dpo.LOSSES, name, counted)
-        patch.setattr(torch, "zeros", partial(torch.zeros, dtype=torch.float64))  # log-probabilities are, here
-        dpo.update(model, torch.optim.SGD(model.parameters(), 0.0), pairs, args)
+        batch = dpo.Batch(samples, ref_logps * samples.completion_mask)
+        dpo.update(model, torch.optim.SGD(model.parameters(), 0.0), batch, args)
     if sft_coef:
         logps, mask = data["logps"][:B], data["mask"][:B]
         total -= sft_coef * (logps.sum(1) / mask.sum(1)).mean()
-    return total, table.grad * data["mask"]
+    return total, model.table.grad * data["mask"]
 
 
 def masked(pair, data):
@@ -131,7 +129,7 @@ def test_a_whole_step(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    rows = [{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in load_preferences("sort", 6, 0).train]
+    rows = [{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in load_pairs("sort", 6, 0).train]
     model, ref = (AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32) for _ in range(2))
     torch.manual_seed(0)
     with torch.no_grad():
@@ -149,12 +147,13 @@ def test_a_whole_step(tmp_path):
     loss.backward()
     theirs = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
 
-    ours, our_tokenizer = load_model(TINY_MODEL)
-    args = dpo.Args(beta=BETA, micro_batch_size=4, precision="float32", max_grad_norm=1e9)
-    pairs = [dpo.Pair(*encode_pair(row, our_tokenizer, [our_tokenizer.eos_token_id])) for row in rows]
-    logps = dpo.score_pairs(ref, pairs, args)[0]
-    pairs = [pair._replace(ref_logps=tuple(logps[i].tolist())) for i, pair in enumerate(pairs)]
-    metrics = dpo.update(ours, torch.optim.SGD(ours.parameters(), 0.0), pairs, args)
+    args = dpo.Args(beta=BETA, micro_batch_size=8, max_length=64, precision="float32", max_grad_norm=1e9)
+    ours, our_tokenizer = load_model(args)
+    eos = ours.generation_config.eos_token_id
+    pairs = [encode_answers(row, [row["chosen"], row["rejected"]], our_tokenizer, eos) for row in rows]
+    samples = dpo.make_samples(pairs, "cpu", args)
+    batch = dpo.Batch(samples, dpo.reference_logps(ours, ref, samples, args))
+    metrics = dpo.update(ours, torch.optim.SGD(ours.parameters(), 0.0), batch, args)
     gradient = torch.cat([p.grad.flatten() for p in ours.parameters()])
     assert abs(loss.item() - math.log(2)) > 0.01
     assert ((gradient - theirs).norm() / theirs.norm()).item() < 1e-5

@@ -8,8 +8,6 @@ The differences that remain, each of them named in the scripts and pinned here:
     - TRL's KTO takes z over a micro-batch.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,9 +25,8 @@ from benchmarks.peers.make_trl_preferences_fixtures import (
     equal_lengths,
     inputs,
 )
-from utils.models import TINY_MODEL, load_model
-from utils.preferences import load_preferences, load_unpaired
-from utils.text import encode_pair, encode_row
+from utils.data import encode_answers, load_pairs, load_unpaired
+from utils.lm import TINY_MODEL, load_model
 
 live = pytest.mark.usefixtures("needs_trl")
 cases = pytest.mark.parametrize("case", CASES)
@@ -46,7 +43,7 @@ def by_script(case: str, data: dict) -> tuple[torch.Tensor, torch.Tensor]:
     model = torch.nn.Module()
     model.device = torch.device("cpu")
     model.table = torch.nn.Parameter(data["logps"].clone())
-    sizes, ref, kl_ref = data["mask"].sum(1).tolist(), data["ref"].sum(1).tolist(), data["kl_ref"].sum(1).tolist()
+    sizes = data["mask"].sum(1).tolist()
 
     def completion_logps(_, prompt_ids, __, ids, mask):
         prompts = prompt_ids[:, -1].repeat_interleave(len(ids) // len(prompt_ids))
@@ -58,18 +55,22 @@ def by_script(case: str, data: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
     if name == "kto":
         args.desirable_weight, args.undesirable_weight = WEIGHTS
-        batch = [kto.Example([i], [i] * sizes[i], bool(data["labels"][i]), ref[i], kl_ref[i]) for i in range(2 * B)]
+        own, others = ([([i], [i - shift] * sizes[i - shift]) for i in range(2 * B)] for shift in (0, 1))
+        own, others = (kto.make_samples([(p, [x % (2 * B) for x in c]) for p, c in rows], "cpu", args)
+                       for rows in (own, others))  # fmt: skip
+        ref, kl_ref = (data[name][:, : own.completion_ids.shape[1]] for name in ("ref", "kl_ref"))
+        labels = data["labels"].bool()
+        batch = kto.Batch(own, ref * own.completion_mask, labels, others, kl_ref * others.completion_mask)
     else:
-        batch = [module.Pair([i], [i] * sizes[i], [B + i] * sizes[B + i]) for i in range(B)]
+        batch = module.make_samples([([i], [i] * sizes[i], [B + i] * sizes[B + i]) for i in range(B)], "cpu", args)
     if name == "simpo":
         args.gamma, args.sft_coef = GAMMA, SFT if case == "simpo-sft" else 0.0
     losses, loss = [], getattr(module, f"{name}_loss")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "completion_logps", completion_logps)
         patch.setattr(module, f"{name}_loss", lambda *x: losses.append(loss(*x)) or losses[-1])
-        patch.setattr(torch, "zeros", partial(torch.zeros, dtype=torch.float64))  # log-probabilities are, here
         module.update(model, torch.optim.SGD(model.parameters(), 0.0), batch, args)
-    total = torch.cat(losses).detach().sum() / len(batch)
+    total = torch.cat(losses).detach().sum() / (2 * B if name == "kto" else B)
     if case == "simpo-sft":
         total -= SFT * (data["logps"][:B].sum(1) / data["mask"][:B].sum(1)).mean()
     return total, model.table.grad
@@ -153,7 +154,7 @@ def test_a_whole_step_of_simpo(tmp_path):
     from transformers import AutoTokenizer
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
-    rows = [{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in load_preferences("countdown", 6, 0).train]
+    rows = [{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in load_pairs("countdown", 6, 0).train]
     model, _ = two_models()
     settings = config(CPOConfig, tmp_path, per_device_train_batch_size=6, beta=2.0, simpo_gamma=0.7, cpo_alpha=0.0,
                       loss_type="simpo")  # fmt: skip
@@ -163,10 +164,12 @@ def test_a_whole_step_of_simpo(tmp_path):
     loss.backward()
     theirs = gradient(trainer.model)
 
-    ours, tokenizer = load_model(TINY_MODEL)
-    args = simpo.Args(beta=2.0, gamma=0.7, micro_batch_size=4, precision="float32", max_grad_norm=1e9)
-    pairs = [simpo.Pair(*encode_pair(row, tokenizer, [tokenizer.eos_token_id])) for row in rows]
-    metrics = simpo.update(ours, torch.optim.SGD(ours.parameters(), 0.0), pairs, args)
+    args = simpo.Args(beta=2.0, gamma=0.7, micro_batch_size=8, max_length=64, precision="float32", max_grad_norm=1e9)
+    ours, tokenizer = load_model(args)
+    eos = ours.generation_config.eos_token_id
+    pairs = [encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos) for row in rows]
+    samples = simpo.make_samples(pairs, "cpu", args)
+    metrics = simpo.update(ours, torch.optim.SGD(ours.parameters(), 0.0), samples, args)
     assert ((gradient(ours) - theirs).norm() / theirs.norm()).item() < 1e-5
     (margin,) = trainer._stored_metrics["train"]["rewards/margins"]
     assert metrics["margin"] == pytest.approx(margin, rel=1e-4)
@@ -192,17 +195,19 @@ def test_a_whole_step_of_kto(size, tmp_path):
 
     from transformers import AutoModelForCausalLM
 
-    _, tokenizer = load_model(TINY_MODEL)
     ours = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
     ours.load_state_dict(two_models()[1].state_dict())
     args = kto.Args(beta=0.5, undesirable_weight=0.8, micro_batch_size=4, max_length=64, precision="float32",
                     max_grad_norm=1e9)  # fmt: skip
-    encoded = [(encode_row(row, tokenizer, [tokenizer.eos_token_id]), row) for row in rows]
-    examples = [kto.Example(*tokens, row["label"]) for tokens, row in encoded]
-    logps = kto.score_examples(ref, examples, args)[0].tolist()
-    kl_logps = kto.score_examples(ref, kto.mismatched(examples, args), args)[0].tolist()
-    examples = [e._replace(ref_logp=a, mismatched_ref_logp=b) for e, a, b in zip(examples, logps, kl_logps)]
-    metrics = kto.update(ours, torch.optim.SGD(ours.parameters(), 0.0), examples, args)
+    loaded, tokenizer = load_model(args)
+    eos = loaded.generation_config.eos_token_id
+    tokens = [encode_answers(row, [row["completion"]], tokenizer, eos) for row in rows]
+    others = [(prompt, before[1]) for (prompt, _), before in zip(tokens, tokens[-1:] + tokens[:-1])]
+    own, others = (kto.make_samples(some, "cpu", args) for some in (tokens, others))
+    labels = torch.tensor([row["label"] for row in rows])
+    ref_logps, kl_logps = (kto.reference_logps(ours, ref, some, args) for some in (own, others))
+    batch_of_ours = kto.Batch(own, ref_logps, labels, others, kl_logps)
+    metrics = kto.update(ours, torch.optim.SGD(ours.parameters(), 0.0), batch_of_ours, args)
     same = size == 7
     assert len(batch["label"]) == size
     assert (((gradient(ours) - theirs).norm() / theirs.norm()).item() < 1e-5) == same
