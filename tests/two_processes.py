@@ -59,6 +59,19 @@ def batch_of(module, model):
             2, 16, (int(torch.randint(1, 9, (1,), generator=generator)),), generator=generator
         ).tolist()
 
+    if hasattr(module, "make_samples"):
+        texts = [[tokens() for _ in range(2 if module.NAME in ("kto", "sft") else 3)] for _ in PROMPTS]
+        dtype, args = next(model.parameters()).dtype, arguments(module)
+
+        def scored(some) -> tuple:
+            samples = module.make_samples(some, "cpu", args)
+            noise = torch.randn(samples.logps.shape, generator=generator, dtype=dtype).abs()
+            return samples, (-2.5 + noise) * samples.completion_mask
+
+        if module.NAME == "kto":
+            others = [[prompt, before[1]] for (prompt, _), before in zip(texts, texts[-1:] + texts[:-1])]
+            return module.Batch(*scored(texts), torch.arange(len(texts)) % 2 == 0, *scored(others))
+        return module.Batch(*scored(texts)) if hasattr(module, "Batch") else scored(texts)[0]
     for kind, parts in (("Pair", ("prompt", "chosen", "rejected")), ("Example", ("prompt", "completion"))):
         if hasattr(module, kind):
             made = [getattr(module, kind)(**{part: tokens() for part in parts}) for _ in range(5)]
@@ -78,12 +91,10 @@ def batch_of(module, model):
 
 def part_of(batch, rank: int):
     """What one process of two has: groups or rows, whole."""
-    mine = slice(0, FIRST) if rank == 0 else slice(FIRST, None)
-    if isinstance(batch, list):
-        return batch[mine]
-    rows = slice(0, FIRST * G) if rank == 0 else slice(FIRST * G, None)
-    samples = Samples(*(x[mine] for x in batch.samples[:2]), *(x[rows] for x in batch.samples[2:]))
-    return type(batch)(samples, *(x[rows] for x in batch[1:]))
+    if isinstance(batch, list | torch.Tensor):
+        cut = FIRST * len(batch) // len(PROMPTS)
+        return batch[:cut] if rank == 0 else batch[cut:]
+    return type(batch)(*(part_of(part, rank) for part in batch))
 
 
 def arguments(module, **more):
@@ -220,6 +231,7 @@ def scripts() -> list[str]:
     modules = {name: importlib.import_module(f"algos.{name}") for name in LANGUAGE}
     plain = ("samples", "rewards", "ref_logps")
     return [name for name, module in modules.items() if hasattr(module, "Pair") or hasattr(module, "Example")
+            or hasattr(module, "make_samples")
             or getattr(getattr(module, "Batch", None), "_fields", ()) == plain]  # fmt: skip
 
 
