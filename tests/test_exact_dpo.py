@@ -255,6 +255,15 @@ def test_ipo_converges_to_its_own_target():
 # the reference
 
 
+@pytest.mark.parametrize("size, tokens", [(1, 0), (4, 0), (8, 20), (100, 0)])
+def test_the_reference_scores_every_token(size, tokens):
+    """In the order of the rows, whatever rows share a micro-batch with them."""
+    samples, expected = batch_of(some_pairs())
+    args = dpo.Args(micro_batch_size=size, micro_batch_tokens=tokens, precision="float32")
+    ours = dpo.reference_logps(TabularLM(random_table(1)), TabularLM(REF), samples, args)
+    torch.testing.assert_close(ours, expected)
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_first_margins_are_exactly_zero(lora, tmp_path, monkeypatch):
     """The reference is what the model itself says, bit for bit, for trained and for held-out pairs; and it stays the

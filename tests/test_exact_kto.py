@@ -126,6 +126,9 @@ def test_update_descends_the_formula(table, ref):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 50])
 def test_micro_batches_change_nothing(size, tokens):
     """Seven rows: no size but 1 divides them, and with 2, 3 and 6 the last one holds a single row."""
+    samples, expected, *_ = batch_of(ROWS)
+    args = kto.Args(micro_batch_size=size, micro_batch_tokens=tokens, precision="float32")
+    torch.testing.assert_close(kto.reference_logps(None, TabularLM(REF), samples, args), expected)
     ours, metrics = step(ROWS, micro_batch_size=size, micro_batch_tokens=tokens)
     whole, expected = step(ROWS)
     np.testing.assert_allclose(ours, whole, atol=1e-12)
