@@ -25,6 +25,7 @@ Run
     python algos/kto.py --task sort --max-steps 40           a smaller task
     python algos/kto.py --model ORG/NAME --task trl-lib/kto-mix-14k --max-steps 420
     python algos/kto.py --model ORG/NAME --task rows.jsonl --undesirable-weight 2 --lora-rank 32
+    The authors' own run: algos/README.md.
 
 Expect
     The default run takes 20 seconds on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8 0.43
