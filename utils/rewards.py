@@ -1,19 +1,37 @@
-"""Rewards: the task's own score, the user's functions, called as TRL's trainers call them, and reward models."""
+"""Rewards: the task's own score, the user's functions, called as TRL's trainers call them, and reward models. And
+evaluation on held-out prompts."""
 
+import asyncio
 import importlib
 import importlib.util
+import inspect
 import math
-import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from utils.core import UserError, rng_state, set_rng_state
-from utils.data import Task, encode_prompt, present
+from utils.core import UserError, find_users_code, rng_state, set_rng_state
+from utils.data import Task, encode_prompt, encode_whole, present, shared
 from utils.dist import Samples, gathered, mean, share
 from utils.lm import sample_all
+
+SCORED_AT_ONCE = 64  # sequences in one forward pass of a reward model
+
+
+@cache
+def run_file(path: Path) -> ModuleType:
+    """The file as a module. It is run once, so its functions share what it holds."""
+    spec: Any = importlib.util.spec_from_file_location(f"users_{path.stem}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
+    find_users_code(path.parent)
+    spec.loader.exec_module(module)
+    return module
 
 
 def load_function(spec: str) -> Callable:
@@ -21,68 +39,142 @@ def load_function(spec: str) -> Callable:
     source, _, name = spec.rpartition(":")
     try:
         if source.endswith(".py"):
-            found = importlib.util.spec_from_file_location(f"users_{Path(source).stem}", source)
-            module = sys.modules[found.name] = importlib.util.module_from_spec(found)
-            sys.path.append(str(Path(source).resolve().parent))
-            found.loader.exec_module(module)
-        else:
-            sys.path.append(os.getcwd())
-            module = importlib.import_module(source)
-        return getattr(module, name)
+            return getattr(run_file(Path(source).expanduser().resolve(strict=True)), name)
+        find_users_code(Path.cwd())
+        return getattr(importlib.import_module(source), name)
     except (ValueError, FileNotFoundError, ModuleNotFoundError, AttributeError) as error:
         raise UserError(f"cannot load {spec} ({error}): give FILE.py:NAME or PACKAGE.MODULE:NAME") from error
 
 
-class RewardModel:
-    """A sequence classifier with one label, called as a reward function."""
+def set_padding(model, tokenizer) -> None:
+    """Pads on the right with a token that the tokenizer and the configuration agree on. Decoders are pooled at the last
+    token whose id is not that of padding: where it was EOS, the score would be read one token earlier. GPT-2, which has
+    no special token but EOS, pads with it."""
+    config = model.config.get_text_config()
+    special = sorted((i for i, token in tokenizer.added_tokens_decoder.items() if token.special), reverse=True)
+    ids = [config.pad_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, *special]
+    config.pad_token_id = next((i for i in ids if i not in (None, tokenizer.eos_token_id)), tokenizer.eos_token_id)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
+    tokenizer.padding_side = "right"
 
-    def __init__(self, path: str, device: torch.device):
+
+def encode_scored(row: dict, answer: str | list[dict], tokenizer) -> list[int]:
+    """Token ids of the row's prompt and an answer to it. Chat messages: all that the template makes of them. Text: up
+    to the answer's first EOS, which is added where there is none: one that a length limit cut off ends there."""
+    ids = encode_whole(row, answer, tokenizer)
+    if not isinstance(present(row, tokenizer), str):
+        return ids
+    start, eos = shared(encode_prompt(row, tokenizer), ids), tokenizer.eos_token_id
+    return ids[:start] + [*ids[start:], eos][: [*ids[start:], eos].index(eos) + 1]
+
+
+def sequence_scores(model, sequences: list[list[int]]) -> Tensor:
+    """Scores (B,) of B token lists, padded on the right: the model's own forward pass, so its own pooling."""
+    width, pad = max(map(len, sequences)), model.config.get_text_config().pad_token_id
+    ids = torch.tensor([s + [pad] * (width - len(s)) for s in sequences], device=model.device)
+    mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in sequences], device=model.device)
+    scores = model(input_ids=ids, attention_mask=mask).logits[:, 0]
+    return scores if scores.dtype == torch.float64 else scores.float()
+
+
+class RewardModel:
+    """A sequence classifier with one label. It sees rows as its own tokenizer and chat template show them."""
+
+    def __init__(self, path: str, device: torch.device | str, trust_remote_code: bool = False):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        self.__name__, self.tokenizer = Path(path).name, AutoTokenizer.from_pretrained(path)
-        self.model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1).to(device).eval()
+        path = str(Path(path).expanduser())
+        self.__name__, wrong = Path(path).name, f"cannot load the reward model {path}"
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            self.model, found = AutoModelForSequenceClassification.from_pretrained(
+                path, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True)  # fmt: skip
+        except (OSError, ValueError, ImportError) as error:
+            raise UserError(f"{wrong} ({str(error).partition(chr(10))[0]})") from error
+        if found["missing_keys"] or self.model.config.num_labels != 1:  # a missing head would be drawn at random
+            raise UserError(f"{wrong}: it must be a sequence classifier with one label, as reward_model.py trains it")
+        set_padding(self.model.to(device).eval(), self.tokenizer)
+        self.model.config.get_text_config().use_cache = False  # keys and values would outweigh the model
 
     @torch.no_grad()
-    def __call__(self, prompts: list, completions: list, **_) -> list[float]:
-        scores = []
-        for prompt, completion in zip(prompts, completions):
-            if isinstance(prompt, str):
-                ids = self.tokenizer(prompt + completion + self.tokenizer.eos_token, return_tensors="pt")["input_ids"]
-            else:
-                ids = self.tokenizer.apply_chat_template(prompt + completion, return_tensors="pt", return_dict=False)
-            scores.append(self.model(ids.to(self.model.device)).logits[0, 0].item())
-        return scores
+    def __call__(self, rows: list[dict], texts: list[str]) -> list[float]:
+        ids = [encode_scored(row, text, self.tokenizer) for row, text in zip(rows, texts)]
+        parts = [ids[i : i + SCORED_AT_ONCE] for i in range(0, len(ids), SCORED_AT_ONCE)]
+        return torch.cat([sequence_scores(self.model, part) for part in parts]).tolist()
+
+
+def checked(name: str, answer: Any, count: int) -> list[float]:
+    """What a function returned as numbers, None as NaN."""
+    try:
+        values = [] if isinstance(answer, (str, dict, set)) else [x if x is None else float(x) for x in answer]
+    except (TypeError, ValueError):
+        values = []
+    if len(values) != count or any(x is not None and not abs(x) <= torch.finfo(torch.float32).max for x in values):
+        raise UserError(f"the reward function {name} returned {answer!r:.200}: it must return a list of {count} finite "
+                        "numbers, one for each completion, or None to skip one")  # fmt: skip
+    return [math.nan if x is None else x for x in values]
+
+
+async def awaited(values: list) -> list:
+    """The values; in place of those that are awaitable what they give, all awaited at the same time."""
+
+    async def result(value):
+        return await value if inspect.isawaitable(value) else value
+
+    return await asyncio.gather(*map(result, values))
 
 
 def make_scorer(task: Task, args, tokenizer, device) -> Callable:
     """Returns score(rows, texts, completion_ids, step) -> rewards (B,), NaN where every function returned None (the
-    sample is skipped), and columns to log. Without specs the task's own score is the reward, with them it is logged."""
-    specs, weights = args.reward, args.reward_weights
+    sample is skipped), and columns to log. Without --reward the task's own score is the reward, with it it is logged.
+    Rewards are added up by their weights; --combine min or mean-std puts one number in place of the reward models' raw
+    scores first: their least, or mean minus population deviation (arXiv 2310.02743)."""
+    specs, weights = args.reward, torch.tensor(args.reward_weights or [1.0] * len(args.reward))
+    if len(weights) != len(specs):
+        raise UserError(f"--reward-weights has {len(weights)} numbers for {len(specs)} rewards: give one for each")
     if not specs and task.score is None:
         raise UserError(f"the task {task.name} cannot score answers itself: give --reward FILE.py:FUNCTION")
-    functions = [load_function(spec) if ":" in spec else RewardModel(spec, device) for spec in specs]
-    weight = torch.tensor(weights or [1.0] * len(specs))
+    functions = [
+        RewardModel(spec, device, args.trust_remote_code)
+        if Path(spec).expanduser().is_dir() or (":" not in spec and "/" in spec)
+        else load_function(spec)
+        for spec in specs
+    ]
+    combine = getattr(args, "combine", "sum")
+    models = [j for j, function in enumerate(functions) if isinstance(function, RewardModel)]
+    names = [getattr(f, "__name__", spec.rpartition(":")[2]) for f, spec in zip(functions, specs)]
+    names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
 
-    def score(rows: list[dict], texts: list[str], completion_ids: list, step: int) -> tuple[torch.Tensor, dict]:
+    def score(rows: list[dict], texts: list[str], completion_ids: list, step: int) -> tuple[Tensor, dict[str, float]]:
         own = torch.tensor([task.score(row, text) for row, text in zip(rows, texts)]) if task.score else None
         if not specs:
             return own, {}
-        prompts = [present(row, tokenizer) for row in rows]
+        prompts, logged = [present(row, tokenizer) for row in rows], {}
         chat = not isinstance(prompts[0], str)
-        completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
-        more = {key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")}
-        table = torch.tensor(
-            [
-                [
-                    math.nan if x is None else float(x)
-                    for x in function(prompts=prompts, completions=completions, completion_ids=completion_ids, **more)
-                ]
-                for function in functions
-            ]
-        )
-        columns = {f"reward/{f.__name__}": row.nanmean().item() for f, row in zip(functions, table)}
-        total = (table.T * weight).nansum(1).masked_fill(table.isnan().all(0), math.nan)
-        return total, columns | ({"reward/task": own.mean().item()} if own is not None else {})
+        keywords = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+        keywords |= {
+            "prompts": prompts,
+            "completions": [[{"role": "assistant", "content": text}] if chat else text for text in texts],
+            "completion_ids": completion_ids,
+            "trainer_state": SimpleNamespace(global_step=step, max_steps=args.max_steps),
+            "log_metric": lambda name, value: logged.setdefault(name, []).append(float(value)),
+            "log_extra": lambda name, values: None,
+        }
+        returned = [f(rows, texts) if isinstance(f, RewardModel) else f(**keywords) for f in functions]
+        if any(map(inspect.isawaitable, returned)):
+            returned = asyncio.run(awaited(returned))
+        table = torch.tensor([checked(name, answer, len(rows)) for name, answer in zip(names, returned)]).T
+        columns = {f"reward/{name}": mean(values) for name, values in zip(names, table.T.tolist())}
+        columns |= {f"reward/{name}": mean(values) for name, values in logged.items()}
+        columns |= {} if own is None else {"reward/task": own.mean().item()}
+        weighted = table * weights
+        if models and combine != "sum":
+            raw = table[:, models]
+            one = raw.amin(1) if combine == "min" else raw.mean(1) - raw.std(1, correction=0)
+            weighted[:, models] = 0.0
+            weighted[:, models[0]] = one
+        total = weighted.nansum(1).masked_fill(table.isnan().all(1), math.nan)
+        return total, {name: value for name, value in columns.items() if not math.isnan(value)}
 
     return score
 
