@@ -113,6 +113,18 @@ def in_order(items, workers: int) -> None:
     items[:] = ordered + short
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_pictures():
+    """Curves are empty files in this process: to draw one takes longer than a tiny run. helpers.py can draw them."""
+    from unittest import mock
+
+    def touch(history, curves, title, path):
+        path.touch()
+
+    with mock.patch("utils.core.plot", touch), mock.patch("utils.run.plot", touch):
+        yield
+
+
 @pytest.fixture
 def alarm(request) -> float:
     """How often a pair of fresh seeds may fall below a band in this run (benchmarks/curves.py)."""

@@ -480,7 +480,7 @@ def test_actions_reach_the_bounds_and_no_farther():
 
 def test_an_action_of_one_value():
     """It has no place in [-1, 1]."""
-    with pytest.raises(UserError, match="upper bounds must be above lower ones"):
+    with pytest.raises(UserError, match="upper bounds must be above the lower"):
         check_spaces(with_actions([0, 0]), 2, Box(np.array([0, -1], np.float32), np.array([0, 1], np.float32)))
 
 

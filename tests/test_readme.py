@@ -21,7 +21,6 @@ from algos import reward_model
 from benchmarks import chain
 from tests.family import code_of, without_args
 from tests.specs import SPECS
-from utils import run as run_module
 from utils.lm import TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,12 +43,6 @@ def tiny(script: str) -> dict:
     small = {name: args[name] for name in named - {"task", "device", "save_every"}}
     small |= {"max_steps": 2} if "model" in fields else {}
     return small | {name: value for name, value in SHORT.items() if name in fields}
-
-
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch):
-    """No picture is drawn of these runs: it would take much of their time."""
-    monkeypatch.setattr(run_module, "plot", lambda *_: None)
 
 
 def commands() -> list[str]:

@@ -189,7 +189,7 @@ def copy_of_model(*args, **kwargs) -> transformers.PreTrainedModel:
 
 def train(algo: str, settings: dict, output_dir: Path) -> tuple[list[dict], dict, Counts]:
     """The history, the resolved arguments and the counts of a run. Settings that only other scripts know are left out;
-    no curve is drawn, and versions are not recorded."""
+    versions are not recorded."""
 
     def paths(value):
         if isinstance(value, tuple):
@@ -201,9 +201,8 @@ def train(algo: str, settings: dict, output_dir: Path) -> tuple[list[dict], dict
     module = importlib.import_module(f"algos.{algo}")
     args = dict(device="cpu", output_dir=str(output_dir), save_every=10**9) | settings
     args = module.Args(**{name: paths(value) for name, value in args.items() if name in options(algo)})
-    slow = dict(environment=dict, plot=lambda *_: None)  # a third of such a run
     loaded = mock.patch.object(transformers.AutoModelForCausalLM, "from_pretrained", copy_of_model)
-    with Counts() as counts, mock.patch.multiple("utils.run", **slow), loaded:
+    with Counts() as counts, mock.patch("utils.run.environment", dict), loaded:
         return module.train(args), dataclasses.asdict(args), counts
 
 
