@@ -19,29 +19,22 @@ answer is compared with answers to other prompts, so on an easy prompt most answ
 prompt several times and compares those. grpo.py also divides by their spread and clips.
 
 Run
-    python algos/reinforce_lm.py                                        the embedded model learns countdown
-    python algos/reinforce_lm.py --task sort --max-steps 30             a smaller task
+    python algos/reinforce_lm.py                                the 0.8M-parameter model of utils/tiny_model, countdown
+    python algos/reinforce_lm.py --task sort --max-steps 30     a smaller task
     python algos/reinforce_lm.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
-                                                                        a real model, on a GPU; never run
 
 Expect
-    The default run takes two minutes on 2 CPU cores: held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8 0.43
-    to greedy 0.55, pass@1 0.52, pass@8 0.66 after 100 steps (seed 1, 128 prompts), as far as rloo.py and grpo.py get
-    with as many answers.
-    --no-baseline learns from right answers alone where rewards are 0 or 1, as raft.py does. It is ahead early: with 64
-    answers a step the mean reward of countdown's steps 31 to 60 is 0.48 without a baseline, 0.45 with the batch's mean,
-    0.40 with rloo.py's (10 seeds; benchmarks/effects.py, reinforce_lm-baseline).
+    The default run takes two minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8 0.43
+    to greedy 0.55, pass@1 0.52, pass@8 0.66, as far as rloo.py and grpo.py get with as many answers.
+    --no-baseline learns from right answers alone where rewards are 0 or 1, as raft.py does. It is ahead early: see
+    reinforce_lm-baseline in benchmarks/README.md.
 
 Metrics
     reward         mean over the batch; rises. reward_std: its deviation
     eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
                    pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
-    eval/distinct  different right texts among a prompt's --eval-samples; falls as the policy sharpens
-    grad_norm      before clipping; steady
-    sampler_gap    mean |log pi_theta - log pi_sampler|; 1e-6 in float32
-    engine/weight, engine/above_2, engine/ess   with --sampler, over tokens: mean of pi_theta / pi_engine, its share
-                   above 2, effective sample size over the number of tokens; about 1, 0 and 1
-    entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
+    sampler_gap    mean |log pi_theta - log pi_sampler|; 1e-6 in float32. Above its limit the run stops
+    entropy        nats per token; falls, should not reach 0. truncated: share without EOS; below 0.9
 
 Differences
     - AdamW for plain gradient ascent, and gradients clipped by norm.
@@ -52,9 +45,7 @@ Differences
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,180 +53,151 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state
-from utils.checks import check_model
-from utils.cli import main, prepare
-from utils.distributed import clip_gradients, deal
-from utils.errors import NonNegativeInt, PositiveFloat, PositiveInt, UserError
-from utils.evaluation import advice, decode, evaluate, show_samples
-from utils.lm import Means, Samples, completion_logps, micro_batches, sample_all
-from utils.memory import check_memory
-from utils.models import (
-    PolicyArgs,
-    autocast,
-    eos_ids,
-    load_policy,
-    resolve_for,
-    save_model,
-    trained_parameters,
-    trained_state,
-    without_dropout,
-)
-from utils.rewards import Scored, make_scorer
-from utils.run import Run
-from utils.tasks import Task, load_task
-from utils.text import encode_prompt, present, usable_prompts
+from utils.core import Run, UserError, main, prepare
+from utils.data import encode_prompt, load_task, usable
+from utils.dist import Means, Samples, Trained, averaged, clip_gradients, micro_batches, moments, share, start, total
+from utils.lm import PolicyArgs, alarm, autocast, completion_logps, load_model, resolve, sample_all, save_model
+from utils.rewards import decode, evaluate, make_scorer, shown
 
 NAME, TITLE = "reinforce_lm", "REINFORCE"
+LARGE = dict(learning_rate=1e-6, sample_batch_size=32, micro_batch_size=64, micro_batch_tokens=4096,
+             max_completion_length=512, precision="bfloat16")  # fmt: skip
 PRESETS = {  # defaults that depend on the model, for arguments left at None
-    "tiny": dict(learning_rate=1e-4, num_prompts=512, sample_batch_size=512, micro_batch_size=256,
-                 micro_batch_tokens=0, max_completion_length=20, precision="float32"),
-    "full": dict(learning_rate=1e-6, num_prompts=512, sample_batch_size=32, micro_batch_size=64,
-                 micro_batch_tokens=4096, max_completion_length=512, precision="bfloat16"),
-    "lora": dict(learning_rate=1e-5, num_prompts=512, sample_batch_size=32, micro_batch_size=64,
-                 micro_batch_tokens=4096, max_completion_length=512, precision="bfloat16"),
+    "tiny": dict(learning_rate=1e-4, sample_batch_size=512, micro_batch_size=256, micro_batch_tokens=0,
+                 max_completion_length=20, precision="float32"),
+    "full": LARGE,
+    "lora": LARGE | dict(learning_rate=1e-5),
 }  # fmt: skip
 
 
 @dataclass
-class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/cli.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/lm.py, utils/core.py
     task: str = "countdown"
     """countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset"""
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     reward: tuple[str, ...] = ()
-    """reward functions (FILE.py:NAME or PACKAGE.MODULE:NAME, called as by TRL) and reward models (folder or hub name;
-    ensembles: append :mean, :worst-case or :uncertainty=L); none: the task's own score"""
+    """FILE.py:NAME or PACKAGE.MODULE:NAME, called as by TRL, and reward models; none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
-    max_steps: PositiveInt = 100
+    max_steps: int = 100
     """steps: each samples, then updates"""
-    num_prompts: PositiveInt | None = None
-    """prompts per step, each answered once: B"""
-    sample_batch_size: PositiveInt | None = None
-    """completions sampled at once, in training and evaluation; limits the cache's memory"""
-    max_completion_length: PositiveInt | None = None
+    num_prompts: int = 512
+    """prompts per step, of all processes, each answered once: B"""
+    sample_batch_size: int | None = None
+    """completions sampled at once; limits the cache's memory"""
+    max_completion_length: int | None = None
     """most new tokens per completion"""
-    max_prompt_length: PositiveInt | None = None
-    """longer prompts are dropped; None: those that leave --max-completion-length no room in the model's context, and
-    more than 5 % stop the run"""
-    temperature: PositiveFloat = 1.0
+    max_prompt_length: int | None = None
+    """longer prompts are dropped; None: those that leave --max-completion-length no room in the model's context"""
+    temperature: float = 1.0
     """divides the logits, in sampling and in training"""
     baseline: bool = True
     """subtract the mean of the other rewards of the batch"""
-    micro_batch_size: PositiveInt | None = None
+    micro_batch_size: int | None = None
     """completions in one forward and backward pass; changes memory, not the result"""
-    learning_rate: PositiveFloat | None = None
+    learning_rate: float | None = None
     """learning rate of AdamW"""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: float = 1.0
     """gradients are clipped to this norm"""
-    eval_every: NonNegativeInt = 20
+    eval_every: int = 20
     """steps between evaluations; 0: at the start and the end only"""
-    eval_prompts: PositiveInt = 128
+    eval_prompts: int = 128
     """held-out prompts per evaluation"""
-    eval_samples: PositiveInt = 8
+    eval_samples: int = 8
     """sampled answers per held-out prompt"""
 
 
 class Batch(NamedTuple):
-    """What one step learns from: B completions of as many prompts."""
+    """What this process learns from in one step: completions of as many prompts."""
 
     samples: Samples
     rewards: Tensor  # (B,) float32, NaN: skipped
 
 
 def advantages(rewards: Tensor, baseline: bool) -> Tensor:
-    """Each reward minus the mean of the others. (B,) -> (B,). NaN rewards are left out of the mean and get 0. So does a
-    reward without others, if there is a baseline."""
-    others = (~rewards.isnan()).sum() - 1
-    return (rewards - (rewards.nansum() - rewards) / others if baseline else rewards).nan_to_num(0.0)
+    """Each reward minus the mean of the others, those of all processes. (B,) -> (B,). NaN rewards are left out of the
+    mean and get 0. So does a reward without others, if there is a baseline."""
+    known = ~rewards.isnan()
+    others, amount = total(known.sum()) - 1, total(rewards.nansum())
+    return (rewards - (amount - rewards) / others if baseline else rewards).nan_to_num(0.0)
 
 
 def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     """One optimizer step. Returns metrics."""
     samples, advantage = batch.samples, advantages(batch.rewards, args.baseline)[:, None]
-    mask = samples.completion_mask
-    means = Means(mask.sum().clamp(min=1))
+    mask, means = samples.completion_mask, Means()
+    count = total(torch.tensor(len(mask)))  # B
     optimizer.zero_grad(set_to_none=True)
-    for (rows, inputs), counts in deal(micro_batches(samples, args.micro_batch_size, args.micro_batch_tokens), model):
-        with autocast(model.device, args.precision):
+    for rows, inputs in micro_batches(samples, args):
+        with autocast(model, args.precision):
             logps, entropy = completion_logps(model, *inputs, args.temperature)
-        sampled, valid = samples.logps[rows, : logps.shape[1]], counts * mask[rows, : logps.shape[1]]
-        loss = -(valid * advantage[rows] * logps).sum() / len(mask)  # a sum over tokens, a mean over the whole batch
+        width = logps.shape[1]
+        sampled, valid = samples.logps[rows, :width], mask[rows, :width]
+        loss = -(valid * advantage[rows] * logps).sum() / count  # a sum over tokens, a mean over the whole batch
         loss.backward()
         means.add(valid, entropy=entropy, sampler_gap=(logps.detach() - sampled).abs())
-    grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
+    grad_norm = clip_gradients(model, args.max_grad_norm)
     optimizer.step()
     return means.read() | {"grad_norm": grad_norm.item()}
 
 
-def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args) -> tuple[Samples, Scored]:
-    """Samples and scores one completion for each of the step's B prompts."""
-    first = (step - 1) * args.num_prompts
-    rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
-    tokens = [encode_prompt(row, tokenizer) for row in rows]
-    with autocast(model.device, args.precision):
-        samples = sample_all(model, tokens, 1, args.max_completion_length, eos_ids(model, tokenizer), args.temperature,
-                             args.sample_batch_size, (args.seed, "train", step))  # fmt: skip
-    texts, token_lists = decode(samples, tokenizer)
-    return samples, score(rows, [present(row, tokenizer) for row in rows], texts, token_lists, step)
+def collect(model, tokenizer, task, score, step: int, args: Args) -> tuple[Samples, Tensor, dict[str, float]]:
+    """Samples and scores one completion for each of this process's prompts of the step. Returns rewards and columns."""
+    rows = [task.train(i, args.seed) for i in share(range((step - 1) * args.num_prompts, step * args.num_prompts))]
+    prompts = [encode_prompt(row, tokenizer) for row in rows]
+    samples = sample_all(model, prompts, 1, args, args.temperature, "train", step)
+    rewards, columns = score(rows, *decode(samples, tokenizer), step)
+    return samples, rewards, columns
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
+    device = start(prepare(args))
     task = load_task(args.task, args.prompt_column)
-    score = make_scorer(task, args.reward, args.reward_weights, args.max_steps, device, args.trust_remote_code)
-    model, tokenizer = load_policy(args, device)
-    settings = resolve_for(model, args, PRESETS)
-    without_dropout(model)
+    model, tokenizer = load_model(args, device)
+    settings = resolve(model, args, PRESETS)
     if args.baseline and args.num_prompts < 2:
         raise UserError("--num-prompts must be at least 2: the baseline of an answer is the mean of the others")
-    check_model(model, args.precision)
-    task = usable_prompts(task, model, tokenizer, args)
-    optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=0.0, fused=True)
-    settings += check_memory(model, args, prompt=max(len(encode_prompt(row, tokenizer)) for row in task.heldout))
-    evaluation = partial(evaluate, model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
-                         args.max_completion_length, args.temperature, args.seed,
-                         rows_at_once=args.sample_batch_size, precision=args.precision)  # fmt: skip
+    task = usable(task, model, tokenizer, args)
+    score = make_scorer(task, args, tokenizer, device)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate,
+                                  weight_decay=0.0, fused=True)  # fmt: skip
     run = Run(args, NAME, task.name, args.max_steps, ("reward", "eval/greedy", "eval/pass@1", "grad_norm"))
     run.print(settings)
-
-    def state() -> dict:
-        return {"model": trained_state(model), "optimizer": optimizer.state_dict()}
-
-    if not run.restore(model=model, optimizer=optimizer):
-        run.log(0, **evaluation())
-        run.save(0, state())
+    parts = {"trained": Trained(model, optimizer)}
+    if not run.restore(**parts):
+        run.log(0, **evaluate(model, tokenizer, task, score, args))
     model.train()
     while run.step < args.max_steps:
-        start, step, before = time.perf_counter(), run.step + 1, (run.step, state, rng_state())
+        step, begun = run.step + 1, time.perf_counter()
 
         # collect
-        with run.saving(*before):
-            samples, scored = collect(model, tokenizer, task, score, step, args)
-        due, rewards = run.due(step, args.eval_every), scored.rewards.to(device)
+        samples, rewards, columns = collect(model, tokenizer, task, score, step, args)
+        due = run.due(step, args.eval_every)
         if step == 1 or due:
-            run.print(show_samples(tokenizer, samples, scored.rewards.tolist(), scored.extra))
+            run.print(shown(samples, tokenizer, rewards[:1].tolist()))
 
         # update
-        columns = update(model, optimizer, Batch(samples, rewards), args)
+        columns |= update(model, optimizer, Batch(samples, rewards.to(device)), args)
+        alarm(columns.get("sampler_gap"), run, args)
 
         # evaluate
         lengths = samples.completion_mask.sum(1).float()
-        columns |= {"reward": rewards.nanmean().item(), "reward_std": rewards[~rewards.isnan()].std().item(),
-                    "length": lengths.mean().item(), "truncated": 1 - samples.ended.float().mean().item(),
-                    **scored.columns, **model.sampler_columns, "time/step": time.perf_counter() - start}  # fmt: skip
+        columns |= {
+            "reward": rewards.nanmean().item(),
+            "reward_std": moments(rewards)[1].item(),
+            "length": lengths.mean().item(),
+            "truncated": 1 - samples.ended.float().mean().item(),
+            "time/step": time.perf_counter() - begun,
+        }
         if due:
-            with run.saving(step, state, columns=columns):
-                columns |= evaluation(step=step)
-        run.log(step, **columns)
-        if line := advice(run.history):
-            run.print(f"step {step}: {line}")
-        run.end_step(step, state)
+            columns |= evaluate(model, tokenizer, task, score, args, step)
+        run.log(step, **averaged(columns))
+        run.end_step(step, parts)
 
-    curves = {"reward": ("reward",), "held-out": ("eval/[!d]*",), "entropy per token": ("entropy",)}
+    curves: dict = {"reward": ("reward",), "held-out": ("eval/*",), "entropy per token": ("entropy",)}
     return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

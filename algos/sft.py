@@ -11,24 +11,18 @@ The model imitates given completions token by token. It sees the prompt but is n
     N          number of completion tokens in the optimizer step
 
 Run
-    python algos/sft.py --threads 1                                 makes the embedded model from nothing
-    python algos/sft.py --model ORG/NAME --task pairs.jsonl         a real model, columns prompt and completion
+    python algos/sft.py --threads 1                             makes the model of utils/tiny_model from nothing
+    python algos/sft.py --model ORG/NAME --task pairs.jsonl     a real model, columns prompt and completion, or messages
     python algos/sft.py --model ORG/NAME --task ORG/DATASET --lora-rank 32 --gradient-checkpointing
-    python algos/sft.py --model ORG/NAME --task pairs.jsonl --max-steps 6500 --batch-size 32 \
-        --learning-rate 9.65e-6 --lr-schedule cosine --warmup-steps 0
-                                                                    the paper's recipe (appendix C.1, 1.3B model: 16
-                                                                    epochs of 13,000 pairs), without its dropout of 0.2
-                                                                    and with a decay to 0 instead of 10 %
+    The paper's own run: algos/README.md.
 
 Expect
-    The default run makes the embedded model, in 3 to 5 minutes on one CPU core, 2 on two. Held out, greedy / pass@1 /
-    pass@8 of the model that ships: countdown 0.01 / 0.08 / 0.43, sort 0.23 / 0.40 / 0.88. That is meant to be low:
-    three in four demonstrations of both tasks are wrong (utils/tasks.py), so that RL has something to learn beyond
-    sharpening.
+    The default run makes the tiny model, in 3 to 5 minutes on one CPU core. Held out, greedy / pass@1 / pass@8 of the
+    one that ships: countdown 0.01 / 0.08 / 0.43, sort 0.23 / 0.40 / 0.88. That is meant to be low: three in four
+    demonstrations of both tasks are wrong (utils/data.py), so that RL has something to learn beyond sharpening.
 
 Metrics
     loss            nats per completion token of the step's batch; falls, then flattens
-    grad_norm       before clipping; steady, no spikes
     eval/*          as in grpo.py, for tasks that score answers; with several tasks eval/<task>/*
     eval/loss       of other tasks: nats per completion token of held-out rows; rises where rows are learnt by heart
 
@@ -36,16 +30,18 @@ Differences
     - N counts the tokens of the whole optimizer step, however it is split. Trainers that average the means of
       micro-batches weight tokens by the split.
     - Masking the prompt is today's convention; the paper does not mention it. TRL's SFTTrainer can train on prompts.
-    - Dropout is what the model's own configuration says: none in most models of today, 0.1 in GPT-2.
-    - Of a conversation (column messages) the last assistant's message is trained on, not the earlier ones.
+    - Dropout is off, as for most models of today; the paper's is 0.2.
+    - Of a conversation (column messages) the last assistant's message is trained on, not the earlier ones. Chat
+      completions are cut after their first EOS, so that a template's trailing newline is not trained.
     - Rows whose reasoning the chat template would drop (`</think>` in the completion) are dropped and counted. TRL
       trains on what is left of them.
-    - Chat completions are cut after their first EOS, so that a template's trailing newline is not trained.
 """
 
+import json
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,44 +50,38 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checks import check_model
-from utils.cli import main, prepare
-from utils.distributed import clip_gradients, deal, total_numbers
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
-from utils.evaluation import evaluate, show
-from utils.lm import completion_logps, pad_left, split_rows
-from utils.lora import for_training
-from utils.memory import check_memory
-from utils.models import (
-    PolicyArgs,
-    autocast,
-    eos_ids,
-    load_policy,
-    resolve_for,
-    save_model,
-    trained_parameters,
-    trained_state,
-    with_policy_flags,
+from utils.core import Run, UserError, main, prepare
+from utils.data import RowFault, Task, check, column, encode_answers, epochs, keep, load_rows, load_task
+from utils.dist import (
+    Means,
+    Samples,
+    Trained,
+    as_samples,
+    averaged,
+    clip_gradients,
+    micro_batches,
+    set_rate,
+    share,
+    start,
+    total,
 )
-from utils.run import Run
-from utils.schedule import set_learning_rate
-from utils.tasks import load_tasks
-from utils.text import encode_prompt, encode_row, usable_task
-from utils.tiny import new_tiny_model
+from utils.lm import PolicyArgs, autocast, completion_logps, load_model, resolve, save_model
+from utils.rewards import evaluate
 
 NAME, TITLE = "sft", "SFT"
+LARGE = dict(learning_rate=1e-5, batch_size=32, micro_batch_size=32, micro_batch_tokens=8192, max_length=2048,
+             sample_batch_size=64, eval_max_new_tokens=512, precision="bfloat16")  # fmt: skip
 PRESETS = {  # defaults that depend on the model, for arguments left at None
-    "tiny": dict(learning_rate=2e-3, batch_size=128, micro_batch_size=128, max_length=64, precision="float32",
-                 eval_max_new_tokens=32, sample_batch_size=512, micro_batch_tokens=0),
-    "full": dict(learning_rate=1e-5, batch_size=32, micro_batch_size=32, max_length=2048, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=8192),
-    "lora": dict(learning_rate=1e-4, batch_size=32, micro_batch_size=32, max_length=2048, precision="bfloat16",
-                 eval_max_new_tokens=512, sample_batch_size=64, micro_batch_tokens=8192),
+    "tiny": dict(learning_rate=2e-3, batch_size=128, micro_batch_size=128, micro_batch_tokens=0, max_length=64,
+                 sample_batch_size=512, eval_max_new_tokens=32, precision="float32"),
+    "full": LARGE,
+    "lora": LARGE | dict(learning_rate=1e-4),
 }  # fmt: skip
+CHARACTERS = "0123456789+-*/=,:CS"  # of the prompts and answers of countdown and sort
 
 
 @dataclass
-class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/cli.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/lm.py, utils/core.py
     model: str = "new"
     """folder or hub name of a causal language model; new: a tiny character model with random weights"""
     task: tuple[str, ...] = ("countdown", "countdown", "sort")
@@ -99,164 +89,215 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     twice comes twice as often"""
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
-    max_steps: PositiveInt = 800
+    max_steps: int = 800
     """optimizer steps"""
-    batch_size: PositiveInt | None = None
-    """pairs in one optimizer step"""
-    micro_batch_size: PositiveInt | None = None
+    batch_size: int | None = None
+    """pairs in one optimizer step, of all processes"""
+    micro_batch_size: int | None = None
     """pairs in one forward and backward pass; changes memory, not the result"""
-    max_length: PositiveInt | None = None
+    max_length: int | None = None
     """prompt and completion tokens at most; completions are cut there"""
-    max_prompt_length: PositiveInt | None = None
-    """longer prompts are dropped; None: those that leave no room in --max-length, and more than 5 % stop the run"""
-    learning_rate: PositiveFloat | None = None
+    max_prompt_length: int | None = None
+    """longer prompts are dropped; None: those that leave a completion no room in --max-length"""
+    learning_rate: float | None = None
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """decay after the warm-up"""
-    warmup_steps: NonNegativeInt = 20
+    warmup_steps: int = 20
     """steps of linear warm-up"""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: float = 0.0
     """decoupled weight decay"""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: float = 1.0
     """gradients are clipped to this norm"""
-    eval_every: NonNegativeInt = 200
+    eval_every: int = 200
     """steps between evaluations; 0: at the end only"""
-    eval_prompts: PositiveInt = 128
+    eval_prompts: int = 128
     """held-out prompts, or rows, per evaluation"""
-    eval_samples: PositiveInt = 8
+    eval_samples: int = 8
     """sampled answers per held-out prompt"""
-    eval_max_new_tokens: PositiveInt | None = None
+    eval_max_new_tokens: int | None = None
     """length limit of answers in evaluation"""
-    sample_batch_size: PositiveInt | None = None
+    sample_batch_size: int | None = None
     """answers sampled at once in evaluation, rounded to whole prompts; limits the cache's memory"""
 
 
-def losses(model, batch: list[tuple[list[int], list[int]]], args: Args) -> Iterator[Tensor]:
-    """The parts of the loss of (prompt tokens, completion tokens) pairs, a scalar for each micro-batch."""
-    device = model.device
-    total = sum(len(completion) for _, completion in batch)  # N: over all micro-batches
-    lengths = [len(prompt) + len(completion) for prompt, completion in batch]
-    parts = split_rows(lengths, args.micro_batch_size, args.micro_batch_tokens)
-    for rows, counts in deal(parts, model):  # to this process, of perhaps several
-        pairs = [batch[row] for row in rows]
-        prompt_ids, prompt_mask = pad_left([prompt for prompt, _ in pairs], device)
-        length = max(len(completion) for _, completion in pairs)
-        ids = torch.tensor([c + [0] * (length - len(c)) for _, c in pairs], device=device)
-        mask = torch.tensor([[True] * len(c) + [False] * (length - len(c)) for _, c in pairs], device=device)
-        with autocast(device, args.precision):
-            logps, _ = completion_logps(model, prompt_ids, prompt_mask, ids, mask)
-        yield counts * sft_loss(logps, mask, total)
+def new_tiny_model(seed: int, folder: str) -> None:
+    """Saves a Llama of 0.8 million random parameters and its character tokenizer, both of ordinary classes."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, logging
+
+    logging.disable_progress_bar()
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=128, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
-def update(model, optimizer, batch: list[tuple[list[int], list[int]]], args: Args) -> dict[str, float]:
-    """One optimizer step on (prompt tokens, completion tokens) pairs. Returns metrics."""
-    loss_sum = 0.0
+def from_messages(row: dict) -> dict:
+    """The row with prompt and completion made of the column messages. Raises RowFault where that cannot be."""
+    check(row, "messages")
+    messages = row["messages"]
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+    if last == 0:
+        raise RowFault(row, "has no assistant's message behind another one in its column messages")
+    return row | {"prompt": messages[:last], "completion": messages[last : last + 1]}
+
+
+def load_demonstrations(spec: str, prompt_column: str) -> Task:
+    """A built-in task, or a dataset's rows with prompt and completion, in columns of their own or in messages."""
+    if spec.partition(":")[0] in ("countdown", "sort", "gsm8k"):
+        return load_task(spec)
+
+    def shaped(row: dict) -> dict:
+        if prompt_column == "prompt" and "messages" in row and not {"prompt", "completion"} <= row.keys():
+            return from_messages(row)
+        row = row | {"prompt": column(row, prompt_column, "see --prompt-column")}
+        column(row, "completion", "sft.py imitates completions")
+        check(row, "prompt")
+        check(row, "completion")
+        row.pop("plain_prompt", None)  # it would be shown in the prompt's place
+        return row
+
+    train, heldout = load_rows(spec, shaped)
+    return Task(Path(spec).stem, epochs(train), list(heldout), None, train)
+
+
+def load_tasks(specs: Sequence[str], prompt_column: str) -> dict[str, Task]:
+    """The tasks by their specs. Those of different files have different names, and what one of them holds out none
+    trains on."""
+    tasks: dict[str, Task] = {}
+    for spec in dict.fromkeys(specs):
+        task, names = load_demonstrations(spec, prompt_column), [task.name for task in tasks.values()]
+        tasks[spec] = task._replace(name=f"{task.name}_{len(names) + 1}") if task.name in names else task
+
+    def prompt(row: dict) -> str:
+        return json.dumps(row["prompt"], sort_keys=True)
+
+    held = {prompt(row) for task in tasks.values() for row in task.heldout}
+    for spec, task in tasks.items():
+        if len(tasks) > 1 and task.rows is not None:
+            rows = task.rows.select([i for i, row in enumerate(task.rows) if prompt(row) not in held])
+            tasks[spec] = task._replace(rows=rows, train=epochs(rows))
+    return tasks
+
+
+def sft_loss(logps: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
+    """Negative log-likelihood of the completion tokens of one micro-batch, divided by the step's number of them.
+    logps, mask (B, T) -> scalar, nats."""
+    return -(logps * mask).sum() / tokens
+
+
+def update(model, optimizer, samples: Samples, args: Args) -> dict[str, float]:
+    """One optimizer step on pairs of prompt and completion. Returns metrics."""
+    tokens, means = total(samples.completion_mask.sum()), Means()  # N: of all micro-batches and processes
     optimizer.zero_grad(set_to_none=True)
-    for loss in losses(model, batch, args):
-        loss.backward()
-        loss_sum += loss.item()
-    grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
+    for _, inputs in micro_batches(samples, args):
+        with autocast(model, args.precision):
+            logps, _ = completion_logps(model, *inputs)
+        sft_loss(logps, inputs[-1], tokens).backward()
+        means.add(inputs[-1], loss=-logps)
+    grad_norm = clip_gradients(model, args.max_grad_norm)
     optimizer.step()
-    tokens = sum(len(completion) for _, completion in batch)
-    return total_numbers({"loss": loss_sum}) | {"grad_norm": grad_norm.item(), "tokens": tokens}
+    return means.read() | {"grad_norm": grad_norm.item(), "tokens": tokens.item()}
 
 
 @torch.no_grad()
-def heldout_loss(model, pairs: list[tuple[list[int], list[int]]], args: Args) -> float:
-    """Nats per completion token, without dropout."""
-    model.eval()
-    loss = total_numbers({"loss": sum(part.item() for part in losses(model, pairs, args))})["loss"]
-    model.train()
-    return loss
-
-
-def sft_loss(logps: Tensor, mask: Tensor, total: int) -> Tensor:
-    """Negative log-likelihood of the completion tokens of one micro-batch, divided by the step's `total` of them.
-    logps, mask (B, T) -> scalar, nats."""
-    return -(logps * mask).sum() / total
+def heldout_loss(model, samples: Samples, args: Args) -> float:
+    """Nats per completion token."""
+    means = Means()
+    for _, inputs in micro_batches(samples, args):
+        with autocast(model, args.precision):
+            logps, _ = completion_logps(model, *inputs)
+        means.add(inputs[-1], loss=-logps)
+    return means.read()["loss"]
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
+    device = start(prepare(args))
     tasks = load_tasks(args.task, args.prompt_column)
-    if args.model == "new":
-        if args.fsdp:
-            raise UserError("--fsdp shards a model that is loaded: give --model a folder or a hub name")
-        model, tokenizer = new_tiny_model(args.seed)
-        model = for_training(model.to(device), args.lora_rank, args.gradient_checkpointing, "CAUSAL_LM",
-                             args.lora_modules)  # fmt: skip
-        tokenizer = with_policy_flags(model, tokenizer, args)
-    else:
-        model, tokenizer = load_policy(args, device)
-    settings = resolve_for(model, args, PRESETS)
-    eos = eos_ids(model, tokenizer)
-    tasks = [
-        usable_task(task, lambda row: encode_row(row, tokenizer, eos), args.max_length - 1, args.max_prompt_length,
-                    "raise --max-length")
-        for task in tasks
-    ]  # fmt: skip
-    names = list(dict.fromkeys(task.name for task in tasks))
-    scored = {task.name: task for task in tasks if task.score is not None}
-    unscored = {task.name: task for task in tasks if task.score is None}
-    if scored:
-        check_model(model, args.precision, noise_allowed=True)
-    optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, weight_decay=args.weight_decay,
-                                  fused=True)  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        if args.model == "new":
+            if args.fsdp:
+                raise UserError("--fsdp shards a model that is loaded: give --model a folder or a hub name")
+            new_tiny_model(args.seed, folder)
+        model, tokenizer = load_model(args, device, folder if args.model == "new" else args.model)
+    settings = resolve(model, args, PRESETS)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate,
+                                  weight_decay=args.weight_decay, fused=True)  # fmt: skip
+    eos = model.generation_config.eos_token_id
+    longest = min(args.max_prompt_length or args.max_length, args.max_length - 1)
 
-    def encoded(rows: Sequence[dict]) -> list[tuple[list[int], list[int]]]:
-        tokens = [encode_row(row, tokenizer, eos) for row in rows]
-        return [(prompt, completion[: args.max_length - len(prompt)]) for prompt, completion in tokens]
+    def encode(row: dict) -> tuple[list[int], list[int]]:
+        prompt, completion = encode_answers(row, [row["completion"]], tokenizer, eos)
+        return prompt, completion[: args.max_length - len(prompt)]
 
-    def pairs(step: int) -> list[tuple[list[int], list[int]]]:
-        first = (step - 1) * args.batch_size
-        rows = range(first, first + args.batch_size)
-        return encoded([tasks[i % len(tasks)].train(i // len(tasks), args.seed) for i in rows])
+    def make_samples(rows: list[dict]) -> Samples:
+        prompts, completions = zip(*map(encode, rows))
+        return as_samples(prompts, completions, device)
 
-    prompts = [encode_prompt(row, tokenizer) for task in scored.values() for row in task.heldout]
-    settings += check_memory(model, args, prompt=max(map(len, prompts), default=None))
-    shown = ("loss", "eval/loss", "eval/pass@1", "eval/sort/pass@1")
-    run = Run(args, NAME, "+".join(names), args.max_steps, shown,
-              schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
+    for spec, task in tasks.items():
+        heldout = keep(task.heldout, encode, longest)
+        if task.rows is not None:
+            rows = keep(task.rows, encode, longest)
+            settings += f"\n{task.name}: {len(rows)} rows, {len(heldout)} held-out ones"
+            tasks[spec] = task._replace(rows=rows, train=epochs(rows), heldout=heldout)
+        elif len(heldout) < len(task.heldout):  # nothing can be dropped of what is drawn without end
+            raise UserError(f"some prompts of {task.name} have more than {longest} tokens: raise --max-length")
+    turns = [tasks[spec] for spec in args.task]
+    name = "+".join(task.name for task in tasks.values())
+    run = Run(args, NAME, name, args.max_steps, ("loss", "eval/loss", "eval/pass@1", "eval/sort/pass@1"))
     run.print(settings)
-    ((prompt, completion),) = encoded([tasks[0].train(0, args.seed)])
-    run.print(show(tokenizer, prompt, [completion]))
-    heldout = {name: encoded(task.heldout[: args.eval_prompts]) for name, task in unscored.items()}
-    prefixes = {name: f"eval/{name}/" if len(names) > 1 else "eval/" for name in names}
+    for part, ids in zip(("prompt", "completion"), encode(turns[0].train(0, args.seed))):
+        run.print(f"{part:11} {tokenizer.decode(ids)!r}")
+    heldout_samples = {}
+    for task in tasks.values():
+        if task.score is None:
+            rows = task.heldout[: args.eval_prompts]
+            heldout_samples[task.name] = make_samples(share(rows) or rows[:1])
 
     def evaluation() -> dict[str, float]:
-        columns = {f"{prefixes[name]}loss": heldout_loss(model, rows, args) for name, rows in heldout.items()}
-        for task in scored.values():
-            scores = evaluate(model, tokenizer, task, None, args.eval_prompts, args.eval_samples,
-                              args.eval_max_new_tokens, 1.0, args.seed, rows_at_once=args.sample_batch_size,
-                              precision=args.precision)  # fmt: skip
-            columns |= {name.replace("eval/", prefixes[task.name], 1): value for name, value in scores.items()}
+        columns = {}
+        for task in tasks.values():
+            if task.score is None:
+                found = {"eval/loss": heldout_loss(model, heldout_samples[task.name], args)}
+            else:
+                found = evaluate(model, tokenizer, task, None, args)
+            prefix = f"eval/{task.name}/" if len(tasks) > 1 else "eval/"
+            columns |= {prefix + name.removeprefix("eval/"): value for name, value in found.items()}
         return columns
 
-    def state() -> dict:
-        return {"model": trained_state(model), "optimizer": optimizer.state_dict()}
-
-    run.restore(model=model, optimizer=optimizer)
+    parts = {"trained": Trained(model, optimizer)}
+    run.restore(**parts)
     model.train()
     while run.step < args.max_steps:
-        step, start = run.step + 1, time.perf_counter()
-        rate = set_learning_rate(optimizer, step, args)
+        step, begun = run.step + 1, time.perf_counter()
+        rate = set_rate(optimizer, step, args)
 
         # update
-        with run.saving(run.step, state):
-            batch = pairs(step)
-        columns = update(model, optimizer, batch, args)
-        columns |= {"learning_rate": rate, "time/step": time.perf_counter() - start}
+        numbers = share(range((step - 1) * args.batch_size, step * args.batch_size))
+        samples = make_samples([turns[i % len(turns)].train(i // len(turns), args.seed) for i in numbers])
+        columns = update(model, optimizer, samples, args)
+        columns |= {"learning_rate": rate, "time/step": time.perf_counter() - begun}
 
         # evaluate
         if run.due(step, args.eval_every):
             columns |= evaluation()
-        run.log(step, **columns)
-        run.end_step(step, state)
+        run.log(step, **averaged(columns))
+        run.end_step(step, parts)
 
     curves = {"loss": ("loss", "eval/*loss"), "held-out accuracy": ("eval/*greedy*", "eval/*pass@*")}
-    title = f"{TITLE} on {', '.join(names)}"
-    return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, title)
+    return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {name}")
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)
