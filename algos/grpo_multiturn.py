@@ -336,12 +336,13 @@ def load_environment(spec: str) -> Any:
     return found
 
 
-def check_tools(environment: Any, tokenizer) -> None:
-    """Raises UserError where the model would not be told of the environment's tools."""
-    hidden = getattr(tokenizer, "raw_prompt", False) or "tools" not in str(tokenizer.chat_template)
-    if getattr(environment, "tools", ()) and hidden:
-        raise UserError("--environment has tools, and the chat template of --model does not show them: give a model "
-                        "whose template knows tools, without --raw-prompt")  # fmt: skip
+def show_tools(environment: Any, tokenizer) -> None:
+    """The chat template is told of the environment's tools. Raises UserError where the model would not see them."""
+    if tools := getattr(environment, "tools", []):
+        if getattr(tokenizer, "raw_prompt", False) or "tools" not in str(tokenizer.chat_template):
+            raise UserError("--environment has tools, and the chat template of --model does not show them: give a "
+                            "model whose template knows tools, without --raw-prompt")  # fmt: skip
+        tokenizer.template_kwargs = getattr(tokenizer, "template_kwargs", {}) | {"tools": tools}
 
 
 def judged(answer: Any, longest: int) -> Step:
@@ -389,10 +390,8 @@ def results(calls: list[Callable], seconds: float) -> list[Any]:
     return found
 
 
-def opened(row: dict, text: str, tools: list) -> dict:
-    """The row with `text` behind its prompt: behind the last message's content, where it has messages. A chat template
-    is told of `tools`."""
-    row = row | {"tools": tools} if tools else row
+def opened(row: dict, text: str) -> dict:
+    """The row with `text` behind its prompt: behind the last message's content, where it has messages."""
     if not text:
         return row
     if isinstance(row["prompt"], str):
@@ -479,7 +478,7 @@ def play(model, tokenizer, make: Any, rows: Sequence[dict], num_samples: int, te
         raise UserError(f"reset of --environment returned {wrong[0]!r:.200}: it must return a text or None")
     if any(text != openings[i - i % num_samples] for i, text in enumerate(openings)):
         raise UserError("reset of --environment answers equal rows and seeds differently: it must not")
-    rows = [opened(row, text, getattr(make, "tools", [])) for row, text in zip(rows, openings[::num_samples])]
+    rows = [opened(row, text) for row, text in zip(rows, openings[::num_samples])]
     prompts = [encode_prompt(row, tokenizer) for row in rows]
     if (longest := max(map(len, prompts))) + args.max_completion_length > args.max_total_length:
         raise UserError(f"with what reset of --environment adds, a prompt has {longest} tokens: raise "
@@ -604,7 +603,7 @@ def train(args: Args) -> list[dict]:
         raise UserError(f"--environment {args.environment} has no prompts of its own: give --task")
     task = load_task(args.task, args.prompt_column) if args.task else make.task()
     model, tokenizer = load_model(args, device)
-    check_tools(make, tokenizer)
+    show_tools(make, tokenizer)
     settings = resolve(model, args, PRESETS)
     if args.num_generations < 2:
         raise UserError("--num-generations must be at least 2: a group of one has no other reward to compare with")

@@ -626,15 +626,15 @@ def test_an_opening_behind_any_content():
     part = {"type": "text", "text": "3"}
     for content, opened_content in (("3", "3+"), ([part], [part, {"type": "text", "text": "+"}]), (None, "+")):
         row = {"prompt": [{"role": "user", "content": content}]}
-        assert opened(row, "", []) == row
-        assert opened(row, "+", [])["prompt"] == [{"role": "user", "content": opened_content}]
+        assert opened(row, "") == row
+        assert opened(row, "+")["prompt"] == [{"role": "user", "content": opened_content}]
 
 
 @pytest.mark.parametrize("more, words", [
     (dict(environment="@turns.py:Graded"), "has no prompts of its own: give --task"),
     (dict(stop=("+", "")), "--stop has an empty text"),
     (dict(max_total_length=65), "--max-total-length 65 is beyond the 64 tokens"),
-    (dict(max_total_length=9), "prompts of guess have up to 2 tokens, and 1 are allowed"),
+    (dict(max_total_length=9), "a prompt of 2 tokens, and 1 are allowed"),
 ])  # fmt: skip
 def test_wrong_input(tmp_path, more, words):
     with pytest.raises(UserError, match=words):

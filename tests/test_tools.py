@@ -14,7 +14,7 @@ from algos.environments.from_trl import from_trl
 from algos.environments.python import run_python
 from algos.environments.search import Search
 from algos.environments.tool import exact_match
-from algos.grpo_multiturn import check_tools, load_environment, opened, play
+from algos.grpo_multiturn import load_environment, opened, play, show_tools
 from utils.core import UserError
 from utils.data import encode_prompt
 from utils.lm import TINY_MODEL
@@ -219,15 +219,14 @@ def test_the_model_is_told_of_its_tools(tmp_path):
     (tmp_path / "counter.py").write_text("import random\n\n\n" + inspect.getsource(Increment))
     make = load_environment(f"from_trl:{tmp_path}/counter.py:Increment")
     (row, *_) = make.task().heldout
-    ids = encode_prompt(opened(row, "34", make.tools), tokenizer)
-    assert tokenizer.decode(ids) == "0,1,S34,*"  # double, which takes nothing, and increment
-    ids = encode_prompt(opened(row | {"chat_template_kwargs": "{}"}, "34", make.tools), tokenizer)
+    show_tools(make, tokenizer)
+    assert tokenizer.decode(encode_prompt(opened(row, "34"), tokenizer)) == "0,1,S34,*"  # double takes nothing
+    ids = encode_prompt(opened(row | {"chat_template_kwargs": "{}"}, "34"), tokenizer)
     assert tokenizer.decode(ids) == "0,1,S34,*"
-    check_tools(make, tokenizer)
-    tokenizer.chat_template, before = "{{ messages }}", tokenizer.chat_template
+    tokenizer.chat_template = "{{ messages }}"
     with pytest.raises(UserError, match="does not show them"):
-        check_tools(make, tokenizer)
-    tokenizer.chat_template = before
+        show_tools(make, tokenizer)
+    tokenizer.chat_template = TEMPLATE
     args = arguments(max_completion_length=3, max_turns=2, num_generations=4, task="")
     rows = [{"prompt": [{"role": "user", "content": "1"}]}]
 
