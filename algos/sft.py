@@ -23,6 +23,7 @@ Expect
 
 Metrics
     loss            nats per completion token of the step's batch; falls, then flattens
+    truncated       share of completions that --max-length cuts, and that lose their EOS; 0 is best
     eval/*          as in grpo.py, for tasks that score answers; with several tasks eval/<task>/*
     eval/loss       of other tasks: nats per completion token of held-out rows; rises where rows are learnt by heart
 
@@ -51,7 +52,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.core import Run, UserError, main, prepare
-from utils.data import RowFault, Task, check, column, encode_answers, epochs, keep, load_rows, load_task
+from utils.data import RowFault, Task, check, encode_answers, epochs, keep_rows, load_rows, load_task
 from utils.dist import (
     Means,
     Samples,
@@ -161,10 +162,9 @@ def load_demonstrations(spec: str, prompt_column: str) -> Task:
     def shaped(row: dict) -> dict:
         if prompt_column == "prompt" and "messages" in row and not {"prompt", "completion"} <= row.keys():
             return from_messages(row)
-        row = row | {"prompt": column(row, prompt_column, "see --prompt-column")}
-        column(row, "completion", "sft.py imitates completions")
-        check(row, "prompt")
+        check(row, prompt_column)
         check(row, "completion")
+        row = row | {"prompt": row[prompt_column]}
         row.pop("plain_prompt", None)  # it would be shown in the prompt's place
         return row
 
@@ -208,7 +208,8 @@ def update(model, optimizer, samples: Samples, args: Args) -> dict[str, float]:
         means.add(inputs[-1], loss=-logps)
     grad_norm = clip_gradients(model, args.max_grad_norm)
     optimizer.step()
-    return means.read() | {"grad_norm": grad_norm.item(), "tokens": tokens.item()}
+    truncated = 1 - samples.ended.float().mean().item()
+    return means.read() | {"grad_norm": grad_norm.item(), "tokens": tokens.item(), "truncated": truncated}
 
 
 @torch.no_grad()
@@ -237,27 +238,22 @@ def train(args: Args) -> list[dict]:
     eos = model.generation_config.eos_token_id
     longest = min(args.max_prompt_length or args.max_length, args.max_length - 1)
 
-    def encode(row: dict) -> tuple[list[int], list[int]]:
-        prompt, completion = encode_answers(row, [row["completion"]], tokenizer, eos)
-        return prompt, completion[: args.max_length - len(prompt)]
+    def encode(row: dict) -> tuple[list[int], ...]:
+        return encode_answers(row, [row["completion"]], tokenizer, eos)
 
     def make_samples(rows: list[dict]) -> Samples:
-        prompts, completions = zip(*map(encode, rows))
-        return as_samples(prompts, completions, device)
+        return as_samples([encode(row) for row in rows], args.max_length, device)
 
     for spec, task in tasks.items():
-        heldout = keep(task.heldout, encode, longest)
+        tasks[spec] = keep_rows(task, encode, longest, "raise --max-length")
         if task.rows is not None:
-            rows = keep(task.rows, encode, longest)
-            settings += f"\n{task.name}: {len(rows)} rows, {len(heldout)} held-out ones"
-            tasks[spec] = task._replace(rows=rows, train=epochs(rows), heldout=heldout)
-        elif len(heldout) < len(task.heldout):  # nothing can be dropped of what is drawn without end
-            raise UserError(f"some prompts of {task.name} have more than {longest} tokens: raise --max-length")
+            settings += f"\n{task.name}: {len(tasks[spec].rows)} rows, {len(tasks[spec].heldout)} held-out ones"
     turns = [tasks[spec] for spec in args.task]
     name = "+".join(task.name for task in tasks.values())
     run = Run(args, NAME, name, args.max_steps, ("loss", "eval/loss", "eval/pass@1", "eval/sort/pass@1"))
     run.print(settings)
-    for part, ids in zip(("prompt", "completion"), encode(turns[0].train(0, args.seed))):
+    first = make_samples([turns[0].train(0, args.seed)])
+    for part, ids in ("prompt", first.prompt_ids[0]), ("completion", first.completion_ids[0]):
         run.print(f"{part:11} {tokenizer.decode(ids)!r}")
     heldout_samples = {}
     for task in tasks.values():

@@ -11,7 +11,7 @@ from groups import GROUPS, REWARDS, TABLE, P, close, expectation, make_batch, re
 from tabular import COMPLETIONS, EOS, OUTSIDE, TabularLM, gradients, log_probs, probability, random_table
 
 from algos import reinforce_lm, rloo
-from utils.errors import UserError
+from utils.core import UserError
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 def run_update(groups, rewards, old=TABLE, pad=0, **settings) -> tuple[np.ndarray, dict]:
     """The table's change in one call of update at rate 1, and its metrics. groups: answers to each prompt."""
     model, batch = TabularLM(TABLE), make_batch(groups, rewards, old=old, pad=pad)
-    args = dict(micro_batch_size=len(batch.rewards), precision="float32", max_grad_norm=1e9)
+    args = dict(micro_batch_size=len(batch.rewards), micro_batch_tokens=0, precision="float32", max_grad_norm=1e9)
     metrics = reinforce_lm.update(model, torch.optim.SGD(model.parameters(), 1.0),
                                   reinforce_lm.Batch(batch.samples, batch.rewards),
                                   reinforce_lm.Args(**args | settings))  # fmt: skip

@@ -1,16 +1,20 @@
 """sft.py: what is trained and what is not, and the split into micro-batches. The loss: test_parity_transformers.py."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import metrics, new_run, write_rows
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from algos import sft
-from utils.models import TINY_MODEL, load_model
-from utils.tasks import load_task, load_tasks
-from utils.text import encode_row
+from algos import grpo, sft
+from utils.core import UserError
+from utils.data import RowFault, encode_answers, load_task
+from utils.dist import as_samples
+from utils.lm import TINY_MODEL, load_model
+from utils.rewards import evaluate
 
 CHAT = (
     "{% for m in messages %}{{ 'C' if m.role == 'user' else 'S' }}{{ m.content }}<eos>+{% endfor %}"
@@ -31,37 +35,42 @@ def gradients(batch, micro_batch_size: int) -> tuple[dict, dict]:
     """What one `update` by plain gradient descent with rate 1 subtracts from the weights, and its metrics."""
     model = small_model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    args = sft.Args(micro_batch_size=micro_batch_size, max_grad_norm=1e9, precision="float32")
-    metrics = sft.update(model, torch.optim.SGD(model.parameters(), lr=1.0), batch, args)
+    args = sft.Args(micro_batch_size=micro_batch_size, micro_batch_tokens=0, max_grad_norm=1e9, precision="float32")
+    samples = as_samples(batch, 64, "cpu")
+    metrics = sft.update(model, torch.optim.SGD(model.parameters(), lr=1.0), samples, args)
     return {name: before[name] - p.detach() for name, p in model.named_parameters()}, metrics
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_micro_batches_and_order_do_not_change_the_gradient(size):
-    whole, _ = gradients(PAIRS, 4)
-    split, _ = gradients(PAIRS[::-1], size)
+    whole, columns = gradients(PAIRS, 4)
+    split, same = gradients(PAIRS[::-1], size)
     for name in whole:
         torch.testing.assert_close(split[name], whole[name], rtol=1e-10, atol=1e-12)
+    assert same == pytest.approx(columns) and same["tokens"] == 11
 
 
 def test_sft_loss_by_hand():
     logps = torch.tensor([[-1.0, -2.0, -4.0], [-8.0, -16.0, -32.0]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert sft.sft_loss(logps, mask, 5).item() == pytest.approx((1 + 2 + 8) / 5)
+    assert sft.sft_loss(logps, mask, torch.tensor(5)).item() == pytest.approx((1 + 2 + 8) / 5)
 
 
 def test_completions_end_with_their_first_eos():
     """Plain text gets one EOS; a template's tokens after its EOS are dropped; a chat prompt is not part of it."""
-    _, tokenizer = load_model(TINY_MODEL)
-    eos = tokenizer.eos_token_id
-    prompt, completion = encode_row({"prompt": "S21:", "completion": "12"}, tokenizer, [eos])
+    tokenizer = load_model(grpo.Args())[1]
+
+    def encode_row(row):
+        return encode_answers(row, [row["completion"]], tokenizer, [tokenizer.eos_token_id])
+
+    prompt, completion = encode_row({"prompt": "S21:", "completion": "12"})
     assert tokenizer.decode(prompt) == "S21:" and tokenizer.decode(completion) == "12<eos>"
     tokenizer.chat_template = CHAT
-    prompt, completion = encode_row({"prompt": "21", "completion": "12"}, tokenizer, [eos])
+    prompt, completion = encode_row({"prompt": "21", "completion": "12"})
     assert tokenizer.decode(prompt) == "C21<eos>+S" and tokenizer.decode(completion) == "12<eos>"
     messages = [{"role": "user", "content": "21"}]
     answer = [{"role": "assistant", "content": "12"}]
-    assert encode_row({"prompt": messages, "completion": answer}, tokenizer, [eos]) == (prompt, completion)
+    assert encode_row({"prompt": messages, "completion": answer}) == (prompt, completion)
 
 
 @pytest.mark.parametrize("lora_rank, limit", [(0, 32), (2, 512)])
@@ -70,31 +79,45 @@ def test_answers_in_evaluation_are_as_long_as_the_model_needs(lora_rank, limit, 
     if lora_rank:
         pytest.importorskip("peft", reason="not run: peft is not installed")
     limits = []
-    monkeypatch.setattr(sft, "evaluate", lambda *args, **_: limits.append(args[6]) or {})
+    monkeypatch.setattr(sft, "evaluate", lambda *args, **_: limits.append(args[4].eval_max_new_tokens) or {})
     sft.train(sft.Args(model=TINY_MODEL, task=("sort",), max_steps=1, batch_size=2, lora_rank=lora_rank,
                        output_dir=str(tmp_path)))  # fmt: skip
     assert limits == [limit]
 
 
 def test_a_dataset_without_scores_is_evaluated_by_its_loss(tmp_path, own_cache, capsys):
-    """Of held-out rows, without dropout, per token of them all; a row is shown, and how many were cut."""
+    """Of held-out rows, per token of them all; a row is shown as it is trained on: cut, if need be."""
     rows = [{"prompt": f"S{i}:", "completion": "12" if i % 2 else "1" * 60} for i in range(10, 90)]
     path = write_rows(tmp_path / "mine.jsonl", rows)
     flags = "--max-steps 2 --max-length 20 --eval-every 1 --batch-size 4 --device cpu --learning-rate 1e-9".split()
     folder = new_run(sft, tmp_path / "runs", "--model", TINY_MODEL, "--task", path, *flags)
     out = capsys.readouterr().out
-    assert "mine: 76 rows, 4 held-out ones; 40 completions are cut off" in out
+    assert "mine: 76 rows, 4 held-out ones" in out
     assert re.search(r"prompt +'S\d\d:'\ncompletion +'(12<eos>|1{16})'\n", out)
-    (model, tokenizer), task = load_model(str(folder / "model")), load_task(path)
+    (model, tokenizer), task = load_model(grpo.Args(model=str(folder / "model"))), load_task(path)
     logps, count = 0.0, 0
     for row in task.heldout:
-        prompt, completion = encode_row(row, tokenizer, [tokenizer.eos_token_id])
+        prompt, completion = encode_answers(row, [row["completion"]], tokenizer, [tokenizer.eos_token_id])
         completion = completion[: 20 - len(prompt)]
         with torch.no_grad():
             logits = model.eval()(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         logps += logits.log_softmax(-1)[range(len(completion)), completion].sum().item()
         count += len(completion)
+    assert all(0 < row["truncated"] <= 1 for row in metrics(folder))
     assert [row["eval/loss"] for row in metrics(folder)] == pytest.approx([-logps / count] * 2, rel=1e-4)
+
+
+def test_tasks_take_turns_row_by_row(tmp_path, own_cache, monkeypatch):
+    """One that is named twice comes twice as often; each has columns of its own."""
+    path = write_rows(tmp_path / "mine.jsonl", [{"prompt": f"C{i}:", "completion": "1"} for i in range(40)])
+    seen, update = [], sft.update
+    monkeypatch.setattr(sft, "update", lambda *args: seen.append(args[2].prompt_ids) or update(*args))
+    flags = "--max-steps 2 --batch-size 6 --eval-prompts 2 --eval-every 0 --device cpu".split()
+    folder = new_run(sft, tmp_path / "runs", "--task", "sort", "sort", path, *flags)
+    sort, other = (load_model(grpo.Args())[1].convert_tokens_to_ids(x) for x in "SC")
+    for ids in seen:
+        assert [sort if sort in row else other for row in ids.tolist()] == [sort, sort, other] * 2
+    assert {"eval/sort/greedy", "eval/sort/pass@8", "eval/mine/loss"} <= metrics(folder)[-1].keys()
 
 
 def test_files_of_one_name_are_two_tasks_that_hold_out_for_each_other(tmp_path, own_cache):
@@ -103,33 +126,79 @@ def test_files_of_one_name_are_two_tasks_that_hold_out_for_each_other(tmp_path, 
         (tmp_path / name).mkdir()
         rows = [{"prompt": f"S{i}:", "completion": "1"} for i in range(last)]
         paths.append(write_rows(tmp_path / name / "data.jsonl", rows))
-    tasks = load_tasks([*paths, paths[0]], "prompt")
-    assert [task.name for task in tasks] == ["data", "data_2", "data"]
-    held = {row["prompt"] for task in tasks for row in task.heldout}
-    assert len(tasks[0].heldout) == 2 and len(tasks[1].heldout) == 10
-    seen = [{row["prompt"] for row in task.rows} for task in tasks]
+    tasks = sft.load_tasks([*paths, paths[0]], "prompt")
+    assert list(tasks) == paths
+    one, two = tasks.values()
+    assert one.name == "data" and two.name == "data_2"
+    held = {row["prompt"] for task in (one, two) for row in task.heldout}
+    assert len(one.heldout) == 2 and len(two.heldout) == 10
+    seen = [{row["prompt"] for row in task.rows} for task in (one, two)]
     assert not held & set.union(*seen) and held | set.union(*seen) == {f"S{i}:" for i in range(200)}
-    assert {tasks[1].train(i, 1)["prompt"] for i in range(len(seen[1]))} == seen[1]
+    assert {two.train(i, 1)["prompt"] for i in range(len(seen[1]))} == seen[1]
 
 
-def test_the_loss_in_evaluation_is_without_dropout():
-    config = GPT2Config(vocab_size=16, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.5)
-    model = GPT2LMHeadModel(config).train()
-    args = sft.Args(micro_batch_size=2, precision="float32")
-    assert sft.heldout_loss(model, PAIRS, args) == sft.heldout_loss(model, PAIRS, args) and model.training
+TALK = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+
+
+def test_the_last_answer_of_a_conversation_is_the_completion(tmp_path, own_cache):
+    """Where there is no column completion; what is behind that answer is left out."""
+    ended = [*TALK, {"role": "assistant", "content": "4"}]
+    for messages in (ended, [*ended, {"role": "user", "content": "5"}]):
+        row = sft.from_messages({"messages": messages})
+        assert row["prompt"] == TALK and row["completion"] == ended[3:]
+    for messages in (None, [], "1", TALK[:1], TALK[1:2]):
+        with pytest.raises(RowFault, match="messages"):
+            sft.from_messages({"messages": messages})
+    rows = [{"messages": [{"role": "user", "content": str(i)}, TALK[1]]} for i in range(9)]
+    task = sft.load_demonstrations(write_rows(tmp_path / "talks.jsonl", rows), "prompt")
+    assert len(task.rows) == 8 and all(row["completion"] == TALK[1:2] for row in task.rows)
+    both = [{"prompt": str(i), "completion": "7", "messages": TALK[:2]} for i in range(9)]
+    task = sft.load_demonstrations(write_rows(tmp_path / "both.jsonl", both), "prompt")
+    assert task.rows[0]["completion"] == "7"
+
+
+def test_rows_without_a_completion(tmp_path, own_cache):
+    """A missing column is the whole dataset's fault, a row that lacks what others have is dropped."""
+    rows = [{"prompt": str(i), "completion": "" if i == 3 else "7"} for i in range(9)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    task = sft.load_demonstrations(path, "prompt")
+    assert {row["prompt"] for row in [*task.rows, *task.heldout]} == {*"012345678"} - {"3"}
+    path = write_rows(tmp_path / "prompts.jsonl", [{"question": str(i)} for i in range(9)])
+    for column, missing in (("prompt", "prompt"), ("question", "completion")):
+        with pytest.raises(UserError, match=f"no column '{missing}'"):
+            sft.load_demonstrations(path, column)
+
+
+def test_prompts_that_leave_no_room(tmp_path):
+    with pytest.raises(UserError, match="some prompts of sort have more than 9 tokens: raise --max-length"):
+        sft.train(sft.Args(task=("sort",), max_length=10, device="cpu", output_dir=str(tmp_path)))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_shipped_model_is_what_readme_says():
     """Small, ordinary, and a warm start with room above it: what it thinks likeliest is mostly wrong, what it samples
     is right more often (on countdown half of the prompts in eight samples)."""
-    from utils.evaluation import evaluate
-
-    model, tokenizer = load_model(TINY_MODEL)
+    args = grpo.Args(sample_batch_size=512, max_completion_length=20)
+    model, tokenizer = load_model(args)
     assert 0.7e6 < sum(p.numel() for p in model.parameters()) < 0.9e6
     for name, greedy, low, high, best in (("countdown", 0.05, 0.04, 0.2, 0.35), ("sort", 0.35, 0.3, 0.5, 0.8)):
-        scores = evaluate(model, tokenizer, load_task(name), None, 128, 8, 20, 1.0, 1)
+        scores = evaluate(model, tokenizer, load_task(name), None, args)
         assert scores["eval/greedy"] < greedy and low < scores["eval/pass@1"] < high and scores["eval/pass@8"] > best
         assert scores["eval/greedy"] < scores["eval/pass@1"]
+
+
+def test_the_new_model_is_the_shipped_one_with_random_weights(tmp_path):
+    """The seed's; files of configuration and tokenizer are equal."""
+    heads = []
+    for seed in (1, 1, 2):
+        sft.new_tiny_model(seed, str(tmp_path))
+        heads.append(load_model(grpo.Args(), path=str(tmp_path))[0].lm_head.weight)
+        for path in Path(TINY_MODEL).glob("*.json"):
+            ours, theirs = (json.loads((folder / path.name).read_text()) for folder in (tmp_path, path.parent))
+            for setting in (ours, theirs):
+                setting.pop("transformers_version", None)
+            assert ours == theirs
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
 
 
 def test_a_new_model_takes_the_flags_of_memory(tmp_path):
@@ -138,6 +207,6 @@ def test_a_new_model_takes_the_flags_of_memory(tmp_path):
     args = dict(model="new", task=("sort",), max_steps=1, batch_size=4, eval_prompts=2, eval_max_new_tokens=2,
                 device="cpu", threads=1, output_dir=str(tmp_path))  # fmt: skip
     sft.train(sft.Args(lora_rank=2, **args))
-    (checkpoint,) = tmp_path.glob("*/checkpoints/step-00000001.pt")
-    saved = torch.load(checkpoint, weights_only=True)["model"]
+    (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
+    saved = torch.load(checkpoint, weights_only=True)["trained"]["model"]
     assert saved and all("lora_" in name for name in saved)

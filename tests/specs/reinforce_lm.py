@@ -5,27 +5,27 @@ from tests.specs import Curve, Effect, Spec, parse_bugs
 
 BUGS = """
 own-reward-in-the-baseline:batch: the mean of the batch is at hand, and differs by a factor only
-- (rewards - (rewards.nansum() - rewards) / others if baseline else rewards)
+- (rewards - (amount - rewards) / others if baseline else rewards)
 + (rewards - rewards.nanmean() if baseline else rewards)
 
 leave-one-out-over-all:batch: the sum leaves one out, its denominator does not
-- others = (~rewards.isnan()).sum() - 1
-+ others = (~rewards.isnan()).sum()
+- others, amount = total(known.sum()) - 1,
++ others, amount = total(known.sum()),
 
 skipped-counts-as-wrong: a reward that nobody knows is a bad one
 - if baseline else rewards).nan_to_num(0.0)
 + if baseline else rewards).nan_to_num(-1.0)
 
 baseline-times-zero: a flag is a number, but 0 times NaN is NaN, and a single answer would teach nothing
-- (rewards - (rewards.nansum() - rewards) / others if baseline else rewards)
-+ (rewards - baseline * (rewards.nansum() - rewards) / others)
+- (rewards - (amount - rewards) / others if baseline else rewards)
++ (rewards - baseline * (amount - rewards) / others)
 
 mean-over-tokens: what a loss usually is; long answers then count less for each token
-- loss = -(valid * advantage[rows] * logps).sum() / len(mask)
+- loss = -(valid * advantage[rows] * logps).sum() / count
 + loss = -(valid * advantage[rows] * logps).sum() / mask.sum()
 
 mean-over-the-micro-batch: right while there is one
-- loss = -(valid * advantage[rows] * logps).sum() / len(mask)
+- loss = -(valid * advantage[rows] * logps).sum() / count
 + loss = -(valid * advantage[rows] * logps).sum() / len(rows)
 
 advantages-of-the-first-rows:reinforce_lm: right while there is one micro-batch

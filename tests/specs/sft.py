@@ -5,39 +5,35 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 mean-over-padding:sft: .mean() of a padded tensor
-- return -(logps * mask).sum() / total
+- return -(logps * mask).sum() / tokens
 + return -(logps * mask).mean()
 
 micro-batch-mean:sft: the mean over the tokens at hand is right while there is one micro-batch (huggingface/trl#2617)
-- yield counts * sft_loss(logps, mask, total)
-+ yield counts * sft_loss(logps, mask, int(mask.sum()))
+- sft_loss(logps, inputs[-1], tokens).backward()
++ sft_loss(logps, inputs[-1], inputs[-1].sum()).backward()
 
 eos-not-trained:sft: the text is what is to be learnt: models then never learn to stop (huggingface/trl#6357; rasbt
 drops EOS, too)
-- [[True] * len(c) + [False] * (length - len(c)) for _, c in pairs]
-+ [[True] * (len(c) - 1) + [False] * (length - len(c) + 1) for _, c in pairs]
+-         return encode_answers(row, [row["completion"]], tokenizer, eos)
++         prompt, completion = encode_answers(row, [row["completion"]], tokenizer, eos)
++         return prompt, completion[:-1]
 
 first-batch-left-out: steps count from 1, rows from 0
-- first = (step - 1) * args.batch_size
-+ first = step * args.batch_size
+- share(range((step - 1) * args.batch_size, step * args.batch_size))
++ share(range(step * args.batch_size, (step + 1) * args.batch_size))
 
 gradients-never-cleared:sft: torch adds gradients up
 -     optimizer.zero_grad(set_to_none=True)
 
 clipped-after-the-step:sft: two lines, in either order of which nothing fails
--     grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
+-     grad_norm = clip_gradients(model, args.max_grad_norm)
 -     optimizer.step()
 +     optimizer.step()
-+     grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
-
-heldout-loss-with-dropout: the model is in training mode wherever the loop is
--     model.eval()
--     loss = total_numbers({"loss": sum(
-+     loss = total_numbers({"loss": sum(
++     grad_norm = clip_gradients(model, args.max_grad_norm)
 
 likelihood-minimised:sft: log-likelihoods are maximised, losses minimised
-- return -(logps * mask).sum() / total
-+ return (logps * mask).sum() / total
+- return -(logps * mask).sum() / tokens
++ return (logps * mask).sum() / tokens
 """
 
 SPEC = Spec(
