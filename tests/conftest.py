@@ -121,7 +121,7 @@ def no_pictures():
     def touch(history, curves, title, path):
         path.touch()
 
-    with mock.patch("utils.core.plot", touch), mock.patch("utils.run.plot", touch):
+    with mock.patch("utils.core.plot", touch):
         yield
 
 

@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from tests.specs import SPECS
-from utils import cli, core
-from utils import run as old_run
+from utils import core
 
 REPO = Path(__file__).resolve().parents[1]
 DRAW = core.plot  # conftest.py puts another in its place
@@ -77,13 +76,9 @@ def command_line(module, *args, picture: bool = False) -> None:
             mock.patch.object(sys, "argv", [module.__file__, *map(str, args)]),
             mock.patch.dict(os.environ, ENVIRONMENT),
             mock.patch.object(core, "plot", DRAW if picture else core.plot),
-            mock.patch.object(old_run, "plot", DRAW if picture else old_run.plot),
             torch.random.fork_rng(devices=[]),
         ):
-            if module.__dict__.get("main") is core.main:
-                core.main(module.Args, module.train, module.NAME)
-            else:
-                cli.main(module.Args, module.train)
+            core.main(module.Args, module.train, module.NAME)
     finally:
         torch.set_num_threads(threads)
         sys.path[:] = path
@@ -126,22 +121,30 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def checkpoints(folder: Path) -> list[int]:
-    """The steps of the checkpoints that are there."""
-    return sorted(int(path.stem.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*.pt"))
+def checkpoint(folder: Path) -> dict:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
 
 
-def stopped_after(step: int, reference: Path, tmp_path: Path) -> Path:
-    """A copy of a finished run as a kill leaves it that came when the checkpoint of `step` was the newest: rows written
-    after it are in metrics.jsonl, the last one cut in the middle."""
-    folder = shutil.copytree(reference, tmp_path / "stopped")
-    for newer in [n for n in checkpoints(folder) if n > step]:
-        (folder / "checkpoints" / f"step-{newer:08d}.pt").unlink()
-    shutil.rmtree(folder / "model")
-    (folder / "curve.png").unlink()
-    with open(folder / "metrics.jsonl", "r+b") as file:
-        file.truncate(file.seek(0, 2) - 20)
-    return folder
+@contextlib.contextmanager
+def copied_at(step: int, copy: Path):
+    """Inside, the first run that has a checkpoint of `step` or later is copied then, as a kill leaves it: behind the
+    checkpoint stand rows, the last one cut in the middle."""
+    end_step = core.Run.end_step
+
+    def copying(run, done, parts):
+        end_step(run, done, parts)
+        if (
+            done >= step
+            and not copy.exists()
+            and (run.dir / "checkpoint.pt").exists()
+            and checkpoint(run.dir)["step"] == done
+        ):
+            shutil.copytree(run.dir, copy)
+            with open(copy / "metrics.jsonl", "a") as file:
+                file.write(f'{{"step": {done + 1}, "reward": 5}}\n{{"step": {done + 2}, "rew')
+
+    with mock.patch.object(core.Run, "end_step", copying):
+        yield
 
 
 def wait_for(process, output_dir: Path, there) -> Path:

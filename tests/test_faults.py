@@ -1,56 +1,44 @@
-"""Kills, full disks, damaged files, two processes in one folder: nothing recorded is lost, nothing half-written is
-believed, and after recovery the run equals the one that nothing disturbed, bit for bit.
+"""Kills, full disks, lost and damaged files: nothing recorded is lost, nothing half-written is believed, and after
+recovery the run equals the one that nothing disturbed, bit for bit.
 
-Most of it happens to a script of a few lines on utils/run.py, which is all of the file handling that scripts share; so
-every moment can be tried. Each script's own state is in test_resume*.py, which kill each root at one
-random moment; here, at fifty (slow).
+Most of it happens to a script of a few lines on utils/core.py, which is all of the file handling that scripts share; so
+every moment can be tried. Each script's own state is in test_resume*.py, which kill each root at one random moment.
 """
 
 import dataclasses
 import io
 import json
 import os
-import random
 import shutil
 import signal
 import sys
-import time
-from datetime import datetime
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from every_script import NAMES, options, script
 from helpers import (
-    LANGUAGE,
     Forked,
-    assert_one_sentence,
     assert_same_result,
-    checkpoints,
+    checkpoint,
     command_line,
+    copied_at,
     metrics,
     new_run,
     runs_in,
-    stopped_after,
     user_error,
-    wait_for,
-    weights,
 )
 from safetensors.torch import load_file, save_file
 
-from utils import run as run_module
-from utils.checkpoint import load_newest, save_checkpoint
-from utils.cli import RunArgs, prepare
-from utils.errors import UserError
-from utils.models import TINY_MODEL, load_model
-from utils.preferences import load_preferences
-from utils.run import Run
-from utils.tasks import load_task
+from algos import grpo
+from utils import core
+from utils.core import Run, RunArgs, UserError, prepare
+from utils.data import load_pairs, load_task
+from utils.lm import TINY_MODEL, load_model
 
 SIZE = 2000
-SMALL = "--device cpu --save-every 2 --keep 99".split()
+SMALL = "--device cpu --save-every 2".split()
 
 
 @dataclasses.dataclass
@@ -60,37 +48,20 @@ class Args(RunArgs):
 
 
 class Walk:
-    """A script on utils/run.py: weights that walk at random."""
+    """A script on utils/core.py: weights that walk at random."""
 
-    __file__, Args = __file__, Args
-
-    def __init__(self, before_step=lambda step: None):
-        self.before_step = before_step
+    __file__, Args, NAME = __file__, Args, "walk"
 
     def train(self, args: Args) -> list[dict]:
         device = prepare(args)
-        weight = torch.zeros(SIZE, device=device)
-        run, step = Run(args, "walk", "line", args.max_steps, ("place",)), 0
-
-        def state() -> dict:
-            return {"weight": weight}
-
-        if run.state is not None:
-            step, weight = run.state["step"], run.state["weight"]
-        run.restore()
-        while step < args.max_steps:
-            self.before_step(step)
-            step += 1
-            weight = weight + torch.rand(SIZE)
-            run.log(step, place=weight.mean().item())
-            run.end_step(step, state)
-        return run.finish(lambda folder: save_file({"weight": weight}, folder / "model.safetensors"), {}, "walk")
-
-
-@pytest.fixture(autouse=True)
-def no_git(monkeypatch):
-    """No git is asked for the commit of these runs: it would take most of their time."""
-    monkeypatch.setattr(run_module, "environment", lambda: {})
+        model = torch.nn.Linear(SIZE, 1, bias=False, device=device)
+        run = Run(args, "walk", "line", args.max_steps, ("place",))
+        run.restore(model=model)
+        while run.step < args.max_steps:
+            model.weight.data += torch.rand(SIZE)
+            run.log(run.step + 1, place=model.weight.mean().item())
+            run.end_step(run.step + 1, {"model": model})
+        return run.finish(lambda folder: save_file(model.state_dict(), folder / "model.safetensors"), {}, "walk")
 
 
 @pytest.fixture(scope="session")
@@ -99,14 +70,20 @@ def reference(tmp_path_factory):
     return new_run(Walk(), tmp_path_factory.mktemp("walk"), *SMALL)
 
 
+@pytest.fixture
+def stopped(tmp_path):
+    """One that was killed behind its checkpoint of step 6."""
+    with copied_at(6, tmp_path / "stopped"):
+        new_run(Walk(), tmp_path / "whole", *SMALL)
+    return tmp_path / "stopped"
+
+
 def assert_nothing_half_written(folder: Path) -> None:
     """What stands under its final name is whole, and what is recorded stands once and in order."""
-    for path in (folder / "checkpoints").glob("step-*.pt"):
-        assert torch.load(path, weights_only=True)["step"] == int(path.stem.removeprefix("step-"))
+    if (folder / "checkpoint.pt").exists():
+        checkpoint(folder)
     if (folder / "config.json").exists():
         json.loads((folder / "config.json").read_text())
-    if (folder / "model").exists():
-        weights(folder)
     if (folder / "metrics.jsonl").exists():
         lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]  # a kill may cut the last one
         steps = [json.loads(line)["step"] for line in lines]
@@ -116,11 +93,10 @@ def assert_nothing_half_written(folder: Path) -> None:
 def recovered(module, folder: Path, reference: Path) -> bool:
     """Resumes a run that was killed and compares it. False where there is nothing to resume, which is said so."""
     assert_nothing_half_written(folder)
-    if checkpoints(folder):
+    if (folder / "checkpoint.pt").exists():
         command_line(module, "--resume", folder)
         assert_same_result(folder, reference)
         return True
-    assert not (folder / "model").exists()
     with pytest.raises(SystemExit, match="2"):
         command_line(module, "--resume", folder)
     return False
@@ -166,79 +142,41 @@ def test_killed_at_every_operation_on_files(reference, tmp_path):
     anything, and gives the same result."""
     for number in count(1):
         runs = tmp_path / f"{number}" / "runs"
-        code = killed(number, tmp_path, *SMALL, "--keep", 1, "--save-every", 1, "--output-dir", runs)
+        code = killed(number, tmp_path, *SMALL, "--save-every", 1, "--output-dir", runs)
         folders = runs_in(runs)
         if code == 0:
             break
         for folder in folders:  # none where it died before there was one
-            if checkpoints(folder):
+            if (folder / "checkpoint.pt").exists():
                 killed(number, tmp_path, "--resume", folder)
             recovered(Walk(), folder, reference)
-    assert number > 40, "not every operation is seen"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algo", LANGUAGE)
-def test_killed_at_fifty_moments(algo, tmp_path):
-    module, args = script(algo, tmp_path)
-    new_run(module, tmp_path / "first", *args)  # imports what it needs
-    began = time.perf_counter()
-    reference = new_run(module, tmp_path / "reference", *args)
-    life = time.perf_counter() - began
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed of the moments: {seed}")
-    moments, runs, kills, resumed = random.Random(seed), tmp_path / "runs", 0, 0
-    while kills < 50:
-        folders = runs_in(runs)
-        now = ["--resume", folders[0]] if folders else args
-        process = Forked(module, *now, "--output-dir", runs, log=tmp_path / "log")
-        time.sleep(moments.uniform(0, 1.1 * life))
-        os.kill(process.pid, signal.SIGKILL)
-        out, code = process.communicate()
-        assert code in (0, -signal.SIGKILL), out
-        kills += code != 0
-        for folder in runs_in(runs):
-            assert_nothing_half_written(folder)
-            if code == 0:
-                assert_same_result(folder, reference)
-            resumed += bool(folders) and code != 0
-            if code == 0 or not checkpoints(folder):
-                shutil.rmtree(folder)
-    assert resumed > 5, "hardly any kill came after a first checkpoint"
-    for folder in runs_in(runs):
-        assert recovered(module, folder, reference)
+    assert number > 3 * 8 + 4, "8 checkpoints are opened, half written and renamed; and there are other files"
 
 
 # --- a full disk ---
 
-full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="not run: no /dev/full on this system")
 
-
-@full_disk
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="not run: no /dev/full on this system")
 def test_no_space_left_for_a_checkpoint(reference, tmp_path, monkeypatch):
-    """The run says why it ends; the checkpoints before and all rows are there, and with space it goes on."""
-    save = run_module.save_checkpoint
+    """The run says why it ends; the checkpoint before is there, and with space it goes on."""
+    write, calls = core.write_atomically, count(1)
 
-    def on_a_full_disk(folder: Path, step: int, *rest) -> None:
-        if step == 6:
-            (folder / "step-00000006.pt.tmp").symlink_to("/dev/full")
-        save(folder, step, *rest)
+    def on_a_full_disk(path: Path, *rest) -> None:
+        if path.name == "checkpoint.pt" and next(calls) == 3:
+            path.with_name(path.name + ".tmp").symlink_to("/dev/full")
+        write(path, *rest)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(run_module, "save_checkpoint", on_a_full_disk)
-        out, code = Forked(Walk(), *SMALL, "--output-dir", tmp_path / "runs", log=tmp_path / "log").communicate()
+    with monkeypatch.context() as patch, pytest.raises((OSError, RuntimeError)):
+        patch.setattr(core, "write_atomically", on_a_full_disk)
+        new_run(Walk(), tmp_path / "runs", *SMALL)
     (folder,) = runs_in(tmp_path / "runs")
-    assert code == 2, out
-    assert_one_sentence(
-        out[out.index("error: ") :], "step-00000006.pt", "No space left on device", f"--resume {folder}"
-    )
-    assert checkpoints(folder) == [2, 4] and [row["step"] for row in metrics(folder)] == [1, 2, 3, 4, 5, 6]
-    (folder / "checkpoints/step-00000006.pt.tmp").unlink(missing_ok=True)
+    assert checkpoint(folder)["step"] == 4 and [row["step"] for row in metrics(folder)] == [1, 2, 3, 4, 5, 6]
+    (folder / "checkpoint.pt.tmp").unlink(missing_ok=True)
     assert recovered(Walk(), folder, reference)
 
 
 def test_no_space_left_for_the_model(reference, tmp_path, monkeypatch):
-    """No model is there rather than half of one; resuming writes it."""
+    """Resuming writes it again."""
 
     def half(tensors, path) -> None:
         path.write_bytes(b"half")
@@ -248,136 +186,28 @@ def test_no_space_left_for_the_model(reference, tmp_path, monkeypatch):
         patch.setattr(sys.modules[__name__], "save_file", half)
         new_run(Walk(), tmp_path, *SMALL)
     (folder,) = runs_in(tmp_path)
-    assert checkpoints(folder)[-1] == 8 and not (folder / "model").exists()
+    assert checkpoint(folder)["step"] == 8
     assert recovered(Walk(), folder, reference)
 
 
-# --- damaged files of a run ---
+# --- lost files of a run ---
 
 
-def flipped(whole: bytes, at: int) -> bytes:
-    return whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
-
-
-DAMAGE = {
-    "empty": lambda whole: b"",
-    "cut in half": lambda whole: whole[: len(whole) // 2],
-    "without its end": lambda whole: whole[:-1],
-    "zeros": lambda whole: bytes(len(whole)),
-    "zeros in the middle": lambda whole: whole[: len(whole) // 2] + bytes(64) + whole[len(whole) // 2 + 64 :],
-    "random bytes": lambda whole: random.Random(0).randbytes(len(whole)),
-    "one bit of the weights": lambda whole: flipped(whole, whole.index(b"data/0") + 200),
-    "text": lambda whole: b"not a checkpoint\n",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_newest_checkpoint(damage, reference, tmp_path, capsys):
-    """It is named and set aside, and the one before it is continued from."""
-    folder = stopped_after(6, reference, tmp_path)
-    newest = folder / "checkpoints/step-00000006.pt"
-    newest.write_bytes(DAMAGE[damage](newest.read_bytes()))
-    command_line(Walk(), "--resume", folder)
-    out = capsys.readouterr().out
-    assert f"{newest} cannot be read" in out and "falling back to the checkpoint before it" in out
-    assert newest.with_suffix(".damaged").exists()
-    assert_same_result(folder, reference)
-
-
-def test_no_bit_of_a_checkpoint_can_change_unnoticed(tmp_path):
-    """Wherever one is flipped, what is loaded is what was saved, or the checkpoint before."""
-    for step in (1, 2):
-        torch.save({"step": step, "weight": torch.arange(30.0) * step}, tmp_path / f"step-{step}.pt")
-    path, fallen_back = tmp_path / "step-2.pt", 0
-    whole = path.read_bytes()
-    for at in range(0, len(whole), 11):
-        path.write_bytes(flipped(whole, at))
-        state = load_newest(tmp_path)
-        assert state.keys() == {"step", "weight"} and state["step"] in (1, 2)
-        assert torch.equal(state["weight"], torch.arange(30.0) * state["step"]), f"byte {at} of {len(whole)}"
-        fallen_back += state["step"] == 1
-        path.with_suffix(".damaged").unlink(missing_ok=True)
-    assert fallen_back > 20
-
-
-def test_the_newest_of_many_digits(tmp_path):
-    """By number, not as text: it is the one that stays, and the one that is read."""
-    steps = [9, 10, 99_999_999, 100_000_000, 100_000_001, 1_000_000_000]
-    for done, step in enumerate(steps, 1):
-        save_checkpoint(tmp_path / "checkpoints", step, {"step": step}, keep=2)
-        assert checkpoints(tmp_path) == steps[:done][-2:]
-        assert load_newest(tmp_path / "checkpoints")["step"] == step
-
-
-def test_all_checkpoints_damaged(reference, tmp_path, capsys):
-    """One sentence, and everything is left as it was, for whoever can mend it."""
-    folder = stopped_after(6, reference, tmp_path)
-    for path, damage in zip(
-        sorted((folder / "checkpoints").iterdir()), ("zeros", "cut in half", "one bit of the weights")
-    ):
-        path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with user_error(capsys, str(folder), "no readable checkpoint"):
-        command_line(Walk(), "--resume", folder)
-    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
-@pytest.mark.parametrize("share", [None, 0, 0.2])
-def test_other_files_of_a_run_lost_or_cut(name, share, reference, tmp_path, capsys):
-    """One sentence with the file's name: rows and transitions from before the checkpoint cannot be computed again."""
-    folder = stopped_after(6, reference, tmp_path)
-    whole = (folder / name).read_bytes()
-    (folder / name).unlink()
-    if share is not None:
-        (folder / name).write_bytes(whole[: int(share * len(whole))])
-    with user_error(capsys, name.partition("/")[0]):
-        command_line(Walk(), "--resume", folder)
-    (folder / name).write_bytes(whole)
-    command_line(Walk(), "--resume", folder)
-    assert_same_result(folder, reference)
-
-
-# --- two processes ---
-
-
-def test_two_processes_resume_one_run(reference, tmp_path, capsys):
-    """The second is refused and changes nothing while the first is in its steps; the first ends as if alone."""
-    folder, gate = stopped_after(4, reference, tmp_path), tmp_path / "gate"
-    gate.touch()
-
-    def waits(step: int) -> None:
-        (tmp_path / "there").touch()
-        while gate.exists():
-            time.sleep(0.01)
-
-    first = Forked(Walk(waits), "--resume", folder, log=tmp_path / "log")
-    wait_for(first, tmp_path, lambda path: path.name == "there")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with user_error(capsys, "another process", str(folder)):
-        command_line(Walk(), "--resume", folder)
-    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    gate.unlink()
-    out, code = first.communicate()
-    assert code == 0, out
-    assert_same_result(folder, reference)
-
-
-def test_two_runs_begun_in_one_moment(reference, tmp_path, monkeypatch, capsys):
-    moment = datetime.now()
-    monkeypatch.setattr(run_module, "datetime", SimpleNamespace(now=lambda: moment))
-    first = new_run(Walk(), tmp_path, *SMALL)
-    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
-    with user_error(capsys, "--output-dir", "exists"):
-        command_line(Walk(), *SMALL, "--output-dir", tmp_path)
-    assert before == {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
-    assert_same_result(first, reference)
+@pytest.mark.parametrize("name", ["checkpoint.pt", "config.json"])
+def test_files_of_a_run_that_are_lost(name, reference, stopped, capsys):
+    """One sentence; with the file the run goes on."""
+    whole = (stopped / name).read_bytes()
+    (stopped / name).unlink()
+    with user_error(capsys, name.partition(".")[0]):
+        command_line(Walk(), "--resume", stopped)
+    (stopped / name).write_bytes(whole)
+    assert recovered(Walk(), stopped, reference)
 
 
 # --- datasets and models ---
 
 
-LOADERS = {"rows": lambda path: load_task(path), "pairs": lambda path: load_preferences(path, 10, 1)}
+LOADERS = {"rows": lambda path: load_task(path), "pairs": lambda path: load_pairs(path, 10, 1)}
 
 
 def write_rows(path: Path, datasets) -> list[dict]:
@@ -408,12 +238,6 @@ def test_a_dataset_that_is_cut_off(suffix, loader, own_cache, tmp_path):
             LOADERS[loader](str(cut))
 
 
-def cut(name: str, share: float):
-    return lambda folder: (folder / name).write_bytes(
-        (whole := (folder / name).read_bytes())[: int(share * len(whole))]
-    )
-
-
 def without_a_layer(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if ".layers.2." not in name}
@@ -421,16 +245,10 @@ def without_a_layer(folder: Path) -> None:
 
 
 MODELS = {  # what happened to the folder, and a word of the sentence
-    "weights cut in half": (cut("model.safetensors", 0.5), "reachable"),
-    "weights without their end": (cut("model.safetensors", 0.999), "reachable"),
-    "weights empty": (cut("model.safetensors", 0), "reachable"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
-    "a layer lacks": (without_a_layer, "9 of its weights"),
+    "a layer lacks": (without_a_layer, "lacks weights"),
     "no tokenizer": (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "tokenizer"),
-    "no vocabulary": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
-    "vocabulary cut in half": (cut("tokenizer.json", 0.5), "reachable"),
-    "no configuration": (lambda folder: (folder / "config.json").unlink(), "config.json"),
-    "configuration cut in half": (cut("config.json", 0.5), "config"),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "model_type"),
 }
 
 
@@ -439,16 +257,15 @@ def test_a_model_folder_that_is_not_whole(fault, tmp_path):
     folder = shutil.copytree(TINY_MODEL, tmp_path / "mine")
     damage, word = MODELS[fault]
     damage(folder)
-    with pytest.raises(UserError, match=f"--model {folder}.*{word}"):
-        load_model(str(folder))
+    with pytest.raises(UserError, match=f"the model {folder}.*{word}"):
+        load_model(grpo.Args(model=str(folder)))
 
 
 @pytest.mark.parametrize("algo", [name for name in NAMES if "model" in options(name)])
 def test_no_run_begins_on_a_model_that_is_not_whole(algo, tmp_path, capsys):
     module, args = script(algo, tmp_path)
-    for fault in ("weights cut in half", "no tokenizer"):
-        folder = shutil.copytree(TINY_MODEL, tmp_path / fault.replace(" ", "-"))
-        MODELS[fault][0](folder)
-        with user_error(capsys, "--model", str(folder)):
-            command_line(module, *args, "--model", folder, "--output-dir", tmp_path / "made")
+    folder = shutil.copytree(TINY_MODEL, tmp_path / "mine")
+    without_a_layer(folder)
+    with user_error(capsys, "the model", str(folder)):
+        command_line(module, *args, "--model", folder, "--output-dir", tmp_path / "made")
     assert not (tmp_path / "made").exists()
