@@ -41,7 +41,8 @@ Differences
     - Every loss sums log-probabilities over tokens, as the papers write. --average-logps divides h by the number of
       tokens: with ipo as in the paper's results and in TRL; with sigmoid and --beta 5 as in Tulu 3.
     - AdamW, as in most code of today; the paper uses RMSprop. Dropout is off, so the first margins are 0.
-    - Completions beyond --max-length are cut at the end and lose their EOS, as in TRL. Longer prompts are dropped.
+    - Completions beyond --max-length are cut at the end and lose their EOS, as in TRL; `truncated` is their share.
+      Longer prompts are dropped.
 """
 
 import math
@@ -278,7 +279,8 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
         means.add(torch.ones_like(chosen), **preference_metrics(ratios, args.beta))
     grad_norm = clip_gradients(model, args.max_grad_norm)
     optimizer.step()
-    return means.read() | {"grad_norm": grad_norm.item()}
+    truncated = 1 - samples.ended.float().mean().item()
+    return means.read() | {"grad_norm": grad_norm.item(), "truncated": truncated}
 
 
 @torch.no_grad()
@@ -290,13 +292,6 @@ def score_pairs(model, batch: Batch, args: Args) -> dict[str, float]:
         ratios, _ = log_ratios(model, inputs, ref_logps[rows], args)
         means.add(torch.ones_like(ratios[:, 0]), **preference_metrics(ratios, args.beta))
     return means.read()
-
-
-def make_samples(pairs: list[tuple], device, args: Args) -> Samples:
-    """Token ids of prompt, chosen and rejected completion of each pair; completions are cut to --max-length."""
-    prompts = [prompt for prompt, *_ in pairs]
-    completions = [tokens[: args.max_length - len(prompt)] for prompt, *both in pairs for tokens in both]
-    return as_samples(prompts, completions, device)
 
 
 @torch.no_grad()
@@ -338,7 +333,7 @@ def train(args: Args) -> list[dict]:
         return encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos)
 
     def make_batch(rows: list[dict]) -> Batch:
-        samples = make_samples([encode(row) for row in rows], device, args)
+        samples = as_samples([encode(row) for row in rows], args.max_length, device)
         return Batch(samples, reference_logps(model, reference, samples, args))
 
     longest = min(args.max_prompt_length or args.max_length, args.max_length - 1)

@@ -185,7 +185,8 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     gains = torch.where(labels, ratios - z, z - ratios)
     accuracy = moments((gains > 0).to(gains.dtype) + (gains == 0) / 2)[0].item()
     metrics = label_metrics(ratios, labels, args.beta)
-    return {"accuracy": accuracy, **metrics, "z": z.item(), "grad_norm": grad_norm.item()}
+    truncated = 1 - samples.ended.float().mean().item()
+    return {"accuracy": accuracy, **metrics, "z": z.item(), "grad_norm": grad_norm.item(), "truncated": truncated}
 
 
 @torch.no_grad()
@@ -195,12 +196,6 @@ def score_examples(model, samples: Samples, ref_logps: Tensor, args: Args) -> Te
     for rows, inputs in micro_batches(samples, args):
         ratios[rows] = log_ratios(model, inputs, ref_logps[rows], args)
     return ratios
-
-
-def make_samples(rows: list[tuple], device, args: Args) -> Samples:
-    """Token ids of prompt and completion of each row; completions are cut to --max-length."""
-    prompts = [prompt for prompt, _ in rows]
-    return as_samples(prompts, [tokens[: args.max_length - len(prompt)] for prompt, tokens in rows], device)
 
 
 @torch.no_grad()
@@ -232,8 +227,9 @@ def train(args: Args) -> list[dict]:
 
     def make_batch(rows: list[dict], before: list[dict]) -> Batch:
         labels = torch.tensor([row["label"] for row in rows], device=device)
-        samples = make_samples([encode(row) for row in rows], device, args)
-        mismatched = make_samples([(encode(a)[0], encode(b)[1]) for a, b in zip(rows, before)], device, args)
+        samples = as_samples([encode(row) for row in rows], args.max_length, device)
+        pairs = [(encode(row)[0], encode(other)[1]) for row, other in zip(rows, before)]
+        mismatched = as_samples(pairs, args.max_length, device)
         ref_logps, other_logps = (reference_logps(model, reference, x, args) for x in (samples, mismatched))
         return Batch(samples, ref_logps, labels, mismatched, other_logps)
 

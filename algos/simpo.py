@@ -167,7 +167,8 @@ def update(model, optimizer, samples: Samples, args: Args) -> dict[str, float]:
         means.add(torch.ones_like(chosen), **preference_metrics(logps, args.beta))
     grad_norm = clip_gradients(model, args.max_grad_norm)
     optimizer.step()
-    return means.read() | {"grad_norm": grad_norm.item()}
+    truncated = 1 - samples.ended.float().mean().item()
+    return means.read() | {"grad_norm": grad_norm.item(), "truncated": truncated}
 
 
 @torch.no_grad()
@@ -178,13 +179,6 @@ def score_pairs(model, samples: Samples, args: Args) -> dict[str, float]:
         logps = pair_logps(model, inputs, len(rows), args)
         means.add(torch.ones_like(logps[:, 0]), **preference_metrics(logps, args.beta))
     return means.read()
-
-
-def make_samples(pairs: list[tuple], device, args: Args) -> Samples:
-    """Token ids of prompt, chosen and rejected completion of each pair; completions are cut to --max-length."""
-    prompts = [prompt for prompt, *_ in pairs]
-    completions = [tokens[: args.max_length - len(prompt)] for prompt, *both in pairs for tokens in both]
-    return as_samples(prompts, completions, device)
 
 
 def train(args: Args) -> list[dict]:
@@ -200,7 +194,7 @@ def train(args: Args) -> list[dict]:
         return encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos)
 
     def make_batch(rows: list[dict]) -> Samples:
-        return make_samples([encode(row) for row in rows], device, args)
+        return as_samples([encode(row) for row in rows], args.max_length, device)
 
     longest = min(args.max_prompt_length or args.max_length, args.max_length - 1)
     pairs, heldout = (keep(rows, encode, longest) for rows in (data.train, data.heldout))

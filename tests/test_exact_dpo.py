@@ -14,6 +14,7 @@ from tabular import COMPLETIONS, OUTSIDE, PROMPTS, TabularLM, gradients, log_pro
 
 from algos import dpo
 from algos.dpo import LOSSES
+from utils.dist import as_samples
 from utils.lm import load_model
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -90,7 +91,7 @@ def pair(prompt: int, chosen: tuple, rejected: tuple) -> tuple:
 
 def batch_of(pairs: list[tuple], ref=REF) -> dpo.Batch:
     """Log-probabilities of the reference are numpy's."""
-    samples = dpo.make_samples(pairs, "cpu", dpo.Args(max_length=64))
+    samples = as_samples(pairs, 64, "cpu")
     ref_logps = torch.zeros_like(samples.logps)
     rows = [(PROMPTS.index(prompt), tuple(tokens)) for prompt, *both in pairs for tokens in both]
     for row, (prompt, tokens) in zip(ref_logps, rows):
@@ -160,7 +161,7 @@ def test_prompt_is_not_trained():
 
     model.model.norm.forward = noted
     args = dpo.Args(micro_batch_size=2, micro_batch_tokens=0, max_length=64, precision="float32")
-    samples = dpo.make_samples([([5, 6, 7, 8], [9, 10, 1], [11, 1])], "cpu", args)
+    samples = as_samples([([5, 6, 7, 8], [9, 10, 1], [11, 1])], args.max_length, "cpu")
     batch = dpo.Batch(samples, torch.full_like(samples.logps, -1.0))
     dpo.update(model, torch.optim.SGD(model.parameters(), 0.0), batch, args)
     trained = [hidden.grad.abs().sum(-1) > 0 for hidden in seen if hidden.requires_grad]
@@ -297,7 +298,7 @@ def test_first_margins_are_exactly_zero(lora, tmp_path, monkeypatch):
 def test_completions_are_cut_and_prompts_are_not():
     """Prompt and completion together hold max_length tokens."""
     pairs = [([1], [2, 3, 4, 5], [6]), ([7, 8], [2, 3, 4], [5, 6])]
-    samples = dpo.make_samples(pairs, "cpu", dpo.Args(max_length=4))
+    samples = as_samples(pairs, 4, "cpu")
     assert samples.prompt_ids.tolist() == [[0, 1], [7, 8]] and samples.prompt_mask.sum(1).tolist() == [1, 2]
     rows = [ids[mask].tolist() for ids, mask in zip(samples.completion_ids, samples.completion_mask)]
-    assert rows == [[2, 3, 4], [6], [2, 3], [5, 6]]
+    assert rows == [[2, 3, 4], [6], [2, 3], [5, 6]] and samples.ended.tolist() == [False, True, False, True]

@@ -10,6 +10,7 @@ from scipy.optimize import minimize
 from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, log_probs, minimised, random_table, sigma, slope
 
 from algos import kto
+from utils.dist import as_samples
 from utils.lm import load_model
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -49,7 +50,7 @@ def batch_of(rows, ref=REF) -> kto.Batch:
 
     def scored(picks):
         tokens = [(PROMPTS[p], list(COMPLETIONS[i])) for p, i in picks]
-        samples = kto.make_samples(tokens, "cpu", kto.Args(max_length=64))
+        samples = as_samples(tokens, 64, "cpu")
         ref_logps = torch.zeros_like(samples.logps)
         for row, (p, i) in zip(ref_logps, picks):
             row[: len(COMPLETIONS[i])] = torch.tensor(log_probs(ref, p, COMPLETIONS[i]))
@@ -199,7 +200,7 @@ def test_padding_and_length():
     """Log-probabilities beside a longer row are those of a row alone; what would be too long is cut."""
     model, args = load_model(kto.Args())[0].double(), kto.Args(micro_batch_size=8, max_length=14, precision="float32")
     rows = [([5, 6], [9, 1]), ([7], [4, 4, 4, 1]), ([3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 10, 11, 12, 1])]
-    samples = kto.make_samples(rows, "cpu", args)
+    samples = as_samples(rows, args.max_length, "cpu")
     logps = kto.score_examples(model, samples, torch.zeros_like(samples.logps), args)
     by_hand = []
     for prompt, completion in rows:
@@ -207,7 +208,7 @@ def test_padding_and_length():
         by_hand.append(sum(all_logps[len(prompt) - 1 + i, token].item() for i, token in enumerate(completion)))
     np.testing.assert_allclose(logps.numpy(), by_hand, atol=1e-5)  # its norms are float32
     args.max_length = 9
-    samples = kto.make_samples(rows, "cpu", args)
+    samples = as_samples(rows, args.max_length, "cpu")
     cut = [ids[mask].tolist() for ids, mask in zip(samples.completion_ids, samples.completion_mask)]
     assert cut == [[9, 1], [4, 4, 4, 1], [10, 11]]
 

@@ -12,6 +12,7 @@ from scipy.optimize import minimize
 from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, log_probs, minimised, random_table, sigma, slope
 
 from algos import orpo, simpo
+from utils.dist import as_samples
 from utils.lm import load_model
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -62,7 +63,7 @@ def test_certain_and_impossible_completions_stay_finite_in_float32(name, w, l): 
 
 def samples_of(module, picks):
     pairs = [(PROMPTS[p], list(COMPLETIONS[i]), list(COMPLETIONS[j])) for p, i, j in picks]
-    return module.make_samples(pairs, "cpu", module.Args(max_length=64))
+    return as_samples(pairs, 64, "cpu")
 
 
 # both prompts, completions of one and of two tokens on either side, one pair of equal ones, one pair twice
@@ -121,7 +122,7 @@ def test_padding_changes_nothing(name):
 
     def scored(pairs) -> torch.Tensor:
         with torch.no_grad():
-            return module.pair_logps(model, module.make_samples(pairs, "cpu", args)[:4], 2 * len(pairs), args)
+            return module.pair_logps(model, as_samples(pairs, args.max_length, "cpu")[:4], 2 * len(pairs), args)
 
     alone, beside = scored(short), scored([*short, long])
     torch.testing.assert_close(beside[:2], alone, rtol=0, atol=1e-6)  # its norms are float32

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from algos import dpo
 from benchmarks.peers.make_trl_dpo_fixtures import BETA, NAMES, PATH, SMOOTHING, B, by_trl, inputs
 from utils.data import encode_answers, load_pairs
+from utils.dist import as_samples
 from utils.lm import TINY_MODEL, load_model
 
 live = pytest.mark.usefixtures("needs_trl")
@@ -29,7 +30,7 @@ def by_script(name: str, data: dict, sft_coef: float = 0.0, **settings) -> tuple
     args = dpo.Args(loss=name, sft_coef=sft_coef, micro_batch_size=8, max_length=99, max_grad_norm=1e9, **settings)
     model, sizes = torch.nn.Module(), data["mask"].sum(1).tolist()
     model.table, model.device = torch.nn.Parameter(data["logps"].clone()), torch.device("cpu")
-    samples = dpo.make_samples([([0], [i] * sizes[i], [B + i] * sizes[B + i]) for i in range(B)], "cpu", args)
+    samples = as_samples([([0], [i] * sizes[i], [B + i] * sizes[B + i]) for i in range(B)], args.max_length, "cpu")
     ref_logps = data["ref"][samples.completion_ids[:, 0], : samples.completion_ids.shape[1]]
     total = torch.zeros((), dtype=torch.float64)
 
@@ -151,7 +152,7 @@ def test_a_whole_step(tmp_path):
     ours, our_tokenizer = load_model(args)
     eos = ours.generation_config.eos_token_id
     pairs = [encode_answers(row, [row["chosen"], row["rejected"]], our_tokenizer, eos) for row in rows]
-    samples = dpo.make_samples(pairs, "cpu", args)
+    samples = as_samples(pairs, args.max_length, "cpu")
     batch = dpo.Batch(samples, dpo.reference_logps(ours, ref, samples, args))
     metrics = dpo.update(ours, torch.optim.SGD(ours.parameters(), 0.0), batch, args)
     gradient = torch.cat([p.grad.flatten() for p in ours.parameters()])

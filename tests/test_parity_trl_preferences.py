@@ -26,6 +26,7 @@ from benchmarks.peers.make_trl_preferences_fixtures import (
     inputs,
 )
 from utils.data import encode_answers, load_pairs, load_unpaired
+from utils.dist import as_samples
 from utils.lm import TINY_MODEL, load_model
 
 live = pytest.mark.usefixtures("needs_trl")
@@ -56,13 +57,13 @@ def by_script(case: str, data: dict) -> tuple[torch.Tensor, torch.Tensor]:
     if name == "kto":
         args.desirable_weight, args.undesirable_weight = WEIGHTS
         own, others = ([([i], [i - shift] * sizes[i - shift]) for i in range(2 * B)] for shift in (0, 1))
-        own, others = (kto.make_samples([(p, [x % (2 * B) for x in c]) for p, c in rows], "cpu", args)
+        own, others = (as_samples([(p, [x % (2 * B) for x in c]) for p, c in rows], args.max_length, "cpu")
                        for rows in (own, others))  # fmt: skip
         ref, kl_ref = (data[name][:, : own.completion_ids.shape[1]] for name in ("ref", "kl_ref"))
         labels = data["labels"].bool()
         batch = kto.Batch(own, ref * own.completion_mask, labels, others, kl_ref * others.completion_mask)
     else:
-        batch = module.make_samples([([i], [i] * sizes[i], [B + i] * sizes[B + i]) for i in range(B)], "cpu", args)
+        batch = as_samples([([i], [i] * sizes[i], [B + i] * sizes[B + i]) for i in range(B)], args.max_length, "cpu")
     if name == "simpo":
         args.gamma, args.sft_coef = GAMMA, SFT if case == "simpo-sft" else 0.0
     losses, loss = [], getattr(module, f"{name}_loss")
@@ -168,7 +169,7 @@ def test_a_whole_step_of_simpo(tmp_path):
     ours, tokenizer = load_model(args)
     eos = ours.generation_config.eos_token_id
     pairs = [encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos) for row in rows]
-    samples = simpo.make_samples(pairs, "cpu", args)
+    samples = as_samples(pairs, args.max_length, "cpu")
     metrics = simpo.update(ours, torch.optim.SGD(ours.parameters(), 0.0), samples, args)
     assert ((gradient(ours) - theirs).norm() / theirs.norm()).item() < 1e-5
     (margin,) = trainer._stored_metrics["train"]["rewards/margins"]
@@ -203,7 +204,7 @@ def test_a_whole_step_of_kto(size, tmp_path):
     eos = loaded.generation_config.eos_token_id
     tokens = [encode_answers(row, [row["completion"]], tokenizer, eos) for row in rows]
     others = [(prompt, before[1]) for (prompt, _), before in zip(tokens, tokens[-1:] + tokens[:-1])]
-    own, others = (kto.make_samples(some, "cpu", args) for some in (tokens, others))
+    own, others = (as_samples(some, args.max_length, "cpu") for some in (tokens, others))
     labels = torch.tensor([row["label"] for row in rows])
     ref_logps, kl_logps = (kto.reference_logps(ours, ref, some, args) for some in (own, others))
     batch_of_ours = kto.Batch(own, ref_logps, labels, others, kl_logps)

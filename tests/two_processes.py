@@ -26,7 +26,7 @@ from test_invariance import llama
 from transformers import AutoModelForCausalLM
 
 from algos import grpo
-from utils.dist import Samples, Trained, full_weights, pad_left, shard, start
+from utils.dist import Samples, Trained, as_samples, full_weights, pad_left, shard, start
 from utils.lm import load_model
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else "")
@@ -59,12 +59,12 @@ def batch_of(module, model):
             2, 16, (int(torch.randint(1, 9, (1,), generator=generator)),), generator=generator
         ).tolist()
 
-    if hasattr(module, "make_samples"):
+    if hasattr(module, "as_samples"):
         texts = [[tokens() for _ in range(2 if module.NAME in ("kto", "sft") else 3)] for _ in PROMPTS]
         dtype, args = next(model.parameters()).dtype, arguments(module)
 
         def scored(some) -> tuple:
-            samples = module.make_samples(some, "cpu", args)
+            samples = as_samples(some, args.max_length, "cpu")
             noise = torch.randn(samples.logps.shape, generator=generator, dtype=dtype).abs()
             return samples, (-2.5 + noise) * samples.completion_mask
 
@@ -231,7 +231,7 @@ def scripts() -> list[str]:
     modules = {name: importlib.import_module(f"algos.{name}") for name in LANGUAGE}
     plain = ("samples", "rewards", "ref_logps")
     return [name for name, module in modules.items() if hasattr(module, "Pair") or hasattr(module, "Example")
-            or hasattr(module, "make_samples")
+            or hasattr(module, "as_samples")
             or getattr(getattr(module, "Batch", None), "_fields", ()) == plain]  # fmt: skip
 
 

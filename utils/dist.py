@@ -136,12 +136,15 @@ def pad_left(prompts: list[list[int]], device) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def as_samples(prompts: list[list[int]], completions: list[list[int]], device) -> Samples:
-    """Completions that are given, of each prompt equally many, and that nobody sampled: `logps` is 0."""
-    lengths = torch.tensor([len(completion) for completion in completions], device=device)
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(completion) for completion in completions], True).to(device)
-    mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
-    return Samples(*pad_left(prompts, device), ids, mask, torch.zeros(ids.shape, device=device), mask.any(1))
+def as_samples(rows: list[tuple], max_length: int, device) -> Samples:
+    """Rows of token ids, a prompt and its completions, which nobody sampled: `logps` is 0. Prompt and completion have
+    `max_length` tokens at most; the end of a longer completion is cut off, and `ended` is False."""
+    prompts = [prompt for prompt, *_ in rows]
+    whole = [(tokens, max_length - len(prompt)) for prompt, *completions in rows for tokens in completions]
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokens[:room]) for tokens, room in whole], True).to(device)
+    lengths, room = torch.tensor([(len(tokens), room) for tokens, room in whole], device=device).T
+    mask = torch.arange(ids.shape[1], device=device) < lengths.minimum(room)[:, None]
+    return Samples(*pad_left(prompts, device), ids, mask, torch.zeros(ids.shape, device=device), lengths <= room)
 
 
 def join(parts: list[Samples]) -> Samples:

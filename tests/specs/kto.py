@@ -43,10 +43,6 @@ reference-of-another-prompt: the completion comes with the log-probability that 
 - mismatched, other_logps)
 + mismatched, ref_logps.roll(1, 0))
 
-mismatched-not-cut: lengths were checked when rows were encoded; a prompt with another's completion is a new length
-- tokens[: args.max_length - len(prompt)] for
-+ tokens for
-
 reference-is-the-policy:kto: log-probabilities from before the step are taken for those from before training
 - return (logps[:rows] - ref_logps[:, :width]).sum(1)
 + return (logps[:rows] - logps[:rows].detach()).sum(1)

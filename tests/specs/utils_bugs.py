@@ -121,8 +121,16 @@ simple_GRPO:80, rlhf-book rollout.py:139 mask by the id of padding)
 + completion_mask = ids != 0
 
 padding-by-id:given: the id of padding is taken for padding, also where the data hold it
--     mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+-     mask = torch.arange(ids.shape[1], device=device) < lengths.minimum(room)[:, None]
 +     mask = ids != 0
+
+cut-completions-end: what was cut off is counted as if it had ended
+- torch.zeros(ids.shape, device=device), lengths <= room)
++ torch.zeros(ids.shape, device=device), lengths > 0)
+
+cut-tokens-count: lengths are taken before the end is cut off
+- < lengths.minimum(room)[:, None]
++ < lengths[:, None]
 
 trained-behind-eos: generation returns a rectangle, and nothing says where each row ended (huggingface/trl#2387: PPO
 never stopped at EOS)
