@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from utils.core import UserError, find_users_code, rng_state, set_rng_state
-from utils.data import Task, encode_prompt, encode_whole, present, shared
+from utils.data import Task, encode_prompt, present, shared, until_eos
 from utils.dist import Samples, gathered, mean, share
 from utils.lm import sample_all
 
@@ -61,11 +61,11 @@ def set_padding(model, tokenizer) -> None:
 def encode_scored(row: dict, answer: str | list[dict], tokenizer) -> list[int]:
     """Token ids of the row's prompt and an answer to it. Chat messages: all that the template makes of them. Text: up
     to the answer's first EOS, which is added where there is none: one that a length limit cut off ends there."""
-    ids = encode_whole(row, answer, tokenizer)
+    ids = encode_prompt(row, tokenizer, answer)
     if not isinstance(present(row, tokenizer), str):
         return ids
-    start, eos = shared(encode_prompt(row, tokenizer), ids), tokenizer.eos_token_id
-    return ids[:start] + [*ids[start:], eos][: [*ids[start:], eos].index(eos) + 1]
+    start = shared(encode_prompt(row, tokenizer), ids)
+    return ids[:start] + until_eos(ids[start:], tokenizer, [tokenizer.eos_token_id])
 
 
 def sequence_scores(model, sequences: list[list[int]]) -> Tensor:
