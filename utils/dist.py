@@ -274,7 +274,11 @@ class Trained:
     def state_dict(self) -> dict:
         trained = any(p.requires_grad for p in self.model.parameters())
         how = states.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained)
-        return dict(zip(("model", "optimizer"), states.get_state_dict(self.model, self.optimizer, options=how)))
+        model, optimizer = states.get_state_dict(self.model, self.optimizer, options=how)
+        for name, p in self.model.named_parameters(remove_duplicate=False):  # a head that is tied to frozen embeddings
+            if trained and not p.requires_grad:
+                model.pop(name, None)
+        return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict) -> None:
         how = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=False)
