@@ -148,7 +148,8 @@ def from_messages(row: dict) -> dict:
     """The row with prompt and completion made of the column messages. Raises RowFault where that cannot be."""
     check(row, "messages")
     messages = row["messages"]
-    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+    roles = [message["role"] for message in messages] if isinstance(messages, list) else []
+    last = max((i for i, role in enumerate(roles) if role == "assistant"), default=0)
     if last == 0:
         raise RowFault(row, "has no assistant's message behind another one in its column messages")
     return row | {"prompt": messages[:last], "completion": messages[last : last + 1]}
