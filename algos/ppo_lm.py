@@ -100,6 +100,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """FILE.py:NAME or PACKAGE.MODULE:NAME, called as by TRL, and reward models; none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
+    combine: Literal["sum", "min", "mean-std"] = "sum"
+    """several reward models as one: the least of their raw scores, or mean minus deviation. It has no weight"""
     missing_eos_penalty: float = 0.0
     """subtracted from the reward of a completion that was cut off, in training"""
     max_steps: int = 75

@@ -47,7 +47,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """FILE.py:NAME or PACKAGE.MODULE:NAME, called as by TRL, and reward models; none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
+    combine: Literal["sum", "min", "mean-std"] = "sum"
+    """several reward models as one: the least of their raw scores, or mean minus deviation. It has no weight"""
     max_steps: int = 100
     """steps: each samples, then updates"""
     num_prompts: int = 512

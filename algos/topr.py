@@ -117,6 +117,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     ensembles: append :mean, :worst-case or :uncertainty=L); none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
+    combine: Literal["sum", "min", "mean-std"] = "sum"
+    """several reward models as one: the least of their raw scores, or mean minus deviation. It has no weight"""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """subtracted from the reward of a completion that was cut off, in training"""
     max_steps: PositiveInt = 100

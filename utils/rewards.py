@@ -140,7 +140,6 @@ def make_scorer(task: Task, args, tokenizer, device) -> Callable:
         else load_function(spec)
         for spec in specs
     ]
-    combine = getattr(args, "combine", "sum")
     models = [j for j, function in enumerate(functions) if isinstance(function, RewardModel)]
     names = [getattr(f, "__name__", spec.rpartition(":")[2]) for f, spec in zip(functions, specs)]
     names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
@@ -168,9 +167,9 @@ def make_scorer(task: Task, args, tokenizer, device) -> Callable:
         columns |= {f"reward/{name}": mean(values) for name, values in logged.items()}
         columns |= {} if own is None else {"reward/task": own.mean().item()}
         weighted = table * weights
-        if models and combine != "sum":
+        if models and args.combine != "sum":
             raw = table[:, models]
-            one = raw.amin(1) if combine == "min" else raw.mean(1) - raw.std(1, correction=0)
+            one = raw.amin(1) if args.combine == "min" else raw.mean(1) - raw.std(1, correction=0)
             weighted[:, models] = 0.0
             weighted[:, models[0]] = one
         total = weighted.nansum(1).masked_fill(table.isnan().all(1), math.nan)
