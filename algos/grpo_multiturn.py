@@ -45,6 +45,7 @@ Differences
 """
 
 import bisect
+import importlib
 import math
 import re
 import sys
@@ -324,7 +325,8 @@ def load_environment(spec: str) -> Any:
     if spec == "guess":
         found: Any = Guess
     elif (Path(__file__).parent / "environments" / f"{name}.py").is_file():
-        found = load_function(f"algos.environments.{name}:load")(argument)
+        module = importlib.import_module(f"algos.environments.{name}")
+        found = module.load(argument) if hasattr(module, "load") else module
     else:
         found = load_function(spec)
     if not all(callable(getattr(found, name, None)) for name in ("reset", "step")):

@@ -30,8 +30,8 @@ from algos.grpo_multiturn import (
     until_stop,
     update,
 )
+from utils.builtin import countdown_score
 from utils.core import UserError
-from utils.data import countdown_score
 from utils.dist import Samples, pad_left
 from utils.lm import TINY_MODEL, completion_logps
 
@@ -606,7 +606,7 @@ def test_calculator():
 @pytest.mark.parametrize("spec, words", [
     ("nothing", "cannot load nothing"),
     ("none.py:Game", "none.py"),
-    ("recall", "cannot load"),  # an environment of another kind
+    ("recall", "must have the methods reset"),  # an environment of another kind
     ("math:sqrt", "must have the methods reset"),
 ])  # fmt: skip
 def test_an_environment_that_is_none_is_refused(spec, words):

@@ -2,8 +2,9 @@
 
 import re
 
+from utils.builtin import countdown_score
 from utils.core import UserError
-from utils.data import Task, countdown_score, load_task
+from utils.data import Task, load_task
 
 
 def load(_: str) -> type:

@@ -8,8 +8,8 @@ and so does a turn without a call, with 0. Say in the prompts how to call.
 import re
 import string
 
+from utils.builtin import answer_of
 from utils.core import UserError
-from utils.data import answer_of
 
 # punctuation but in numbers: that of -3, .5 and 1/2, not of F-16
 NO_SIGN = re.compile(rf"(?!(?<![^\W\d_])[-.]\d|(?<=\d)/\d)[{re.escape(string.punctuation)}]")
