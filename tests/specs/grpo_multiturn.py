@@ -9,8 +9,8 @@ observations-are-trained: one mask serves attention and loss (IGPO's code; no cu
 + mask, longest = samples.completion_mask,
 
 observations-in-the-denominator: the loss has its mask, its weights have the other one
-- token_weights(mask[within]
-+ token_weights(samples.completion_mask[within]
+- token_weights(mask[within], args.aggregation, longest)
++ token_weights(samples.completion_mask[within], args.aggregation, longest)
 
 observations-counted-as-own: both masks are extended where the ids are
 - own[i] += [False] * len(observation)
