@@ -357,7 +357,8 @@ def behind(prompt: str | list[dict] | None, answer: list[dict]) -> list[dict]:
     the end of it."""
     begin = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     again = next((k for k in range(len(begin), 0, -1) if said(begin[-k:]) == said(answer[:k])), 0)
-    return begin + answer[again:] if again or answer[0]["role"] == "assistant" else answer
+    holds = answer[0]["role"] != "assistant" and any(message["role"] == "user" for message in answer)
+    return answer if holds and not again else begin + answer[again:]
 
 
 def said(messages: list[dict]) -> list[tuple]:
