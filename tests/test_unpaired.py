@@ -3,11 +3,8 @@
 import pytest
 from helpers import write_rows
 
-from utils.errors import UserError
-from utils.models import TINY_MODEL, load_model
-from utils.preferences import as_example, load_preferences, load_unpaired
-from utils.tasks import load_task
-from utils.text import encode_pair, encode_row
+from utils.data import encode_answers, labelled, load_pairs, load_task, load_unpaired
+from utils.lm import PolicyArgs, load_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))
@@ -28,8 +25,8 @@ def test_embedded_rows(name):
     assert len(data.train) == 100 and data.task.score is not None
     assert sum(row["label"] for row in data.train) == 50
     for row in data.train + data.heldout:
-        assert task.score(row, row["completion"])["reward"] == row["label"]
-    pairs = load_preferences(name, 50, 1)
+        assert task.score(row, row["completion"]) == row["label"]
+    pairs = load_pairs(name, 50, 1)
     assert [row["completion"] for row in data.train[::2]] == [row["chosen"] for row in pairs.train]
     assert [row["completion"] for row in data.train[1::2]] == [row["rejected"] for row in pairs.train]
     assert len(data.heldout) == 2 * len(pairs.heldout)
@@ -45,7 +42,7 @@ def test_pairs_become_two_rows(form, tmp_path):
         rows = [dict(chosen=[USER | {"content": str(i)}, GOOD], rejected=[USER | {"content": str(i)}, BAD])
                 for i in range(9)]  # fmt: skip
     data = load_unpaired(write_rows(tmp_path / "rows.jsonl", rows), 1, 1)
-    found = chosen_columns(data.train + data.heldout, "prompt", "completion", "label")
+    found = chosen_columns([*data.train, *data.heldout], "prompt", "completion", "label")
     if form == "chat":
         expected = [dict(prompt=[USER | {"content": str(i)}], completion=[c], label=label)
                     for i in range(9) for c, label in ((GOOD, True), (BAD, False))]  # fmt: skip
@@ -62,7 +59,7 @@ def test_as_trl_unpairs_them(tmp_path):
 
     rows = [dict(prompt=f"Q {i}:", chosen=f" good {i}", rejected=f" bad {i}") for i in range(9)]
     data = load_unpaired(write_rows(tmp_path / "rows.jsonl", rows), 1, 1)
-    ours = chosen_columns(data.train + data.heldout, "prompt", "completion", "label")
+    ours = chosen_columns([*data.train, *data.heldout], "prompt", "completion", "label")
     theirs = chosen_columns(trl.unpair_preference_dataset(datasets.Dataset.from_list(rows)), *ours[0])
     assert sorted(map(str, ours)) == sorted(map(str, theirs))
 
@@ -70,23 +67,17 @@ def test_as_trl_unpairs_them(tmp_path):
 @pytest.mark.parametrize("label", [True, False, 1, 0])
 @pytest.mark.parametrize("prompt, completion", [("p", "c"), ([USER], [GOOD])])
 def test_forms(label, prompt, completion):
-    row = as_example(dict(prompt=prompt, completion=completion, label=label, score=5))
+    row = labelled(dict(prompt=prompt, completion=completion, label=label, score=5))
     assert row == dict(prompt=prompt, completion=completion, label=bool(label), score=5)
     assert type(row["label"]) is bool
 
 
-@pytest.mark.parametrize("label", [True, False])
-def test_one_kind_of_label(label, tmp_path):
-    """Also where the other kind is held out only."""
-    with pytest.raises(UserError, match=f"all labels of .* are {label}"):
-        load_unpaired(write_rows(tmp_path / "rows.jsonl", [row | {"label": label} for row in text_rows(30)]), 1, 1)
-
-
 def test_tokens():
-    _, tokenizer = load_model(TINY_MODEL)
+    """As those of a pair, of which both completions begin where the first of them does."""
+    _, tokenizer = load_model(PolicyArgs())
     eos = [tokenizer.eos_token_id]
     row = dict(prompt="S21:", chosen="12", rejected="2<eos>1")
-    prompt, chosen, rejected = encode_pair(row, tokenizer, eos)
-    assert encode_row(row | {"completion": row["chosen"]}, tokenizer, eos) == (prompt, chosen)
-    assert encode_row(row | {"completion": row["rejected"]}, tokenizer, eos) == (prompt, rejected)
+    prompt, chosen, rejected = encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos)
+    assert encode_answers(row, [row["chosen"]], tokenizer, eos) == (prompt, chosen)
+    assert encode_answers(row, [row["rejected"]], tokenizer, eos) == (prompt, rejected)
     assert tokenizer.decode(rejected) == "2<eos>" and chosen[-1] == eos[0]
