@@ -5,10 +5,10 @@ A pair is a row with the columns prompt, chosen and rejected; an unpaired one ha
 where the completion is desirable.
 """
 
+import hashlib
 import json
 import math
 import random
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import count, islice
@@ -91,7 +91,10 @@ def load_rows(spec: str, shaped: Callable[[dict], dict] = lambda row: row, most:
         keys: list[int] = []
 
         def add(row: dict) -> list[list[int]]:
-            keys.append(zlib.crc32(json.dumps(row["prompt"], sort_keys=True, default=str).encode()))
+            prompt = json.dumps(row["prompt"], sort_keys=True, default=str)
+            keys.append(
+                int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest())
+            )  # a checksum is linear
             return [[]]
 
         return keep(splits[name].with_transform(transform), add), keys
