@@ -1,15 +1,17 @@
 """Reward functions written for TRL run unmodified, get what TRL gives them, and are added up as TRL adds them."""
 
-import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import SMALL, metrics, new_run, write_rows
+from transformers import AutoTokenizer
 
 from algos import grpo
-from utils.errors import UserError
-from utils.rewards import make_scorer
-from utils.tasks import Task, load_task
+from utils.core import UserError
+from utils.data import Task, load_task
+from utils.lm import TINY_MODEL
+from utils.rewards import load_function, make_scorer
 
 pytestmark = pytest.mark.usefixtures("imports_as_they_were")
 TASK = Task("mine", lambda index, seed: {"prompt": "?"}, [])
@@ -18,12 +20,14 @@ TEXTS = ["<think>a</think>b", "no thoughts", "<think>a</think>", "</think>"]
 IDS = [[1, 2, 3, 4], [5, 5, 5, 5, 5, 5, 5, 5], [1, 2, 1, 2, 1, 2], [7]]
 
 
-def scored(specs, weights=(), rows=None, chat=False, step=3):
-    """Two prompts, two completions of each."""
-    rows = rows or [{"prompt": "one?"}, {"prompt": "two?"}]
-    prompts = CHAT if chat else ["one?", "two?"]
-    twice = [[x for x in xs for _ in range(2)] for xs in (rows, prompts)]
-    return make_scorer(TASK, tuple(specs), tuple(weights), 10)(*twice, TEXTS, IDS, step)
+def scored(specs, weights=(), rows=None, chat=False, step=3, task=TASK):
+    """Two prompts, two completions of each: rewards and columns."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    tokenizer.chat_template = "{{ messages }}" if chat else None
+    rows = [row for row in rows or [{"prompt": "one?"}, {"prompt": "two?"}] for _ in range(2)]
+    args = SimpleNamespace(reward=tuple(specs), reward_weights=tuple(weights), combine="sum", max_steps=10,
+                           trust_remote_code=False)  # fmt: skip
+    return make_scorer(task, args, tokenizer, "cpu")(rows, TEXTS, IDS, step)
 
 
 def write(tmp_path, source: str) -> str:
@@ -40,7 +44,7 @@ def test_functions_of_trl(tmp_path):
         "overlong = get_soft_overlong_punishment(max_completion_len=7, soft_punish_cache=3)\n"
         "repetition = get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0)\n",
     )
-    by_ours = scored(["trl.rewards:think_format_reward", f"{path}:overlong", f"{path}:repetition"], chat=True)
+    ours, columns = scored(["trl.rewards:think_format_reward", f"{path}:overlong", f"{path}:repetition"], chat=True)
     messages = [[{"role": "assistant", "content": text}] for text in TEXTS]
     directly = [
         rewards.think_format_reward(completions=messages),
@@ -48,14 +52,14 @@ def test_functions_of_trl(tmp_path):
         rewards.get_repetition_penalty_reward(2)(completion_ids=IDS),
     ]
     assert directly[0] == [1, 0, 1, 0] and len({*directly[1]}) > 1 and len({*directly[2]}) > 1
-    assert torch.allclose(by_ours.rewards, torch.tensor(directly).sum(0))
-    assert list(by_ours.columns) == [
+    assert torch.allclose(ours, torch.tensor(directly).sum(0))
+    assert list(columns) == [
         "reward/think_format_reward",
         "reward/soft_overlong_punishment_reward",
         "reward/repetition_penalty_reward",
     ]
     means = [sum(values) / 4 for values in directly]
-    assert list(by_ours.columns.values()) == pytest.approx(means)
+    assert list(columns.values()) == pytest.approx(means)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -64,34 +68,33 @@ def test_what_a_function_gets(chat, tmp_path):
     and the two ways to log; never the demonstration."""
     path = write(
         tmp_path,
-        "def spy(prompts, completions, completion_ids, gold, log_extra, log_metric, trainer_state, **rest):\n"
-        "    log_extra('note', (str(g) for g in gold)); log_metric('share', 1); log_metric('share', 0)\n"
-        "    seen = dict(rest, prompts=prompts, completions=completions, ids=completion_ids, gold=gold)\n"
-        "    log_extra('seen', [seen | {'step': trainer_state.global_step, 'last': trainer_state.max_steps}] * 4)\n"
+        "seen = {}\n"
+        "def spy(log_extra, log_metric, trainer_state, **rest):\n"
+        "    log_extra('note', [1] * 4); log_metric('share', 1); log_metric('share', 0)\n"
+        "    seen.update(rest, step=trainer_state.global_step, last=trainer_state.max_steps)\n"
         "    return [0, 1, True, 0.5]\n",
     )
     rows = [{"prompt": p, "gold": g, "completion": "secret", "more": [g]} for p, g in (("one?", 1), ("two?", 2))]
-    result = scored([f"{path}:spy"], rows=rows, chat=chat)
-    seen = result.extra.pop("seen")[0]
-    prompts = [p for p in (CHAT if chat else ["one?", "two?"]) for _ in range(2)]
-    assert seen == {
-        "prompts": prompts,
+    rewards, columns = scored([f"{path}:spy"], rows=rows, chat=chat)
+    assert load_function(f"{path}:seen") == {
+        "prompts": [p for p in (CHAT if chat else ["one?", "two?"]) for _ in range(2)],
         "completions": [[{"role": "assistant", "content": text}] for text in TEXTS] if chat else TEXTS,
-        "ids": IDS,
+        "completion_ids": IDS,
         "gold": [1, 1, 2, 2],
         "more": [[1], [1], [2], [2]],
         "step": 3,
         "last": 10,
     }
-    assert result.rewards.tolist() == [0, 1, 1, 0.5]
-    assert result.extra == {"note": ["1", "1", "2", "2"]}
-    assert result.columns == {"reward/spy": 0.625, "reward/share": 0.5}
+    assert rewards.tolist() == [0, 1, 1, 0.5] and columns == {"reward/spy": 0.625, "reward/share": 0.5}
 
 
 def test_each_answer_is_scored_beside_its_own_prompt():
-    task = dataclasses.replace(TASK, score=lambda row, text: {"reward": float(row["prompt"] == text)})
-    rows = [{"prompt": letter} for letter in "abc"]
-    assert make_scorer(task, (), (), 1)(rows, [*"abc"], [*"abd"], [[7]] * 3, 1).rewards.tolist() == [1, 1, 0]
+    """By the task itself where there is no function, and logged beside the function where there is one."""
+    task = TASK._replace(score=lambda row, text: float(row["prompt"] == text))
+    rows = [{"prompt": text} for text in (TEXTS[0], TEXTS[2])]
+    assert scored([], task=task, rows=rows)[0].tolist() == [1, 0, 1, 0]
+    with pytest.raises(UserError, match="cannot score answers itself: give --reward"):
+        scored([])
 
 
 def test_none_skips_and_weights_add_up(tmp_path):
@@ -102,19 +105,22 @@ def test_none_skips_and_weights_add_up(tmp_path):
         "def a(completions, **columns): return [1.0, None, 3.0, None]\n"
         "async def b(completions, **columns): return [10.0, 20.0, None, None]\n",
     )
-    result = scored([f"{path}:a", f"{path}:b"], weights=[2.0, 0.5])
+    task = TASK._replace(score=lambda row, text: float(text == "</think>"))
+    rewards, columns = scored([f"{path}:a", f"{path}:b"], weights=[2.0, 0.5], task=task)
     table = torch.tensor([[1.0, 10.0], [torch.nan, 20.0], [3.0, torch.nan], [torch.nan, torch.nan]])
     expected = (table * torch.tensor([2.0, 0.5])).nansum(1)
     expected[3] = torch.nan
-    assert torch.equal(result.rewards.nan_to_num(-99), expected.nan_to_num(-99))
-    assert result.rewards[:3].tolist() == [7.0, 10.0, 6.0]
-    assert result.columns == {"reward/a": 2.0, "reward/b": 15.0}
+    assert torch.equal(rewards.nan_to_num(-99), expected.nan_to_num(-99))
+    assert rewards[:3].tolist() == [7.0, 10.0, 6.0]
+    assert columns == {"reward/a": 2.0, "reward/b": 15.0, "reward/task": 0.25}
+    with pytest.raises(UserError, match="--reward-weights has 1 numbers for 2 rewards"):
+        scored([f"{path}:a", f"{path}:b"], weights=[2.0])
 
 
 def test_function_that_scores_nothing_logs_nothing(tmp_path):
     path = write(tmp_path, "def nothing(completions, **columns): return [None] * 4")
-    result = scored([f"{path}:nothing"])
-    assert result.columns == {} and result.rewards.isnan().all()
+    rewards, columns = scored([f"{path}:nothing"])
+    assert columns == {} and rewards.isnan().all()
 
 
 def test_steps_without_any_reward_are_logged_without_one(tmp_path, capsys):
@@ -144,8 +150,8 @@ def test_same_name_twice(tmp_path):
     path = write(tmp_path, "def f(completions, **columns): return [1.0] * 4")
     (tmp_path / "other").mkdir()
     other = write(tmp_path / "other", "def f(completions, **columns): return [2.0] * 4")
-    result = scored([f"{path}:f", f"{other}:f"])
-    assert result.rewards.tolist() == [3.0] * 4 and sorted(result.columns.values()) == [1.0, 2.0]
+    rewards, columns = scored([f"{path}:f", f"{other}:f"])
+    assert rewards.tolist() == [3.0] * 4 and sorted(columns.values()) == [1.0, 2.0]
 
 
 def test_autocast_is_the_policy_s_alone(tmp_path):
@@ -172,30 +178,26 @@ def test_a_file_is_run_once(tmp_path, monkeypatch):
         "def g(completions, **columns): return [float(len(seen))] * 4",
     )
     monkeypatch.chdir(tmp_path)
-    assert scored([f"{path}:f", "mine.py:g"]).rewards.tolist() == [1.0] * 4
-
-
-@pytest.mark.parametrize("value", ["float('nan')", "float('inf')"])
-def test_not_a_number_is_refused(value, tmp_path):
-    path = write(tmp_path, f"def f(completions, **columns): return [0.0, 0.0, {value}, 0.0]")
-    with pytest.raises(UserError, match="function f returned .*</think>"):
-        scored([f"{path}:f"])
+    assert scored([f"{path}:f", "mine.py:g"])[0].tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize(
     "value",
-    ["None", "1.0", "'1234'", "{1: 1, 2: 1, 3: 1, 4: 1}", "{1, 2, 3, 4}", "torch.tensor(1.0)", "[[1], [2], [3], [4]]"],
-)
-def test_what_is_no_list_of_numbers_is_shown(value, tmp_path):
+    ["None", "1.0", "'1234'", "{1: 1, 2: 1, 3: 1, 4: 1}", "{1, 2, 3, 4}", "torch.tensor(1.0)", "[[1], [2], [3], [4]]",
+     "[1, 2, 3]", "[1, 2, 3, 'four']", "[0.0, 0.0, float('nan'), 0.0]", "[0.0, 0.0, float('inf'), 0.0]"],
+)  # fmt: skip
+def test_what_is_no_list_of_finite_numbers_is_shown(value, tmp_path):
     path = write(tmp_path, f"import torch\ndef f(completions, **columns): return {value}")
-    with pytest.raises(UserError, match="function f returned .*list of numbers"):
+    with pytest.raises(UserError, match="function f returned .*: it must return a list of 4 finite numbers"):
         scored([f"{path}:f"])
 
 
-def test_attached_columns_of_another_length_are_refused(tmp_path):
-    path = write(tmp_path, "def f(completions, log_extra, **columns): log_extra('x', [1]); return [0.0] * 4")
-    with pytest.raises(UserError, match="log_extra got 1 values for 'x' and 4 completions"):
-        scored([f"{path}:f"])
+@pytest.mark.parametrize("spec", ["f", "none.py:f", "mine.py:g", "nowhere.at_all:f"])
+def test_a_function_that_is_not_there(spec, tmp_path, monkeypatch):
+    write(tmp_path, "def f(completions, **columns): return [1.0] * 4")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"cannot load {spec} .*: give FILE.py:NAME or PACKAGE.MODULE:NAME"):
+        scored([spec])
 
 
 def test_file_with_a_dataclass(tmp_path):
@@ -204,7 +206,7 @@ def test_file_with_a_dataclass(tmp_path):
         "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass C:\n    x: int = 1\n"
     )
     path = write(tmp_path, source + "def f(completions, **columns): return [float(C().x)] * 4")
-    assert scored([f"{path}:f"]).rewards.tolist() == [1.0] * 4
+    assert scored([f"{path}:f"])[0].tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize("marker", [True, False], ids=["package", "folder"])
@@ -240,9 +242,9 @@ def test_async_functions_run_at_the_same_time(tmp_path):
         "def plain(completions, **_): return [10.0] * 4\n"
         "async def b(completions, **_): return await asyncio.wait_for(meet('b', 'a', 100.0), 1)\n",
     )
-    result = scored([f"{path}:a", f"{path}:plain", f"{path}:b"], weights=(1, 2, 3))
-    assert result.columns == {"reward/a": 1.0, "reward/plain": 10.0, "reward/b": 100.0}
-    assert result.rewards.tolist() == [321.0] * 4
+    rewards, columns = scored([f"{path}:a", f"{path}:plain", f"{path}:b"], weights=(1, 2, 3))
+    assert columns == {"reward/a": 1.0, "reward/plain": 10.0, "reward/b": 100.0}
+    assert rewards.tolist() == [321.0] * 4
 
 
 def test_a_completion_that_was_cut_off_costs_the_penalty(tmp_path):
