@@ -23,7 +23,7 @@ leave-one-out-over-all: the sum leaves one out, its denominator does not
 + others = (~rewards.isnan()).sum(1, keepdim=True)
 
 micro-batch-mean:rloo: the mean at hand is right while there is one micro-batch (huggingface/trl#2617)
-- (counts * loss.sum() / len(mask)).backward()
+- (loss.sum() / completions).backward()
 + loss.mean().backward()
 """
 
