@@ -165,7 +165,9 @@ def keep(rows, encode: Callable[[dict], Sequence], limit: float = math.inf):
 def usable(task: Task, model, tokenizer, args) -> Task:
     """The task with the prompts that leave room for --max-completion-length in the model's context."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    limit = min(context - args.max_completion_length, args.max_prompt_length or math.inf)
+    if (room := context - args.max_completion_length) < 1:
+        raise UserError(f"--max-completion-length must be below {context}, the model's context: prompts need room, too")
+    limit = min(room, args.max_prompt_length or math.inf)
     return keep_rows(task, lambda row: [encode_prompt(row, tokenizer)], limit, "lower --max-completion-length")
 
 
@@ -260,7 +262,10 @@ def encode_answers(row: dict, answers: Sequence, tokenizer, eos: list[int]) -> t
     them does: a token across the seam, or what a template puts behind the prompt alone (`<think>`), belongs to the
     answers."""
     for answer in answers:
-        if not answer or isinstance(answer, list) and [m["role"] for m in answer] != ["assistant"]:
+        if isinstance(answer, list):
+            last = answer[0] if [message["role"] for message in answer] == ["assistant"] else {}
+            answer = last.get("content") or last.get("tool_calls")
+        if not answer:
             raise RowFault(row, "needs a completion: text, or one message of the assistant's, all before it the prompt")
     prompt, wholes = encode_prompt(row, tokenizer), [encode_prompt(row, tokenizer, answer) for answer in answers]
     cut, ends = min(shared(prompt, whole) for whole in wholes), []
@@ -342,7 +347,7 @@ def as_pair(row: dict) -> dict:
     check(row, "chosen", "rejected")
     chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
     if isinstance(chosen, list):
-        chosen, rejected = behind(prompt, chosen), behind(prompt, rejected)
+        chosen, rejected = behind(prompt or "", chosen, row), behind(prompt or "", rejected, row)
         size = min(shared(said(chosen), said(rejected)), len(chosen) - 1, len(rejected) - 1)
     elif prompt is None:  # cut before the space in front of the first word that differs: half a word has other tokens
         size = min(shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
@@ -355,13 +360,16 @@ def as_pair(row: dict) -> dict:
     return row
 
 
-def behind(prompt: str | list[dict] | None, answer: list[dict]) -> list[dict]:
+def behind(prompt: str | list[dict], answer: list[dict], row: dict) -> list[dict]:
     """The conversation of a prompt (a text is a user's message) and an answer, which may hold the prompt, or repeat
     the end of it."""
-    begin = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    begin = [{"role": "user", "content": prompt}] if prompt and isinstance(prompt, str) else [*prompt]
     again = next((k for k in range(len(begin), 0, -1) if said(begin[-k:]) == said(answer[:k])), 0)
-    holds = answer[0]["role"] != "assistant" and any(message["role"] == "user" for message in answer)
-    return answer if holds and not again else begin + answer[again:]
+    if again or not begin or answer[0]["role"] == "assistant":
+        return begin + answer[again:]
+    if all(message["role"] != "user" for message in answer):
+        raise RowFault(row, "has a prompt with which chosen and rejected do not go on")
+    return answer
 
 
 def said(messages: list[dict]) -> list[tuple]:
