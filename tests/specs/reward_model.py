@@ -21,16 +21,16 @@ centring-rewarded: penalties are subtracted from what is maximised, and added to
 + - center_coef * (chosen + rejected) ** 2
 
 groups-interleaved:reward_model: other code puts all chosen ones first; both give the same shape
-- for ids in (pair.chosen, pair.rejected)]).view(-1, 2)
-+ for ids in (pair.chosen, pair.rejected)]).view(2, -1).T
+- return scores[: len(sequences)].view(-1, 2)
++ return scores[: len(sequences)].view(2, -1).T
 
 noise-on-heldout-pairs: labels are flipped where data are read: no model then gets more right than the labels are
-- rows = with_noise(train, args.label_noise, args.seed) + some
-+ rows = with_noise(train + some, args.label_noise, args.seed)
+- heldout_pairs = [encode(heldout[i]) for
++ heldout_pairs = [encode(with_noise(heldout, args.label_noise, args.seed)(i)) for
 
 flipped-pairs-are-equal: an exchange in two assignments, the second of which is lost on the first
-- {"chosen": rows[i]["rejected"], "rejected": rows[i]["chosen"]}
-+ {"chosen": rows[i]["rejected"]}
+- {"chosen": row["rejected"], "rejected": row["chosen"]}
++ {"chosen": row["rejected"]}
 
 members-all-alike: one seed for everything: members that cannot disagree
 - seeds = [args.seed + 1_000_003 * k for k in range(args.ensemble)]
@@ -41,8 +41,8 @@ members-all-alike:heads: one seed for everything
 + loaded = [load_member(args.seed, device, args) for seed in seeds]
 
 members-all-alike:order: one data loader for all members
-- Batches(len(train), args.batch_size, seed) for seed in seeds]
-+ Batches(len(train), args.batch_size, args.seed) for seed in seeds]
+- encode(labelled(stream(number, seed)))
++ encode(labelled(stream(number, args.seed)))
 
 head-not-scaled: variance 1 is what randn gives: first scores then are far apart
 - torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1)
@@ -69,8 +69,8 @@ variance-of-a-sample-of-members: NumPy's default is ddof 0, torch's 1
 + (scores[..., 0] - scores[..., 1]).std(0)
 
 optimizer-not-restored:reward_model: the weights are back, the moments of Adam are not
-- members=tuple(members), optimizers=tuple(optimizers))
-+ members=tuple(members))
+- Trained(*member) for
++ Trained(member[0]) for
 """
 
 SPEC = Spec(
