@@ -4,34 +4,31 @@ import json
 import shutil
 import sys
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import SMALL, command_line, metrics, new_run, runs_in, user_error, weights, write_rows
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaForSequenceClassification,
 )
 
 from algos import reward_model, rloo
-from utils.errors import UserError
-from utils.models import TINY_MODEL, load_model
-from utils.preferences import load_preferences
-from utils.reward_models import RewardModel, aggregate, encode_answer, load_reward_model, sequence_scores
-from utils.rewards import make_scorer
-from utils.tasks import CHARACTERS, Task, load_task
+from utils.core import UserError
+from utils.data import Task, load_pairs, load_task
+from utils.lm import TINY_MODEL, load_model
+from utils.rewards import RewardModel, encode_scored, make_scorer, sequence_scores
 
-FLAGS = [*SMALL["reward_model"], "--keep", 99]  # two and a half epochs
+CHARACTERS = "0123456789+-*/=,:CS"
+FLAGS = SMALL["reward_model"]  # two and a half epochs
 LEARNS = "--device cpu --task sort --max-steps 20 --batch-size 16 --num-pairs 320 --learning-rate 5e-4 --eval-every 0"
 SORT = load_task("sort")
 TEXTS = ["0123", "1023", "9", "77777", "012", "3210"]
@@ -62,10 +59,13 @@ def by_transformers(folder, texts: list[str], side: str = "right") -> torch.Tens
         return model(**ids).logits[:, 0]
 
 
-def scored(specs, weights=(), task=SORT, texts=TEXTS):
+def scored(specs, weights=(), task=SORT, texts=TEXTS, combine="sum"):
+    """Rewards and columns."""
     rows = [task.heldout[i // 2] for i in range(len(texts))] if task.heldout else [{"prompt": "S1:"}] * len(texts)
-    score = make_scorer(task, tuple(map(str, specs)), tuple(weights), 10)
-    return score(rows, [row["prompt"] for row in rows], texts, [[4, 1]] * len(texts), 1)
+    args = SimpleNamespace(reward=tuple(map(str, specs)), reward_weights=tuple(weights), combine=combine, max_steps=10,
+                           trust_remote_code=False)  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    return make_scorer(task, args, tokenizer, "cpu")(rows, texts, [[4, 1]] * len(texts), 1)
 
 
 # a run
@@ -134,7 +134,7 @@ def test_lora(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward_model, "save_members", kept)
         folder = new_run(reward_model, tmp_path, *flags)
-    model, _, _ = load_reward_model(str(folder / "model"))
+    model = RewardModel(str(folder / "model"), "cpu").model
     with torch.no_grad():
         torch.testing.assert_close(sequence_scores(model, ids), seen[0], rtol=0, atol=1e-5)
     before = reward_model.load_member(1, torch.device("cpu"), reward_model.Args())[0].state_dict()
@@ -191,7 +191,7 @@ def test_long_sequences_keep_their_last_token(tmp_path, capsys):
 
 
 def test_no_keys_and_values_are_kept_for_a_score(single):
-    model = RewardModel(str(single / "model"), "", "", "cpu").members[0]
+    model = RewardModel(str(single / "model"), "cpu").model
     assert model(input_ids=torch.tensor([[3, 4, 5]])).past_key_values is None
 
 
@@ -201,10 +201,10 @@ def test_chat_messages_are_what_the_template_makes_of_them():
     tokenizer.chat_template = TEMPLATE
     user, answer = [{"role": "user", "content": "12"}], [{"role": "assistant", "content": "34"}]
     expected = tokenizer("=12<eos>:/34<eos>:")["input_ids"]
-    assert encode_answer({"prompt": user}, answer, tokenizer) == expected
-    assert encode_answer({"prompt": user}, "34", tokenizer) == expected
-    assert encode_answer({"prompt": "12"}, "34", tokenizer) == expected
-    assert encode_answer({"prompt": "12"}, "34", AutoTokenizer.from_pretrained(TINY_MODEL)) == [4, 5, 6, 7, 1]
+    assert encode_scored({"prompt": user}, answer, tokenizer) == expected
+    assert encode_scored({"prompt": user}, "34", tokenizer) == expected
+    assert encode_scored({"prompt": "12"}, "34", tokenizer) == expected
+    assert encode_scored({"prompt": "12"}, "34", AutoTokenizer.from_pretrained(TINY_MODEL)) == [4, 5, 6, 7, 1]
 
 
 # the folder, and padding
@@ -212,20 +212,21 @@ def test_chat_messages_are_what_the_template_makes_of_them():
 
 def test_anyone_gets_our_scores(single):
     """from_pretrained and the model's own forward pass, padded on either side, one by one or together."""
-    rows = load_preferences("sort", 20, 1).heldout[:7]
-    model, tokenizer, is_new = load_reward_model(str(single / "model"))
+    rows = load_pairs("sort", 20, 1).heldout[:7]
+    scorer = RewardModel(str(single / "model"), "cpu")
+    model, tokenizer = scorer.model, scorer.tokenizer
     pairs = [
-        reward_model.Pair(*(encode_answer(row, row[c], tokenizer) for c in ("chosen", "rejected"))) for row in rows
+        reward_model.Pair(*(encode_scored(row, row[c], tokenizer) for c in ("chosen", "rejected"))) for row in rows
     ]
     texts = [row["prompt"] + row[c] for row in rows for c in ("chosen", "rejected")]
-    assert not is_new and len(set(map(len, texts))) > 2
+    assert len(set(map(len, texts))) > 2
     expected = by_transformers(single / "model", texts)
     assert expected.std() > 1e-2
     for size in (1, 3, 7):
         ours = reward_model.score_pairs(model, pairs, reward_model.Args(micro_batch_size=size, precision="float32"))
         torch.testing.assert_close(ours.flatten(), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(by_transformers(single / "model", texts, "left"), expected, rtol=0, atol=1e-5)
-    result = RewardModel(str(single / "model"), "", "", "cpu")([r for r in rows for _ in "ab"], [
+    result = RewardModel(str(single / "model"), "cpu")([r for r in rows for _ in "ab"], [
         row[c] for row in rows for c in ("chosen", "rejected")])  # fmt: skip
     torch.testing.assert_close(torch.tensor(result), expected, rtol=0, atol=1e-5)
     last = metrics(single)[-1]
@@ -261,7 +262,8 @@ def test_a_tokenizer_that_pads_with_eos(pads_with_eos, tmp_path):
     path = save_lm(tmp_path / "lm", tokenizer_of("<eos>", "<unk>", **roles), "llama")
     flags = [*FLAGS, "--model", path, "--max-steps", 2]
     folder = new_run(reward_model, tmp_path / "runs", *flags) / "model"
-    model, tokenizer, _ = load_reward_model(str(folder))
+    scorer = RewardModel(str(folder), "cpu")
+    model, tokenizer = scorer.model, scorer.tokenizer
     assert AutoTokenizer.from_pretrained(folder).pad_token == tokenizer.pad_token == "<unk>"
     assert model.config.pad_token_id == 1
     texts = ["S10:01", "S3210:0123", "S:"]
@@ -275,12 +277,12 @@ def test_a_tokenizer_that_pads_with_eos(pads_with_eos, tmp_path):
     assert (ours - without).abs().min() > 1e-4
 
 
-def test_a_tokenizer_with_no_special_token_but_eos(tmp_path, capsys):
-    """GPT-2's: everyone reads the score at the token before EOS, and the run says so. Dropout is off in training."""
+def test_a_tokenizer_with_no_special_token_but_eos(tmp_path):
+    """GPT-2's: everyone reads the score at the token before EOS. Dropout is off in training."""
     path = save_lm(tmp_path / "lm", tokenizer_of("<eos>", eos_token="<eos>", pad_token="<eos>"), "gpt2")
     folder = new_run(reward_model, tmp_path / "runs", *FLAGS, "--model", path, "--max-steps", 2) / "model"
-    assert "before it" in capsys.readouterr().out
-    model, tokenizer, _ = load_reward_model(str(folder))
+    scorer = RewardModel(str(folder), "cpu")
+    model, tokenizer = scorer.model, scorer.tokenizer
     texts = ["S10:01", "S3210:0123", "S:"]
     ids = [tokenizer(text)["input_ids"] + [0] for text in texts]
     with torch.no_grad():
@@ -298,99 +300,46 @@ def test_a_tokenizer_with_no_special_token_but_eos(tmp_path, capsys):
 # as a reward
 
 
-def test_aggregations_by_hand():
-    scores = torch.tensor([[1.0, 5.0], [3.0, -1.0], [2.0, 2.0], [2.0, 6.0]])
-    assert aggregate(scores, "mean").tolist() == [2.0, 3.0]
-    assert aggregate(scores, "worst-case").tolist() == [1.0, -1.0]
-    # variances (1 + 1 + 0 + 0) / 4 and (4 + 16 + 1 + 9) / 4
-    assert aggregate(scores, "uncertainty=0.5").tolist() == [2.0 - 0.25, 3.0 - 3.75]
-    assert aggregate(scores, "uncertainty=0").tolist() == [2.0, 3.0]
-
-
-def test_an_ensemble_as_reward(ensemble):
-    members = torch.stack([scored([ensemble / f"model/member-{k}"]).rewards for k in (1, 2, 3)])
-    assert members.std(0).min() > 1e-3
+def test_several_models_are_combined_before_functions_are_added(ensemble, tmp_path):
+    """By their raw scores alone; a deviation is that of the models at hand. Functions have their weights."""
+    path = tmp_path / "mine.py"
+    path.write_text("def length(completions, **columns):\n    return [len(c) for c in completions]\n")
+    members = [ensemble / f"model/member-{k}" for k in (1, 2, 3)]
+    raw = torch.stack([scored([member])[0] for member in members])
+    assert raw.std(0).min() > 1e-3
+    lengths = torch.tensor([float(len(text)) for text in TEXTS])
     expected = {
-        "": members.mean(0),
-        ":mean": members.mean(0),
-        ":worst-case": members.min(0).values,
-        ":uncertainty=2.5": members.mean(0) - 2.5 * ((members - members.mean(0)) ** 2).mean(0),
+        "sum": raw[0] + 2 * raw[1] + 3 * raw[2],
+        "min": raw.min(0).values,
+        "mean-std": raw.mean(0) - ((raw - raw.mean(0)) ** 2).mean(0).sqrt(),
     }
-    for suffix, rewards in expected.items():
-        ours = scored([f"{ensemble}/model{suffix}"])
-        torch.testing.assert_close(ours.rewards, rewards, rtol=0, atol=1e-5)
-        assert ours.columns["reward/model"] == pytest.approx(rewards.mean().item(), abs=1e-5)
-
-
-def test_more_than_nine_members(ensemble, tmp_path):
-    for k in range(1, 12):
-        (tmp_path / f"member-{k}").symlink_to(ensemble / f"model/member-{1 + k % 3}")
-    assert len(RewardModel(str(tmp_path), "", "", "cpu").members) == 11
+    for combine, rewards in expected.items():
+        ours, columns = scored([members[0], f"{path}:length", *members[1:]], [1, 0.5, 2, 3], combine=combine)
+        torch.testing.assert_close(ours, rewards + 0.5 * lengths, rtol=0, atol=1e-5)
+        assert columns["reward/member-2"] == pytest.approx(raw[1].mean().item(), abs=1e-5)
+        assert columns["reward/length"] == lengths.mean()
 
 
 def test_beside_functions_and_the_task(single, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def length(completions, **columns):\n    return [len(c) for c in completions]\n")
     right = ["".join(sorted(SORT.heldout[0]["digits"])), "0"] + ["1"] * 4
-    alone = scored([single / "model"], texts=right)
-    both = scored([f"{path}:length", single / "model"], [0.5, -2.0], texts=right)
+    alone, columns = scored([single / "model"], texts=right)
+    both, of_both = scored([f"{path}:length", single / "model"], [0.5, -2.0], texts=right)
     lengths = torch.tensor([float(len(t)) for t in right])
-    torch.testing.assert_close(both.rewards, 0.5 * lengths - 2 * alone.rewards)
-    assert list(both.columns) == ["reward/task", "reward/length", "reward/model"]
-    assert both.columns["reward/task"] == alone.columns["reward/task"] == pytest.approx(1 / 6)
-    two = scored([single / "model", single / "model"], texts=right)
-    assert list(two.columns) == ["reward/task", "reward/model_0", "reward/model_1"]
-    unscored = scored([single / "model"], task=Task("mine", None, []), texts=right)
-    assert list(unscored.columns) == ["reward/model"]
-
-
-def test_an_encoder_as_reward(tmp_path):
-    """BERT: pooled at its first token, SEP where others have EOS, prompt and answer as its tokenizer joins two texts,
-    the answer as the second segment; sequences of different lengths side by side."""
-    tokenizer = tokenizer_of("[PAD]", "[CLS]", "[SEP]", "[UNK]", pad_token="[PAD]", cls_token="[CLS]",
-                             sep_token="[SEP]", unk_token="[UNK]",
-                             model_input_names=["input_ids", "token_type_ids", "attention_mask"])  # fmt: skip
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
-    config = BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                        intermediate_size=32, num_labels=1, max_position_embeddings=24,
-                        initializer_range=0.5)  # fmt: skip
-    torch.manual_seed(0)
-    model = BertForSequenceClassification(config).eval()
-    model.save_pretrained(tmp_path / "bert")
-    tokenizer.save_pretrained(tmp_path / "bert")
-    rows, texts = [{"prompt": "S10:"}, {"prompt": "S3:"}], ["01", "3333333"]
-    ours = RewardModel(str(tmp_path / "bert"), "", "", "cpu")(rows, texts)
-    both = [tokenizer(row["prompt"], text, return_tensors="pt") for row, text in zip(rows, texts)]
-    assert [i["input_ids"].shape[1] for i in both] == [9, 13]
-    with torch.no_grad():
-        assert ours == pytest.approx([model(**i).logits.item() for i in both], abs=1e-5)
-        assert abs(ours[0] - model(both[0]["input_ids"]).logits.item()) > 1e-2  # of one segment
-    assert abs(ours[0] - ours[1]) > 1e-2
-    with pytest.raises(UserError, match="takes 24"):
-        RewardModel(str(tmp_path / "bert"), "", "", "cpu")(rows, ["0", "1" * 30])
-
-
-def test_the_limit_of_roberta(tmp_path):
-    """Of its positions the first two are padding's."""
-    tokenizer = tokenizer_of("<s>", "<pad>", "</s>", "<unk>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
-                             cls_token="<s>", sep_token="</s>")  # fmt: skip
-    config = RobertaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                           intermediate_size=32, num_labels=1, max_position_embeddings=24)  # fmt: skip
-    RobertaForSequenceClassification(config).save_pretrained(tmp_path / "roberta")
-    tokenizer.save_pretrained(tmp_path / "roberta")
-    model = RewardModel(str(tmp_path / "roberta"), "", "", "cpu")
-    longest = 22 - len(encode_answer({"prompt": "S10:"}, "", model.tokenizer))
-    assert len(model([{"prompt": "S10:"}], ["1" * longest])) == 1
-    with pytest.raises(UserError, match="has 23 tokens and the reward model roberta takes 22"):
-        model([{"prompt": "S10:"}], ["1" * (longest + 1)])
+    torch.testing.assert_close(both, 0.5 * lengths - 2 * alone)
+    assert sorted(of_both) == ["reward/length", "reward/model", "reward/task"]
+    assert of_both["reward/task"] == columns["reward/task"] == pytest.approx(1 / 6)
+    _, two = scored([single / "model", single / "model"], texts=right)
+    assert sorted(two) == ["reward/model_0", "reward/model_1", "reward/task"]
+    _, unscored = scored([single / "model"], task=Task("mine", None, []), texts=right)
+    assert list(unscored) == ["reward/model"]
 
 
 def test_many_answers_are_scored_in_batches(single, monkeypatch):
-    model, sizes = RewardModel(str(single / "model"), "", "", "cpu"), []
-    inner = model.members[0].forward
-    monkeypatch.setattr(model.members[0], "forward", lambda **k: sizes.append(len(k["input_ids"])) or inner(**k))
+    model, sizes = RewardModel(str(single / "model"), "cpu"), []
+    inner = model.model.forward
+    monkeypatch.setattr(model.model, "forward", lambda **k: sizes.append(len(k["input_ids"])) or inner(**k))
     rows, texts = [{"prompt": f"S{i}:"} for i in range(150)], [str(i) for i in range(150)]
     together = model(rows, texts)
     assert sizes == [64, 64, 22]
@@ -398,20 +347,12 @@ def test_many_answers_are_scored_in_batches(single, monkeypatch):
                                            abs=1e-5)  # fmt: skip
 
 
-@pytest.mark.parametrize("suffix", ["", ":worst-case"])
-def test_an_online_script_is_trained_on_it(suffix, ensemble, tmp_path):
-    flags = [*SMALL["rloo"], "--max-steps", 2, "--reward", f"{ensemble}/model{suffix}"]
+def test_an_online_script_is_trained_on_it(single, tmp_path):
+    flags = [*SMALL["rloo"], "--max-steps", 2, "--reward", f"{single}/model"]
     rows = metrics(new_run(rloo, tmp_path, *flags))
     for row in rows[1:]:
         assert row["reward"] == pytest.approx(row["reward/model"], abs=1e-6) and 0 <= row["reward/task"] <= 1
     assert 0 <= rows[-1]["eval/greedy"] <= 1
-
-
-def test_the_scorer_gets_the_device_of_the_policy(monkeypatch, single):
-    seen = []
-    monkeypatch.setattr("utils.rewards.RewardModel", lambda path, how, spec, device, trust: seen.append(device))
-    make_scorer(SORT, (f"{single}/model",), (), 10, "meta")
-    assert seen == ["meta"]
 
 
 CODE = """from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
@@ -457,37 +398,21 @@ def test_functions_of_a_package_are_no_models(tmp_path, monkeypatch):
     (tmp_path / "mypackage/__init__.py").write_text("def f(completions, **columns):\n    return [1.0] * 6\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert scored(["mypackage:f"]).rewards.tolist() == [1.0] * 6
+    assert scored(["mypackage:f"])[0].tolist() == [1.0] * 6
 
 
-def test_what_is_no_reward_model(single, ensemble, tmp_path):
-    two = tmp_path / "two"
-    labels = BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=3)
-    BertForSequenceClassification(labels).save_pretrained(two)
-    (two / "tokenizer_config.json").write_text("{}")
-    headless = tmp_path / "headless"
-    model, tokenizer = load_model(TINY_MODEL)
-    model.config.architectures, model.config.num_labels = ["LlamaForSequenceClassification"], 1
+def test_what_is_no_reward_model(single, tmp_path):
+    """One label, and a head that was saved: transformers would score with a random one."""
+    three, headless = tmp_path / "three", tmp_path / "headless"
+    model, tokenizer = load_model(reward_model.Args())
     model.save_pretrained(headless)
-    config = json.loads((headless / "config.json").read_text())
-    (headless / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
-    tokenizer.save_pretrained(headless)
+    model.config.num_labels = 3
+    LlamaForSequenceClassification(model.config).save_pretrained(three)
+    for folder in three, headless:
+        tokenizer.save_pretrained(folder)
     (tmp_path / "empty").mkdir()
-    for spec, words in {
-        TINY_MODEL: "LlamaForCausalLM one label",
-        str(two): "3 labels one label",
-        str(headless): "score.weight",
-        str(tmp_path / "empty"): "config.json",
-        str(single): "tokenizer_config.json RUN/model",
-        str(tmp_path / "nowhere"): "no model folder",
-        "nobody/nothing": "nobody/nothing hub",
-        "nothing": "names no function folder",
-        f"{single}/model:mean": "one model :mean",
-        f"{ensemble}/model:median": ":median mean worst-case uncertainty",
-        f"{ensemble}/model:uncertainty": "uncertainty=NUMBER",
-        f"{ensemble}/model:uncertainty=-1": "at least 0",
-        f"{ensemble}/model:uncertainty=nan": "at least 0",
-    }.items():
-        with pytest.raises(UserError) as error:
-            make_scorer(SORT, (spec,), (), 10)
-        assert not [word for word in words.split() if word not in str(error.value)], (spec, str(error.value))
+    for spec in (TINY_MODEL, three, headless, tmp_path / "empty", single, "nobody/nothing"):
+        with pytest.raises(UserError, match=f"cannot load the reward model {spec}"):
+            scored([spec])
+    with pytest.raises(UserError, match="cannot load .*nowhere"):
+        scored([tmp_path / "nowhere"])

@@ -362,6 +362,11 @@ def test_an_endless_task_drops_nothing(tmp_path, capsys):
         command_line(grpo, "--task", "sort", "--max-prompt-length", 5, "--output-dir", tmp_path)
 
 
+def test_prompts_need_room(tmp_path, capsys):
+    with user_error(capsys, "--max-completion-length must be below 128"):
+        command_line(grpo, "--max-completion-length", 128, "--output-dir", tmp_path)
+
+
 def test_rows_without_a_completion_are_dropped_and_counted(tmp_path, own_cache, capsys):
     """In sft.py before the first step; only where none is left does the run end."""
     rows = [{"prompt": f"S{i}:", "completion": "1" if i % 20 else None} for i in range(60)]
