@@ -164,15 +164,10 @@ class Batch(NamedTuple):
     ref_logps: Tensor | None  # (B, T), None where beta is 0
 
 
-def equal(rewards: Tensor) -> Tensor:
-    """Which groups have equal rewards, or none that is known. NaN is left out. (P, G) -> (P, 1) bool."""
-    low, high = rewards.nan_to_num(torch.inf).amin(1), rewards.nan_to_num(-torch.inf).amax(1)
-    return ~(high > low)[:, None]
-
-
 def advantages(rewards: Tensor, select: str, reject: bool) -> Tensor:
     """How much each completion counts: A of the docstring above; 0 where the reward is NaN. (P, G) -> (P, G)."""
-    flat = equal(rewards)
+    lowest, highest = rewards.nan_to_num(torch.inf).amin(1), rewards.nan_to_num(-torch.inf).amax(1)
+    flat = ~(highest > lowest)[:, None]
     if select == "best":
         best = rewards == rewards.nan_to_num(-torch.inf).amax(1, keepdim=True)
         counts = best * rewards.shape[1] / best.sum(1, keepdim=True).clamp(min=1)
@@ -311,7 +306,7 @@ def train(args: Args) -> list[dict]:
         columns |= {
             "reward": rewards.nanmean().item(),
             "reward_std": (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean().item(),
-            "frac_zero_std": equal(groups).float().mean().item(),
+            "frac_zero_std": (advantages(groups, "best", reject=True) == 0).all(1).float().mean().item(),
             "length": lengths.mean().item(),
             "truncated": 1 - samples.ended.float().mean().item(),
             "learning_rate": rate,

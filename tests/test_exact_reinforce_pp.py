@@ -1,6 +1,5 @@
 """REINFORCE++: returns and whitening by hand, steps of `update` against numpy, expectations over whole batches."""
 
-import dataclasses
 import math
 from itertools import product
 
@@ -13,8 +12,8 @@ from tiny_runs import result
 
 from algos import grpo, reinforce_pp
 from tests.specs import SPECS
-from utils.errors import UserError
-from utils.lm import Samples
+from utils.core import UserError
+from utils.dist import Samples
 
 pytestmark = pytest.mark.usefixtures("float64")
 BETA = 0.7
@@ -148,11 +147,13 @@ def test_a_large_batch_climbs_the_policy_gradient_over_one_deviation():
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
 def test_groups_without_whitening_are_dr_grpo(aggregation):
-    """Bit for bit, with constant aggregation; and GRPO without scaling for the others."""
+    """With constant aggregation; and GRPO without scaling for the others."""
     batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS), old=TABLE + 0.1 * random_table(3))
     ours, metrics = run_update(batch, aggregation=aggregation, baseline="group", whiten_advantages=False)
     theirs, other = run_update(batch, grpo, aggregation=aggregation, scale_rewards="none")
-    assert (ours == theirs).all() and metrics == other and abs(ours).max() > 1e-3
+    close(ours, theirs)
+    close(list(metrics.values()), [other[name] for name in metrics])
+    assert metrics.keys() == other.keys() and abs(ours).max() > 1e-3
 
 
 @pytest.mark.parametrize("baseline", ["none", "group"])
@@ -199,19 +200,18 @@ def test_k2_by_hand():
 
 
 def test_one_completion_learns_where_grpo_refuses():
-    args = grpo.Args(num_prompts=8, num_generations=1, micro_batch_size=8)
+    alone = dict(task="sort", num_generations=1, device="cpu")
     with pytest.raises(UserError, match="--num-generations must be at least 2"):
-        grpo.check_groups(args)
-    alone = reinforce_pp.Args(num_prompts=8, num_generations=1, micro_batch_size=8)
-    reinforce_pp.check_groups(alone)
+        grpo.train(grpo.Args(**alone))
     with pytest.raises(UserError, match="--baseline group needs --num-generations of at least 2"):
-        reinforce_pp.check_groups(dataclasses.replace(alone, baseline="group"))
+        reinforce_pp.train(reinforce_pp.Args(**alone, baseline="group"))
     for group in ([(1,)], [(0, 2)]), ([(2, 1)], [(2, 1)]):
         assert abs(run_update(make_batch(group, [[1.0], [0.0]]))[0]).max() > 1e-3
 
 
 def test_the_columns_of_a_run():
     """The deviation is the batch's, of known rewards; there is no share of flat groups."""
+    torch.set_default_dtype(torch.float32)
     settings = SPECS["reinforce_pp"].flags | dict(num_generations=1, num_prompts=8)
     for row in result("reinforce_pp", settings).rows[1:]:
         assert row["reward_std"] > 0.01 and "frac_zero_std" not in row and row["kl"] >= 0
@@ -219,12 +219,13 @@ def test_the_columns_of_a_run():
 
 def test_a_skipped_reward_leaves_the_columns(monkeypatch):
     """Of four rewards one is unknown."""
+    torch.set_default_dtype(torch.float32)
     collect = reinforce_pp.collect
     rewards = torch.tensor([1.0, math.nan, 0.0, 2.0] * 2, dtype=torch.float32)
 
     def changed(*inputs):
-        samples, scored = collect(*inputs)
-        return samples, scored._replace(rewards=rewards)
+        samples, _, columns = collect(*inputs)
+        return samples, rewards, columns
 
     monkeypatch.setattr(reinforce_pp, "collect", changed)
     row = result("reinforce_pp", SPECS["reinforce_pp"].flags | dict(max_steps=1, seed=77)).rows[1]

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from algos import reinforce_pp
 from benchmarks.peers.make_reinforce_pp_fixtures import BETA, PATH, G, inputs
-from utils.lm import Samples
+from utils.dist import Samples
 
 
 def ours(data: dict, baseline: str) -> torch.Tensor:

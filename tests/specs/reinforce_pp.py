@@ -41,20 +41,24 @@ half-forgotten: a square without its half
 + return (logps - ref_logps).square()
 
 padding-is-whitened-too: a mean of the whole tensor
-- kept = values[mask]
-+ kept = values.flatten()
+- moments(values[mask])
++ moments(values.flatten())
 
 scale-without-the-mean: the division alone is called normalising
-- return (values - kept.mean()) * (kept.var() + 1e-8).rsqrt() * mask
-+ return values * (kept.var() + 1e-8).rsqrt() * mask
+- return (values - mean) * (std.square() + 1e-8).rsqrt() * mask
++ return values * (std.square() + 1e-8).rsqrt() * mask
+
+moments-of-one-process: each process whitens its own tokens
+- mean, std = moments(values[mask])
++ mean, std = values[mask].mean(), values[mask].std()
 
 variance-for-the-deviation: the root is lost
-- return (values - kept.mean()) * (kept.var() + 1e-8).rsqrt() * mask
-+ return (values - kept.mean()) / (kept.var() + 1e-8) * mask
+- return (values - mean) * (std.square() + 1e-8).rsqrt() * mask
++ return (values - mean) / (std.square() + 1e-8) * mask
 
 padding-gets-minus-the-mean: the mask is used for the statistics only
-- return (values - kept.mean()) * (kept.var() + 1e-8).rsqrt() * mask
-+ return (values - kept.mean()) * (kept.var() + 1e-8).rsqrt()
+- return (values - mean) * (std.square() + 1e-8).rsqrt() * mask
++ return (values - mean) * (std.square() + 1e-8).rsqrt()
 
 completions-are-whitened: the mean over rewards, as GRPO's batch scaling has it
 - return whiten(values, known) if args.whiten_advantages else values
@@ -74,11 +78,11 @@ truncated-are-in-the-mean: a second mask is made, and the first goes on being us
 
 advantages-of-the-first-rows: rows are counted within the minibatch there and within the batch here
 - advantage[rows, :width], args.epsilon
-+ advantage[part, :width], args.epsilon
++ advantage[: len(rows), :width], args.epsilon
 
 deviation-of-known-rewards-only: a skipped reward makes all of it NaN
-- (batch.rewards - batch.rewards.nanmean()).square().nanmean()
-+ (batch.rewards - batch.rewards.nanmean()).square().mean()
+- (rewards - rewards.nanmean()).square().nanmean()
++ (rewards - rewards.nanmean()).square().mean()
 """
 SORT = dict(task="sort", max_steps=8, eval_every=0, eval_prompts=128)
 
