@@ -165,16 +165,17 @@ def test_a_reward_model_is_trained_further(single, tmp_path):
 
 
 def test_the_margin_is_the_column_of_the_row():
-    args = reward_model.Args(task="pairs.jsonl", use_margin=True)
-    assert reward_model.margin_of({"margin": 3}, args) == 3.0
-    assert reward_model.margin_of({"margin": 3}, reward_model.Args()) == 0.0
-    for row in ({}, {"margin": "3"}, {"margin": float("nan")}):
+    args, row = reward_model.Args(task="pairs.jsonl", use_margin=True, max_length=64), {"prompt": "S21:"}
+    row, tokenizer = row | {"chosen": "12", "rejected": "21"}, AutoTokenizer.from_pretrained(TINY_MODEL)
+    assert reward_model.encode_pair(row | {"margin": 3}, tokenizer, args).margin == 3.0
+    assert reward_model.encode_pair(row | {"margin": 3}, tokenizer, reward_model.Args(max_length=64)).margin == 0.0
+    for more in ({}, {"margin": "3"}, {"margin": float("nan")}):
         with pytest.raises(UserError, match="pairs.jsonl has the margin .*--use-margin"):
-            reward_model.margin_of(row, args)
+            reward_model.encode_pair(row | more, tokenizer, args)
 
 
 def test_long_sequences_keep_their_last_token(tmp_path, capsys):
-    """They are counted, and so are pairs of which equal texts are left."""
+    """Pairs of which equal texts are left are dropped and counted."""
     rows = [dict(prompt=f"S{i}:", chosen=f"{i}", rejected="9" * (30 if i == 12 else 3)) for i in range(10, 40)]
     rows[3] |= dict(chosen="123456781", rejected="123456782")
     path, seen, score = write_rows(tmp_path / "pairs.jsonl", rows), [], reward_model.sequence_scores
@@ -182,10 +183,11 @@ def test_long_sequences_keep_their_last_token(tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward_model, "sequence_scores", lambda model, ids: seen.extend(ids) or score(model, ids))
         new_run(reward_model, tmp_path / "runs", *flags, "--max-length", 12)
-    out = capsys.readouterr().out
-    assert "2 pairs have a completion cut off" in out and "1 pairs are equal in what is left of them" in out
+    assert "1 of 29 rows cannot be used and are dropped, the first because a row has answers that are equal" in (
+        capsys.readouterr().out
+    )
     assert max(map(len, seen)) == 12 and all(ids[-1] == 1 and 1 not in ids[:-1] for ids in seen)
-    with user_error(capsys, "equal", "--max-length"):
+    with user_error(capsys, "no row can be used", "equal"):
         command_line(reward_model, *flags, "--max-length", 4, "--output-dir", tmp_path / "none")
     assert runs_in(tmp_path / "none") == []
 
@@ -231,7 +233,9 @@ def test_anyone_gets_our_scores(single):
     torch.testing.assert_close(torch.tensor(result), expected, rtol=0, atol=1e-5)
     last = metrics(single)[-1]
     heldout = torch.tensor(result[:8]).view(4, 2)  # the run evaluated the first four
-    assert reward_model.preference_metrics(heldout)["margin"] == pytest.approx(last["eval/pair_margin"], abs=1e-5)
+    assert reward_model.preference_metrics(heldout)["margin"].mean().item() == pytest.approx(
+        last["eval/pair_margin"], abs=1e-5
+    )
 
 
 def tokenizer_of(*special: str, **roles) -> PreTrainedTokenizerFast:
@@ -389,7 +393,7 @@ def test_trust_remote_code_is_for_the_policy_and_for_reward_models(single, tmp_p
     (*_, row) = metrics(new_run(rloo, tmp_path / "own", *flags, *own, "--trust-remote-code"))
     assert row["reward/reward"] == known["reward/model"]
     for pair in own[:2], own[2:]:
-        with user_error(capsys, pair[0], "trust_remote_code"):
+        with user_error(capsys, str(pair[1]), "contains custom code"):
             command_line(rloo, *flags, *pair, "--output-dir", tmp_path)
 
 
