@@ -1,6 +1,5 @@
 """TTRL: votes by hand, and what vote and update make together by enumeration. All else is grpo.py's."""
 
-import dataclasses
 import math
 from itertools import product
 
@@ -13,11 +12,9 @@ from tiny_runs import result_of, same
 
 from algos import grpo, ttrl
 from tests.specs import SPECS
-from utils.errors import UserError
-from utils.rewards import Scored
-from utils.tasks import load_task
+from utils.core import UserError
+from utils.data import Task, load_task
 
-TOLD = Scored(torch.tensor([1.0, 0.0]), {"reward/more": 0.5}, {"note": ["a", "b"]})
 ANSWERS = {(1,): "a", (0, 1): "b", (2, 1): "b", (0, 0): "a", (0, 2): "c", (2, 0): None, (2, 2): None}  # of texts
 
 
@@ -42,17 +39,16 @@ def test_rewards_and_metrics_by_hand():
     second has a tie; nobody votes for the third, so nobody is right there."""
     answers = ["a", "b", "b", "b", *["c", "d", "d", "c"], *[None] * 4]
     truth = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, *[0.0] * 4])
-    scored = ttrl.judged(answers, TOLD._replace(rewards=truth), 4, 2)
-    close(scored.rewards, [0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
-    shares = {"label_accuracy": 1 / 3, "majority_share": 5 / 12, "reward/true": 5 / 12, "reward/more": 0.5}
-    assert scored.columns == pytest.approx(shares) and scored.extra == TOLD.extra
+    rewards, columns = ttrl.judged(answers, truth, 4, 2)
+    close(rewards, [0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    assert columns == pytest.approx({"label_accuracy": 1 / 3, "majority_share": 5 / 12, "reward/true": 5 / 12})
 
 
 def test_unknown_truth_is_left_out():
     nan = math.nan
-    scored = ttrl.judged(["a", "a", "b", "b"], TOLD._replace(rewards=torch.tensor([1.0, nan, nan, nan])), 2, 2)
-    close(scored.rewards, 1.0)
-    close([scored.columns["label_accuracy"], scored.columns["reward/true"]], 1.0)
+    rewards, columns = ttrl.judged(["a", "a", "b", "b"], torch.tensor([1.0, nan, nan, nan]), 2, 2)
+    close(rewards, 1.0)
+    close([columns["label_accuracy"], columns["reward/true"]], 1.0)
 
 
 def test_the_first_completions_are_trained():
@@ -69,12 +65,12 @@ def test_the_first_completions_are_trained():
 def moved(votes: list[tuple], size: int) -> np.ndarray:
     """What the votes for every prompt (P tuples of completions) add to the table: judged, then one plain step."""
     answers = [ANSWERS[c] for group in votes for c in group]
-    scored = ttrl.judged(answers, TOLD._replace(rewards=torch.zeros(len(answers))), len(votes[0]), size)
+    rewards, _ = ttrl.judged(answers, torch.zeros(len(answers)), len(votes[0]), size)
     batch = make_batch(votes, [[0.0] * len(votes[0])] * P)
     samples, model = ttrl.first_votes(batch.samples, len(votes[0]), size), TabularLM(TABLE)
     args = ttrl.Args(num_generations=size, micro_batch_size=P * size, max_completion_length=5, precision="float32",
                      max_grad_norm=1e9, beta=0.0, scale_rewards="none", aggregation="constant")  # fmt: skip
-    batch = grpo.Batch(samples, scored.rewards.double(), None)
+    batch = grpo.Batch(samples, rewards.double(), None)
     ttrl.update(model, torch.optim.SGD(model.parameters(), 1.0), batch, args)
     return model.table.detach().numpy() - TABLE
 
@@ -120,8 +116,10 @@ def test_many_votes_climb_the_chance_of_the_mode():
 def labelled(script: str, monkeypatch, answer, score, **settings):
     """A run on a task whose answers and scores are these functions of the text."""
     module = {"ttrl": ttrl, "grpo": grpo}[script]
-    task = dataclasses.replace(load_task("sort"), answer=answer, score=lambda row, text: {"reward": score(text)})
+    task = load_task("sort")._replace(score=lambda row, text: score(text))
     monkeypatch.setattr(module, "load_task", lambda *_: task)
+    if script == "ttrl":
+        monkeypatch.setattr(module, "final_answer", lambda task, text: answer(text))
     settings = SPECS["grpo"].flags | dict(reward=(), eval_every=1) | settings
     return result_of.__wrapped__(script, tuple(sorted(settings.items())))  # a known run was on another task
 
@@ -159,9 +157,29 @@ def test_a_cut_off_completion_may_be_the_label_and_pays(monkeypatch):
     assert there["majority_share"] == row["majority_share"]
 
 
-def test_more_are_trained_than_vote():
-    args = ttrl.Args(num_prompts=4, num_generations=8, num_votes=4, micro_batch_size=8)
+def test_more_are_trained_than_vote(tmp_path):
+    args = dict(task="sort", num_generations=8, max_steps=0, eval_prompts=1, output_dir=str(tmp_path), device="cpu")
     with pytest.raises(UserError, match="--num-votes 4 must be at least --num-generations 8"):
-        ttrl.check_groups(args)
-    ttrl.check_groups(dataclasses.replace(args, num_votes=8))
-    ttrl.check_groups(dataclasses.replace(args, num_votes=None))
+        ttrl.train(ttrl.Args(**args, num_votes=4))
+    for votes in (8, None):
+        ttrl.train(ttrl.Args(**args, num_votes=votes))
+
+
+FILE = Task("file", None, [], rows=[])
+
+
+@pytest.mark.parametrize("task, text, answer", [
+    (load_task("sort"), "0123", "0123"),
+    (load_task("countdown"), " 1+2=3 ", "1+2=3"),
+    (load_task("sort"), "well <answer>01</answer>", "01"),
+    (load_task("sort"), "  ", None),
+    (FILE, "0123", None),
+    (FILE, "<answer>7</answer> or <answer> 8 </answer>", "8"),
+    (FILE, r"\boxed{1} so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+    (FILE, r"\boxed{\frac{1}{2", None),
+    (FILE, r"\boxed{ }", None),
+    (FILE._replace(score=ttrl.gsm8k_score), "3 and 4\n#### 1,050 apples", 1050.0),
+    (FILE._replace(score=ttrl.gsm8k_score), "1050", None),
+])  # fmt: skip
+def test_what_a_text_answers(task, text, answer):
+    assert ttrl.final_answer(task, text) == answer

@@ -33,24 +33,24 @@ groups-of-the-wrong-size: a view of any shape with as many rows
 + (votes, -1))[:size].flatten(0, 1)
 
 trained-on-the-truth: the true rewards are at hand, and look better
-- return Scored(torch.tensor(rewards), truth.columns | columns, truth.extra)
-+ return Scored(truth.rewards.unflatten(0, (-1, votes))[:, :size].flatten(), truth.columns | columns, truth.extra)
+- return torch.tensor(rewards), {
++ return truth.unflatten(0, (-1, votes))[:, :size].flatten(), {
 
 texts-vote: which is the same where an answer is all that a text says
-- judged([task.answer(text) for text in texts], truth
+- judged([final_answer(task, text) for text in texts], truth
 + judged(texts, truth
 
 truth-of-the-first-answer: the label's own row is forgotten
-- right.append(truth.rewards[i + group.index(label)])
-+ right.append(truth.rewards[i])
+- right.append(truth[i + group.index(label)])
++ right.append(truth[i])
 
 share-of-those-that-vote: silence is left out of the denominator, too
 - sum(counts) / len(answers)
 + sum(counts) / max(1, len(answers) - answers.count(None))
 
 as-many-as-are-trained: the votes are sampled nowhere
-- samples = sample_all(model, tokens, votes, args.max_completion_length,
-+ samples = sample_all(model, tokens, args.num_generations, args.max_completion_length,
+- samples = sample_all(model, prompts, votes, args,
++ samples = sample_all(model, prompts, args.num_generations, args,
 """
 SORT = dict(task="sort", max_steps=10, eval_every=0)
 RIGHT = ("grpo", dict(task="sort", max_steps=5, eval_every=0, eval_prompts=4))  # a start that is mostly right
