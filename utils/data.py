@@ -80,21 +80,19 @@ def load_rows(spec: str, shaped: Callable[[dict], dict] = lambda row: row, most:
         return next((n for prefix in prefixes for n in (prefix, *splits) if n in splits and n.startswith(prefix)), None)
 
     def transform(batch: dict) -> dict:  # Arrow writes None into messages and tools for names that one of them lacks
-        rows = [
-            shaped({name: without_none(value) if isinstance(value, list) else value for name, value in zip(batch, row)})
-            for row in zip(*batch.values())
-        ]
+        batch = {
+            name: [without_none(x) if isinstance(x, list) else x for x in values] for name, values in batch.items()
+        }
+        rows = [shaped(dict(zip(batch, row))) for row in zip(*batch.values())]
         return {name: [row[name] for row in rows] for name in rows[0]}
 
     def read(name: str) -> tuple[Any, list[int]]:
-        """The rows of a split that can be used, and of each a number that is equal for equal prompts."""
+        """The rows of a split that can be used, and a hash of each prompt."""
         keys: list[int] = []
 
         def add(row: dict) -> list[list[int]]:
-            prompt = json.dumps(row["prompt"], sort_keys=True, default=str)
-            keys.append(
-                int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest())
-            )  # a checksum is linear
+            prompt = json.dumps(row["prompt"], sort_keys=True, default=str).encode()
+            keys.append(int.from_bytes(hashlib.blake2b(prompt, digest_size=8).digest()))
             return [[]]
 
         return keep(splits[name].with_transform(transform), add), keys
@@ -132,9 +130,12 @@ def read_splits(spec: str) -> dict:
         else:
             found = datasets.load_dataset(str(path) if path.exists() else name, config or None)
         splits = found if isinstance(found, dict) else {"train": found}
-        return {name: rows for name, rows in splits.items() if len(rows)}
+        splits = {name: rows for name, rows in splits.items() if len(rows)}
+        if not splits:
+            raise ValueError("it is empty")
+        return splits
     except Exception as error:  # the library raises dozens of kinds, all of which mean the same to the user
-        reason = str(error.__cause__ or error).strip().partition("\n")[0] or "it is empty"
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise UserError(f"cannot read the dataset {spec} ({reason}): give a readable file or hub name") from error
 
 

@@ -5,14 +5,15 @@ from tests.specs import parse_bugs
 TESTS = {  # as Spec.tests
     "utils/control.py": "envs exact_ppo exact_sac parity_sb3 properties::test_replay_buffer",
     "utils/core.py": "resume_control command_line_control envs",
-    "utils/data.py": "tasks text large_data preferences unpaired properties",
+    "utils/builtin.py": "tasks properties preferences sft",
+    "utils/data.py": "tasks text large_data preferences unpaired properties sft reward_models",
     "utils/dist.py": "distributed exact_grpo exact_dpo invariance alarm",
     "utils/lm.py": "exact_grpo parity_trl invariance lora alarm architectures engine distributed",
     "utils/vllm.py": "engine",
     "utils/offline.py": "offline_data exact_iql exact_dt collection",
     "utils/preferences.py": "preferences unpaired parity_trl_dpo dpo_runs",
     "utils/reward_models.py": "reward_models exact_reward_model",
-    "utils/rewards.py": "rewards runs reward_models distributed",
+    "utils/rewards.py": "rewards reward_models exact_reward_model runs distributed",
     "utils/rows.py": "tasks text large_data preferences properties",
     "utils/tasks.py": "tasks sft preferences runs",
     "utils/text.py": "text tasks sft preferences unpaired reward_models runs",
@@ -74,16 +75,13 @@ head-ends-the-pass: a hook of FSDP takes the first chunk of logits for the end
 - model.get_output_embeddings().forward(hidden)
 + model.get_output_embeddings()(hidden)
 
-every-rank-scores-the-first-share: an offset is forgotten
-- (len(starts) * k // world() for k in (rank(), rank() + 1))
-+ (len(starts) * k // world() for k in (0, 1))
-
 moments-forgotten: weights come back, Adam's moments do not
 - optim_state_dict=state["optimizer"])
 + optim_state_dict=self.state_dict()["optimizer"])
 
 skipped-reward-is-zero:utils: a sum that skips NaN is 0 where all are NaN
--         total[table.isnan().all(1)] = torch.nan
+- .nansum(1).masked_fill(table.isnan().all(1), math.nan)
++ .nansum(1)
 
 cut-off-is-rewarded: a penalty is subtracted here and added there
 - rewards=scored.rewards - penalty * ~ended.cpu()
@@ -99,8 +97,8 @@ async-one-by-one: await stands in a loop more often than not
 
 reward-weights-ignored: a setting that is checked, printed, and not used (modelscope/ms-swift#9925 and #10167: a loss
 type that was silently ignored)
-- total = (table * weight).nansum(1)
-+ total = table.nansum(1)
+- weighted = table * weights
++ weighted = table * 1.0
 
 groups-interleaved:lm: repeat and repeat_interleave give the same shape
 - group = torch.arange(rows, device=device) // num_samples
@@ -207,44 +205,40 @@ merged-in-bfloat16: merging is one call, in whatever the base is held
 + .merge_and_unload()
 
 eos-not-trained:tasks: a tokenizer without special tokens brings no EOS
-- return tokens[start:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
-+ return tokens[start:end] or [tokenizer.eos_token_id]
+- return tokens[:end] + (tokens[end : end + 1] or [tokenizer.eos_token_id])
++ return tokens[:end] or [tokenizer.eos_token_id]
 
 prompt-trained: labels are a copy of the inputs
 - return prompt[:cut], *ends
-+ return prompt[:1], *(until_eos(whole, 1, tokenizer, eos) for whole in wholes)
++ return prompt[:1], *(until_eos(whole[1:], tokenizer, eos) for whole in wholes)
 
 several-turns-cut-at-the-first-eos: an answer has one EOS as long as it is one message
-- if isinstance(answer, list) and [message["role"] for message in answer] != ["assistant"]:
-+ if isinstance(answer, list) and not answer:
+- last = answer[0] if [message["role"] for message in answer] == ["assistant"] else {}
++ last = answer[0]
 
 shared-turns-stay-in-the-answers: prompt is given, so it is taken for all that both have in common
-- size = shared_prefix(chosen, rejected)
-+ size = 0 if isinstance(prompt, list) else shared_prefix(chosen, rejected)
+- size = min(shared(said(chosen), said(rejected))
++ size = len(prompt) if isinstance(prompt, list) else min(shared(said(chosen), said(rejected))
 
 prompt-twice: chosen and rejected may repeat what stands in the column prompt
-- if begin[0]["role"] == "assistant":
-+ if True:
+- return begin + answer[again:]
++ return begin + answer
 
 names-of-other-rows: Arrow writes None for what a row lacks, and a template writes null
-- Row({name: without_none(x) if is_structs(x) else x for name, x in table[i].items()}, f"row {i} of {of}")
-+ Row(table[i], f"row {i} of {of}")
+- without_none(x) if isinstance(x, list) else x for x in values
++ x for x in values
 
 held-out-by-another-task: each file holds out for itself
 - held = {key for task in loaded.values() for key in keys_of(task.heldout)}
 + held = set()
 
 rendered-text-gets-a-second-bos: tokenizers do not look at what a text begins with
-- ids[1:] if twice else ids
-+ ids
+- return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
++ return ids
 
 tools-dropped: a column that a reward function would get, and the template does not ask for
 - ({"tools": tools} if tools else {})
 + {}
-
-one-segment: input ids look like all that a model takes
-- ((ends.cumsum(1) - ends).clamp(max=1) * mask).long()
-+ torch.zeros_like(ids)
 
 terminal-last-row-lost: the row after the last one is not there, but who needs it
 - known[-1] &= terminals[-1] > 0
@@ -252,29 +246,24 @@ terminal-last-row-lost: the row after the last one is not there, but who needs i
 
 second-bos: tokenizers add special tokens unless they are told not to (huggingface/trl#1073, #1591, #1885, #4908;
 OpenRLHF#393; axolotl#1616)
-- return encode_text(prompt + answer, row, tokenizer)
-+ return encode_text(prompt, row, tokenizer) + encode_text(answer, row, tokenizer)
+- ids = tokenizer(prompt + (answer or ""))["input_ids"]
++ ids = tokenizer(prompt)["input_ids"] + (tokenizer(answer)["input_ids"] if answer else [])
 
 no-generation-prompt: templates end without the assistant's header unless they are told to write it
-- add_generation_prompt=not continued
+- add_generation_prompt=not begun
 + add_generation_prompt=False
 
 prefill-gets-a-second-header: prompts end with a user's message in all examples
-- continued = prompt[-1]["role"] == "assistant"
-+ continued = False
+- begun = prompt[-1]["role"] == "assistant"
++ begun = False
 
 heldout-in-training: small spaces of problems repeat themselves
 - lambda i, seed: draw(random.Random(f"{name}/{seed}/{i}"), False)
 + lambda i, seed: make(random.Random(f"{name}/{seed}/{i}"))[0]
 
 heldout-in-training:splits: a test split is trusted to be one
--         train = without(set(others), *sound(train, spec), spec)
-+         train = sound(train, spec)[0]
-
-prompt-trained:likelihoods: labels are a copy of the inputs (ORPO's authors and TRL's ORPO trainer have the prompt in
-the likelihood)
-- return prompt, *(completion[: max_length - len(prompt)] for completion in completions)
-+ return prompt[:1], *(prompt[1:] + completion[: max_length - len(prompt)] for completion in completions)
+- held = set(others)
++ held = set()
 
 same-order-every-epoch: a generator that is made anew in every epoch
 - random.Random(f"{seed}/{epoch}")
@@ -333,90 +322,94 @@ environments-all-alike: one seed for all environments of a vector
 + obs = envs.reset(seed=[seed_of(args.seed, step)] * args.num_envs)[0].copy()
 
 labels-swapped:data: datasets differ in which column or index is the preferred one
-- return row | {"chosen": right, "rejected": wrong}
-+ return row | {"chosen": wrong, "rejected": right}
+- yield row | {"chosen": right, "rejected": wrong}
++ yield row | {"chosen": wrong, "rejected": right}
 
 labels-swapped:unpaired: a label may say that a completion is good or that it is harmful
 - sides = (("chosen", True), ("rejected", False))
 + sides = (("chosen", False), ("rejected", True))
 
 variance-of-a-sample-of-members:utils: NumPy's default is ddof 0, torch's 1
-- scores.var(0, correction=0)
-+ scores.var(0)
+- raw.std(1, correction=0)
++ raw.std(1)
 
-deviation-for-variance: the deviation is what has the units of a score
-- scores.var(0, correction=0)
-+ scores.std(0, correction=0)
+variance-for-deviation: ensembles of the paper subtract the variance; it has not the units of a score
+- raw.std(1, correction=0)
++ raw.var(1, correction=0)
 
 disagreement-rewarded: a bonus for the unknown is what explores
-- return scores.mean(0) - weight *
-+ return scores.mean(0) + weight *
+- raw.mean(1) - raw.std
++ raw.mean(1) + raw.std
 
 best-case-for-worst-case: rewards are maximised
-- return scores.amin(0)
-+ return scores.amax(0)
+- raw.amin(1)
++ raw.amax(1)
 
 one-member-for-all: the first of a list stands for all: the ensemble then is one model
-- for member in self.members]
-+ for member in self.members[:1] * len(self.members)]
+- raw = table[:, models]
++ raw = table[:, models[:1]]
+
+weights-before-the-least: a score times its weight is at hand, and a negative weight makes the least the most
+- raw = table[:, models]
++ raw = weighted[:, models]
+
+functions-lost-beside-models: the combined score is taken for the whole reward
+- weighted[:, models] = 0.0
++ weighted[:] = 0.0
 
 eos-not-scored: the text of an answer has no EOS, and scores were learnt there (TRL's online trainers score text
 without EOS)
-- return tokens[:start] + until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])
-+ return tokens[:start] + until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])[:-1]
+- return ids[:start] + until_eos(ids[start:], tokenizer, [tokenizer.eos_token_id])
++ return ids[:start] + until_eos(ids[start:], tokenizer, [tokenizer.eos_token_id])[:-1]
 
 answer-scored-alone: the answer is what is judged; which prompt it answers is not asked
-- return tokens[:start] + until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])
-+ return until_eos(tokens, start, tokenizer, [tokenizer.eos_token_id])
+- return ids[:start] + until_eos(ids[start:]
++ return until_eos(ids[start:]
 
 answer-scored-alone:chat: the answer is what is judged; which prompt it answers is not asked
-- return render(prompt + messages, row, tokenizer)
-+ return render(messages, row, tokenizer)
+- prompt = prompt + answer
++ prompt = answer
 
 settings-of-the-row-last: the command line goes before the file everywhere else
-- return settings_of(tokenizer).template_kwargs | ({"tools": tools} if tools else {}) | without_none(own)
-+ return ({"tools": tools} if tools else {}) | without_none(own) | settings_of(tokenizer).template_kwargs
+- return getattr(tokenizer, "template_kwargs", {}) | ({"tools": tools} if tools else {}) | without_none(own)
++ return ({"tools": tools} if tools else {}) | without_none(own) | getattr(tokenizer, "template_kwargs", {})
 
 completion-encoded-alone: a text is encoded where it is at hand; SentencePiece puts a space before every text
-- return encode_text(prompt + answer, row, tokenizer)
-+ return encode_text(prompt, row, tokenizer) + tokenizer(answer, add_special_tokens=False)["input_ids"]
+- ids = tokenizer(prompt + (answer or ""))["input_ids"]
++ ids = tokenizer(prompt)["input_ids"] + tokenizer(answer or "", add_special_tokens=False)["input_ids"]
 
 long-prompts-stay: they are counted and told of, which looks like all that is to do
-- return len(prompt) <= limit
-+ return True
+- (length := len(encode(rows[i])[0])) > limit:
++ (length := len(encode(rows[i])[0])) > math.inf:
 
 long-prompts-stay:heldout: evaluation samples, too
-- return replace(task, train=epochs(train), heldout=list(heldout), rows=train)
-+ return replace(task, train=epochs(train), rows=train)
+- return task._replace(rows=rows, train=epochs(rows), heldout=heldout)
++ return task._replace(rows=rows, train=epochs(rows))
 
 seam-of-each-answer-alone: pairs are two rows of one kind; the prompt of one then is not that of the other
-- cut = min(shared(prompt, whole) for whole in wholes)
-+ cut = max(shared(prompt, whole) for whole in wholes)
+- cut, ends = min(shared(
++ cut, ends = max(shared(
 
 prompt-of-another-row: groups of one prompt are scored together, until there are several
-- for row, text in zip(rows, texts)]
-+ for row, text in zip(rows[:1] * len(rows), texts)]
+- ids = [encode_scored(row, text, self.tokenizer) for row, text in zip(rows, texts)]
++ ids = [encode_scored(rows[0], text, self.tokenizer) for row, text in zip(rows, texts)]
 
 scores-in-the-order-of-lengths: sorted to save padding, and not put back
-- sequences = [encode_answer(row, text, self.tokenizer) for row, text in zip(rows, texts)]
-+ sequences = sorted((encode_answer(row, text, self.tokenizer) for row, text in zip(rows, texts)), key=len)
+- ids = [encode_scored(row, text, self.tokenizer) for row, text in zip(rows, texts)]
++ ids = sorted((encode_scored(row, text, self.tokenizer) for row, text in zip(rows, texts)), key=len)
 
 score-read-before-eos: padding with EOS is a habit of generation; pooling then looks for the last token that is not
 EOS
-- if i is not None and i != tokenizer.eos_token_id]
-+ if i is not None]
+- if i not in (None, tokenizer.eos_token_id)
++ if i is not None
 
 score-read-at-padding: padding is masked anyway; pooling goes by its id
 - width, pad = max(map(len, sequences)), model.config.get_text_config().pad_token_id
 + width, pad = max(map(len, sequences)), 0
 
 score-read-at-the-first-token: encoders have a token for it in front; in a decoder the first token has seen nothing
-- scores = model(input_ids=ids, attention_mask=mask, **more).logits[:, 0]
+- scores = model(input_ids=ids, attention_mask=mask).logits[:, 0]
 + scores = model(input_ids=ids[:, :1], attention_mask=mask[:, :1]).logits[:, 0]
-
-padding-attended:reward_models: decoders do not see padding on the right; encoders do
-- [[1] * len(s) + [0] * (width - len(s)) for s in sequences]
-+ [[1] * width for s in sequences]
 
 mask-of-the-other-side: prompts are padded on the left, whole texts on the right
 - [s + [pad] * (width - len(s)) for s in sequences]
@@ -672,8 +665,8 @@ same:beta-inside-both-branches
 + torch.where(labels, args.beta * (ratios - z), args.beta * (z - ratios))
 
 same:worst-case-by-min
-- scores.amin(0)
-+ scores.min(0).values
+- raw.amin(1)
++ raw.min(1).values
 
 same:sign-before-nan
 - (first - second).nan_to_num(0.0).sign()
