@@ -48,6 +48,14 @@ group-std-of-a-population: NumPy's default is ddof 0, torch's 1
 - (known - 1).clamp(min=1)
 + known.clamp(min=1)
 
+cut-off-is-rewarded: a penalty is subtracted here and added there
+- rewards - args.missing_eos_penalty * ~samples.ended.cpu()
++ rewards + args.missing_eos_penalty * ~samples.ended.cpu()
+
+ended-is-punished: the mask says who ended, the name says who did not
+- rewards - args.missing_eos_penalty * ~samples.ended.cpu()
++ rewards - args.missing_eos_penalty * samples.ended.cpu()
+
 not-centred: dividing by the deviation is what looks like normalising
 - centred = above_least - above_least.nanmean(1, keepdim=True)
 + centred = above_least

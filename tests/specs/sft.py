@@ -22,6 +22,10 @@ first-batch-left-out: steps count from 1, rows from 0
 - share(range((step - 1) * args.batch_size, step * args.batch_size))
 + share(range(step * args.batch_size, (step + 1) * args.batch_size))
 
+held-out-by-another-task: each file holds out for itself
+- held = {prompt(row) for task in tasks.values() for row in task.heldout}
++ held = set()
+
 gradients-never-cleared:sft: torch adds gradients up
 -     optimizer.zero_grad(set_to_none=True)
 

@@ -83,14 +83,6 @@ skipped-reward-is-zero:utils: a sum that skips NaN is 0 where all are NaN
 - .nansum(1).masked_fill(table.isnan().all(1), math.nan)
 + .nansum(1)
 
-cut-off-is-rewarded: a penalty is subtracted here and added there
-- rewards=scored.rewards - penalty * ~ended.cpu()
-+ rewards=scored.rewards + penalty * ~ended.cpu()
-
-ended-is-punished: the mask says who ended, the name says who did not
-- rewards=scored.rewards - penalty * ~ended.cpu()
-+ rewards=scored.rewards - penalty * ended.cpu()
-
 async-one-by-one: await stands in a loop more often than not
 - return await asyncio.gather(*map(result, values))
 + return [await result(value) for value in values]
@@ -227,10 +219,6 @@ prompt-twice: chosen and rejected may repeat what stands in the column prompt
 names-of-other-rows: Arrow writes None for what a row lacks, and a template writes null
 - without_none(x) if isinstance(x, list) else x for x in values
 + x for x in values
-
-held-out-by-another-task: each file holds out for itself
-- held = {key for task in loaded.values() for key in keys_of(task.heldout)}
-+ held = set()
 
 rendered-text-gets-a-second-bos: tokenizers do not look at what a text begins with
 - return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
@@ -595,8 +583,8 @@ same:terms-of-dpo
 + return -(e * logsigmoid(-logits) + (1 - e) * logsigmoid(logits))
 
 same:factors-of-sft
-- -(logps * mask).sum() / total
-+ (-logps * mask).sum() / total
+- -(logps * mask).sum() / tokens
++ (-logps * mask).sum() / tokens
 
 same:terms-of-delta
 - rewards + gamma * next_values * ~terminated - values
