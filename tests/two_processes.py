@@ -23,7 +23,7 @@ import torch
 from every_script import options
 from helpers import LANGUAGE, SMALL
 from test_invariance import llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
 from algos import grpo
 from utils.dist import Samples, Trained, as_samples, full_weights, pad_left, shard, start
@@ -72,10 +72,8 @@ def batch_of(module, model):
             others = [[prompt, before[1]] for (prompt, _), before in zip(texts, texts[-1:] + texts[:-1])]
             return module.Batch(*scored(texts), torch.arange(len(texts)) % 2 == 0, *scored(others))
         return module.Batch(*scored(texts)) if hasattr(module, "Batch") else scored(texts)[0]
-    for kind, parts in (("Pair", ("prompt", "chosen", "rejected")), ("Example", ("prompt", "completion"))):
-        if hasattr(module, kind):
-            made = [getattr(module, kind)(**{part: tokens() for part in parts}) for _ in range(5)]
-            return [one._replace(label=i % 2 == 0) if "label" in one._fields else one for i, one in enumerate(made)]
+    if module.NAME == "reward_model":
+        return [module.Pair(tokens(), tokens(), 0.3 * i) for i in range(5)]
     lengths = torch.randint(1, T + 1, (rows,), generator=generator)
     lengths[0], lengths[2 * FIRST :] = T, lengths[2 * FIRST :].clamp(max=4)
     mask = torch.arange(T) < lengths[:, None]
@@ -86,7 +84,7 @@ def batch_of(module, model):
     rewards[3] = torch.nan
     ended = torch.rand(rows, generator=generator) < 0.7
     samples = Samples(*pad_left(PROMPTS, "cpu"), ids, mask, old * mask, ended)
-    return module.Batch(samples, rewards, ref * mask)
+    return module.Batch(*(samples, rewards, ref * mask)[: len(module.Batch._fields)])
 
 
 def part_of(batch, rank: int):
@@ -213,7 +211,12 @@ def main(chosen: list[str]) -> None:
     start(torch.device("cpu"))
     for script in [script for script in chosen if script in SMALL]:
         torch.set_default_dtype(torch.float64)
-        compared(results, script, llama().train(), "float64")
+        base = llama()
+        if script == "reward_model":
+            base.config.num_labels, base.config.pad_token_id = 1, 0
+            scorer = LlamaForSequenceClassification(base.config)
+            scorer.model, base = base.model, scorer
+        compared(results, script, base.train(), "float64")
         torch.set_default_dtype(torch.float32)
     if "grpo" in chosen:
         compared(results, "grpo", load_model(grpo.Args())[0].train(), "float32")
@@ -230,9 +233,8 @@ def scripts() -> list[str]:
     """Those whose batch is one of `batch_of`."""
     modules = {name: importlib.import_module(f"algos.{name}") for name in LANGUAGE}
     plain = ("samples", "rewards", "ref_logps")
-    return [name for name, module in modules.items() if hasattr(module, "Pair") or hasattr(module, "Example")
-            or hasattr(module, "as_samples")
-            or getattr(getattr(module, "Batch", None), "_fields", ()) == plain]  # fmt: skip
+    return [name for name, module in modules.items() if hasattr(module, "Pair") or hasattr(module, "as_samples")
+            or getattr(getattr(module, "Batch", None), "_fields", ()) in (plain, plain[:2])]  # fmt: skip
 
 
 if __name__ == "__main__":
