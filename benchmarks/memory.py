@@ -85,14 +85,17 @@ def ours(algo: Algo, model, optimizer, prompts, completions):
     import torch
 
     from algos import dpo, grpo
+    from utils.dist import as_samples
     from utils.lm import Samples, completion_logps
     from utils.models import autocast
 
     settings = dict(precision="bfloat16", micro_batch_size=ROWS, micro_batch_tokens=ROWS * 2048, beta=0.1)
     if algo == "dpo":
         lists, prompt = completions.tolist(), prompts[0].tolist()
-        pairs = [dpo.Pair(prompt, lists[i], lists[i + ROWS // 2]) for i in range(ROWS // 2)]
-        return lambda: dpo.update(model, optimizer, pairs, dpo.Args(**settings))["grad_norm"]
+        pairs = [(prompt, lists[i], lists[i + ROWS // 2]) for i in range(ROWS // 2)]
+        samples = as_samples(pairs, 2048, model.device)
+        batch = dpo.Batch(samples, torch.zeros_like(samples.logps))
+        return lambda: dpo.update(model, optimizer, batch, dpo.Args(**settings))["grad_norm"]
     mask = torch.ones_like(completions, dtype=torch.bool)
     with torch.no_grad(), autocast(model.device, "bfloat16"):  # TRL takes pi_old for the policy, too
         old, _ = completion_logps(model, prompts, mask[:, :PROMPT], completions, mask)

@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 from every_script import options
-from helpers import LANGUAGE, ONLINE
+from helpers import ONLINE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import utils.lm
-from algos import grpo
+from algos import grpo, reward_model
 from utils.data import encode_prompt, load_task
 from utils.dist import Samples, join, pad_left, split_rows
 from utils.lm import completion_logps, load_model, sample, with_flags
@@ -295,21 +295,15 @@ def test_rows_share_a_budget_of_tokens():
     assert split_rows([5, 9, 2], 8, 4) == [[1], [0], [2]] and split_rows([1] * 5, 2, 99) == [[0, 1], [2, 3], [4]]
 
 
-@pytest.mark.parametrize("script", [script for script in LANGUAGE if "num_pairs" in options(script)])
-def test_scores_are_in_the_order_of_the_rows(script):
+def test_scores_are_in_the_order_of_the_rows():
     """Whatever rows share a micro-batch with them."""
-    module, draw = importlib.import_module(f"algos.{script}"), random.Random(0)
-    model = llama().float()
-    if script == "reward_model":
-        model.config.num_labels, model.config.pad_token_id = 1, 0
-        model = transformers.LlamaForSequenceClassification(model.config)
-    kind, score = (module.Example, module.score_examples) if script == "kto" else (module.Pair, module.score_pairs)
-    parts = {"prompt", "completion", "chosen", "rejected"} & {*kind._fields}
-    rows = [kind(**{part: draw.choices(range(2, 16), k=draw.randint(1, 20)) for part in sorted(parts)},
-                 **{"label": True} if script == "kto" else {}) for _ in range(12)]  # fmt: skip
-    args = module.Args(micro_batch_size=4, micro_batch_tokens=90, precision="float32")
-    together, *alone = ((x if isinstance(x := score(model, some, args), torch.Tensor) else x[0])
-                        for some in (rows, *([row] for row in rows)))  # fmt: skip
+    draw, model = random.Random(0), llama().float()
+    model.config.num_labels, model.config.pad_token_id = 1, 0
+    model = transformers.LlamaForSequenceClassification(model.config)
+    sides = [[draw.choices(range(2, 16), k=draw.randint(1, 20)) for _ in range(2)] for _ in range(12)]
+    rows = [reward_model.Pair(*side) for side in sides]
+    args = reward_model.Args(micro_batch_size=4, micro_batch_tokens=90, precision="float32")
+    together, *alone = (reward_model.score_pairs(model, some, args) for some in (rows, *([row] for row in rows)))
     torch.testing.assert_close(together, torch.cat(alone))
 
 

@@ -114,22 +114,24 @@ def time_our_dpo(warmup: int, steps: int) -> dict:
     import torch
 
     from algos import dpo
-    from utils.models import TINY_MODEL, eos_ids, load_model
-    from utils.text import encode_pair
+    from utils.data import encode_answers
+    from utils.dist import as_samples
+    from utils.lm import load_model
 
-    args = dpo.Args(batch_size=PAIRS, micro_batch_size=PAIRS, max_length=2 * PAIR_TOKENS, beta=DPO_BETA,
+    args = dpo.Args(batch_size=PAIRS, micro_batch_size=2 * PAIRS, max_length=2 * PAIR_TOKENS, beta=DPO_BETA,
                     precision="float32")  # fmt: skip
-    model, tokenizer = load_model(TINY_MODEL)
+    model, tokenizer = load_model(args)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-5, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
     model.train()
-    eos = eos_ids(model, tokenizer)
-    pairs = [dpo.Pair(*encode_pair(row, tokenizer, eos)) for row in speed_pairs(warmup + steps)]
-    assert {len(ids) for pair in pairs for ids in pair[:3]} == {PAIR_TOKENS}
-    reference = dpo.score_pairs(model, pairs, args)[0].tolist()
-    pairs = [pair._replace(ref_logps=tuple(logps)) for pair, logps in zip(pairs, reference)]
+    eos = model.generation_config.eos_token_id
+    rows = speed_pairs(warmup + steps)
+    pairs = [encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos) for row in rows]
+    assert {len(ids) for pair in pairs for ids in pair} == {PAIR_TOKENS}
+    parts = [as_samples(pairs[i : i + PAIRS], args.max_length, "cpu") for i in range(0, len(pairs), PAIRS)]
+    batches = [dpo.Batch(samples, dpo.reference_logps(model, model, samples, args)) for samples in parts]
     ends = [time.perf_counter()]
-    for start in range(0, len(pairs), PAIRS):
-        dpo.update(model, optimizer, pairs[start : start + PAIRS], args)
+    for batch in batches:
+        dpo.update(model, optimizer, batch, args)
         ends.append(time.perf_counter())
     return {"seconds": [b - a for a, b in zip(ends, ends[1:])][-steps:]}
 
