@@ -7,8 +7,9 @@ demonstrations (`completion`) are mostly wrong; `solution` is right.
 import random
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
+GSM8K = "Solve the problem step by step. End with one line that holds #### and the answer as a number."
 WRONG_SHARE = 0.75  # of the demonstrations
 
 
@@ -93,6 +94,17 @@ def sort_row(rng: random.Random) -> tuple[dict, str]:
 def sort_score(row: dict, text: str) -> float:
     """1 if the answer is the digits in ascending order."""
     return float(answer_of(text) == "".join(sorted(row["digits"])))
+
+
+def right_and_wrong(rows: Iterable[dict]) -> Iterator[dict]:
+    """Pairs of a right and a wrong answer, which errs as three in four demonstrations do. Sort has none where the two
+    smallest digits are equal."""
+    for row in rows:
+        right = row["solution"]
+        too_high = f"{right.rpartition('=')[0]}={row.get('target', 0) + 1}"
+        wrong = right[1] + right[0] + right[2:] if "digits" in row else too_high
+        if right != wrong:
+            yield row | {"chosen": right, "rejected": wrong}
 
 
 def answer_of(text: str) -> str:

@@ -9,19 +9,18 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from utils.builtin import gsm8k_score, procedural
+from utils.builtin import GSM8K, gsm8k_score, procedural, right_and_wrong
 from utils.core import UserError
 from utils.dist import rank
 
 HELDOUT = 256  # rows, at most
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # formats of the datasets library
-GSM8K = "Solve the problem step by step. End with one line that holds #### and the answer as a number."
 
 
 class Task(NamedTuple):
@@ -299,10 +298,10 @@ class Pairs(NamedTuple):
     task: Task | None = None
 
 
-def load_pairs(spec: str, num_pairs: int, seed: int) -> Pairs:
+def load_pairs(spec: str, num_pairs: int, seed: int, shaped: Callable[[dict], dict] | None = None) -> Pairs:
     """countdown or sort: `num_pairs` pairs to train on, drawn with `seed`. Else all pairs of what `load_rows` reads."""
     if spec not in ("countdown", "sort"):
-        return Pairs(Path(spec).stem, *load_rows(spec, as_pair))
+        return Pairs(Path(spec).stem, *load_rows(spec, shaped or as_pair))
     task = load_task(spec)
     made = right_and_wrong(task.train(i, seed) for i in count())
     return Pairs(spec, list(islice(made, num_pairs)), list(right_and_wrong(task.heldout)), task)
@@ -310,28 +309,11 @@ def load_pairs(spec: str, num_pairs: int, seed: int) -> Pairs:
 
 def load_unpaired(spec: str, num_pairs: int, seed: int) -> Pairs:
     """Rows with a label from the same sources. A pair makes two: its chosen completion is desirable, the other not."""
-    if spec in ("countdown", "sort"):
-        data = load_pairs(spec, num_pairs, seed)
-    else:
-        data = Pairs(Path(spec).stem, *load_rows(spec, lambda row: as_pair(row) if "chosen" in row else labelled(row)))
+    data = load_pairs(spec, num_pairs, seed, lambda row: as_pair(row) if "chosen" in row else labelled(row))
     sides = (("chosen", True), ("rejected", False))
-    train, heldout = (
-        [row | {"completion": row[side], "label": label} for row in rows for side, label in sides]
-        if "chosen" in rows[0] else rows
-        for rows in (data.train, data.heldout)
-    )  # fmt: skip
-    return data._replace(train=train, heldout=heldout)
-
-
-def right_and_wrong(rows: Iterable[dict]) -> Iterator[dict]:
-    """Pairs of a right and a wrong answer, which errs as three in four demonstrations do. Sort has none where the two
-    smallest digits are equal."""
-    for row in rows:
-        right = row["solution"]
-        end_wrong = f"{right.rpartition('=')[0]}={row.get('target', 0) + 1}"
-        wrong = right[1] + right[0] + right[2:] if "digits" in row else end_wrong
-        if right != wrong:
-            yield row | {"chosen": right, "rejected": wrong}
+    parts = ([row | {"completion": row[side], "label": label} for row in rows for side, label in sides]
+             if "chosen" in rows[0] else rows for rows in (data.train, data.heldout))  # fmt: skip
+    return Pairs(data.name, *parts, data.task)
 
 
 def labelled(row: dict) -> dict:
