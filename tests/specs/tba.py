@@ -37,16 +37,16 @@ mean-over-tokens:tba: a mean keeps long completions near short ones, but it is n
 + columns = (logps * valid).sum(1) / valid.sum(1), batch
 
 reference-of-mean-tokens: the two sums stand far apart
-- reference_logps(model, ref_model, new, args).sum(1))
-+ reference_logps(model, ref_model, new, args).mean(1))
+- reference_logps(model, reference, samples, args).sum(1))
++ reference_logps(model, reference, samples, args).mean(1))
 
 groups-are-torn: micro-batches by tokens take the longest rows first
-- args.micro_batch_tokens, size)
-+ args.micro_batch_tokens)
+- micro_batches(samples, args, together=size)
++ micro_batches(samples, args)
 
 rows-for-groups: an index of prompts is taken for one of completions
-- rows = (at[:, None] * size + torch.arange(size, device=at.device)).flatten()
-+ rows = (at[:, None] + torch.arange(size, device=at.device)).flatten()
+- rows = (at[:, None] * size + torch.arange(size)).flatten()
++ rows = (at[:, None] + torch.arange(size)).flatten()
 
 oldest-are-kept: a slice from the wrong end
 - return these_groups(new, list(range(max(0, count - most), count)))
@@ -77,12 +77,12 @@ renewed-a-step-late: steps count from 1
 + if step % args.sync_every == 0 or buffer is None:
 
 prompts-of-one-step: the line is the parent's
-- rows = [task.train(first + i, args.seed) for i in range(args.num_prompts * args.sync_every)]
-+ rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)] * args.sync_every
+- for i in share(range(first, first + number))]
++ for i in share(range(first, first + args.num_prompts))] * args.sync_every
 
 buffer-outside-the-checkpoint: weights and optimizer are what others keep
-- "buffer": buffer and (*buffer.samples, *buffer[1:])}
-+ "buffer": None}
+- {"buffer": (*buffer.samples, *buffer[1:])}
++ {"buffer": None}
 """
 
 SORT = dict(task="sort", eval_every=0, eval_prompts=128)
