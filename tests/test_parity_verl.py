@@ -22,9 +22,8 @@ from table import Table, updated
 from algos import nft, nsr, ppo_lm, raft, reinforce_lm, tba, topr, ttrl, vineppo
 from benchmarks.peers.make_verl_fixtures import BASELINE, BETA, EPSILON, HIGH, NFT, NSR, PATH, PPO, RAFT, VOTES, B, G, T
 from benchmarks.peers.make_verl_fixtures import inputs as make_inputs
-from utils.lm import Samples
-from utils.rewards import Scored
-from utils.tasks import final_answer
+from utils.data import Task
+from utils.dist import Samples
 
 pytestmark = pytest.mark.usefixtures("float64")
 AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
@@ -152,10 +151,10 @@ def test_vineppo(monkeypatch, name):
 def judged(i: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Our rewards of the trained answers to one prompt, and label accuracy, share of the majority, true accuracy."""
     texts, truth = VOTES[i][0].split(), VOTES[i][1]
-    true = torch.tensor([float(final_answer(text) == truth) for text in texts])
-    scored = ttrl.judged([final_answer(text) for text in texts], Scored(true, {}, {}), 4, 2)
-    names = "label_accuracy", "majority_share", "reward/true"
-    return scored.rewards, torch.tensor([scored.columns[name] for name in names])
+    answers = [ttrl.final_answer(Task("file", None, [], rows=[]), text) for text in texts]
+    true = torch.tensor([float(answer == truth) for answer in answers])
+    rewards, columns = ttrl.judged(answers, true, 4, 2)
+    return rewards, torch.tensor([columns[name] for name in ("label_accuracy", "majority_share", "reward/true")])
 
 
 def test_ttrl():
