@@ -24,12 +24,12 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from utils.evaluation import decode, evaluate  # noqa: E402
-from utils.lm import Samples, completion_logps, pad_left, sample  # noqa: E402
+from algos import grpo  # noqa: E402
+from utils.data import encode_prompt, load_task  # noqa: E402
+from utils.dist import Samples, pad_left  # noqa: E402
+from utils.lm import completion_logps, load_model, sample  # noqa: E402
 from utils.machine import environment  # noqa: E402
-from utils.models import eos_ids, load_model  # noqa: E402
-from utils.tasks import load_task  # noqa: E402
-from utils.text import encode_prompt  # noqa: E402
+from utils.rewards import decode, evaluate  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/chain.json"
 STEPS = {  # task -> optimizer steps of sft, of scripts on pairs, of scripts that sample
@@ -71,13 +71,13 @@ def run(script: str, folder: Path, args: Args, **settings) -> dict:
 def make_pairs(start: Path, folder: Path, args: Args) -> Path:
     """Preference data as people make it: answers of the SFT model to training prompts, of each prompt a right one and a
     wrong one, by the task's score, which stands for the people."""
-    model, tokenizer = load_model(str(start))
+    model, tokenizer = load_model(grpo.Args(model=str(start)))
     task, generator = load_task(args.task), torch.Generator().manual_seed(args.seed)
     rows = [task.train(10**6 + i, args.seed) for i in range(32 if args.tiny else PROMPTS)]
     samples = answers(model, tokenizer, rows, ANSWERS, generator)
     texts, pairs = decode(samples, tokenizer)[0], []
     for i, row in enumerate(rows):
-        scored = [(task.score(row, text)["reward"], text) for text in texts[i * ANSWERS : (i + 1) * ANSWERS] if text]
+        scored = [(task.score(row, text), text) for text in texts[i * ANSWERS : (i + 1) * ANSWERS] if text]
         if scored and (best := max(scored))[0] > (worst := min(scored))[0]:
             pairs.append({"prompt": row["prompt"], "chosen": best[1], "rejected": worst[1]})
     if args.tiny:  # a model of two steps is never right
@@ -89,15 +89,17 @@ def make_pairs(start: Path, folder: Path, args: Args) -> Path:
 
 def answers(model, tokenizer, rows: list[dict], count: int, generator: torch.Generator) -> Samples:
     prompts = pad_left([encode_prompt(row, tokenizer) for row in rows], "cpu")
-    return sample(model, *prompts, count, 20, eos_ids(model, tokenizer), generator=generator)
+    return sample(model, *prompts, count, 20, model.generation_config.eos_token_id, generator=generator)
 
 
 @torch.no_grad()
 def held_out(path: Path, start: Path, args: Args) -> dict[str, float]:
     """The task's own score of greedy and sampled answers, and the KL from the SFT model in nats per completion."""
-    (model, tokenizer), (reference, _) = (load_model(str(folder)) for folder in (path, start))
+    (model, tokenizer), (reference, _) = (load_model(grpo.Args(model=str(x))) for x in (path, start))
     task, size, count = load_task(args.task), 4 if args.tiny else 256, 8
-    scores = evaluate(model, tokenizer, task, None, size, count, 20, 1.0, args.seed)
+    about = grpo.Args(seed=args.seed, eval_prompts=size, eval_samples=count, max_completion_length=20,
+                      sample_batch_size=512, precision="float32")  # fmt: skip
+    scores = evaluate(model, tokenizer, task, None, about)
     samples = answers(model, tokenizer, task.heldout[:size], count, torch.Generator().manual_seed(args.seed))
     reference_logps, _ = completion_logps(reference.eval(), *samples[:4])
     kl = ((samples.logps - reference_logps) * samples.completion_mask).sum(1).mean().item()
