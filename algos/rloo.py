@@ -211,10 +211,10 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
                 gap.add(valid, sampler_gap=(logps - old_logps).abs())
         grad_norm = clip_gradients(model, args.max_grad_norm)
         optimizer.step()
-    metrics = gap.read() | means.read() | {"grad_norm": grad_norm.item()}
     if batch.ref_logps is not None:
-        metrics["kl"] = ((samples.logps - batch.ref_logps) * mask).sum(1).mean().item()
-    return metrics
+        kl = ((samples.logps - batch.ref_logps) * mask).sum(1)
+        gap.add(torch.ones_like(kl), kl=kl)
+    return gap.read() | means.read() | {"grad_norm": grad_norm.item()}
 
 
 def collect(model, tokenizer, task, score, step: int, args: Args) -> tuple[Samples, Tensor, dict[str, float]]:

@@ -190,8 +190,9 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
         means.add(valid, approx_kl=k3(old_logps, logps), entropy=entropy, sampler_gap=(logps - old_logps).abs())
     grad_norm = clip_gradients(model, args.max_grad_norm)
     optimizer.step()
-    kl = ((samples.logps * mask).sum(1) - batch.ref_logps).mean()
-    return means.read() | {"grad_norm": grad_norm.item(), "kl": kl.item()}
+    kl = (samples.logps * mask).sum(1) - batch.ref_logps
+    means.add(torch.ones_like(kl), kl=kl)
+    return means.read() | {"grad_norm": grad_norm.item()}
 
 
 def moved(batch: Batch, device) -> Batch:

@@ -84,7 +84,8 @@ def batch_of(module, model):
     rewards[3] = torch.nan
     ended = torch.rand(rows, generator=generator) < 0.7
     samples = Samples(*pad_left(PROMPTS, "cpu"), ids, mask, old * mask, ended)
-    return module.Batch(*(samples, rewards, ref * mask)[: len(module.Batch._fields)])
+    ref = (ref * mask).sum(1) if module.NAME == "tba" else ref * mask
+    return module.Batch(*(samples, rewards, ref)[: len(module.Batch._fields)])
 
 
 def part_of(batch, rank: int):
@@ -97,7 +98,7 @@ def part_of(batch, rank: int):
 
 def arguments(module, **more):
     settings = dict(num_generations=G, micro_batch_size=2, max_completion_length=T, max_length=32, precision="float32",
-                    beta=0.1, max_grad_norm=1e9, batch_size=5, num_prompts=5)  # fmt: skip
+                    beta=0.1, max_grad_norm=1e9, batch_size=5, num_prompts=5, num_minibatches=1)  # fmt: skip
     settings |= SETTINGS.get(module.NAME, {}) | more
     return module.Args(**{name: value for name, value in settings.items() if name in options(module.NAME)})
 
