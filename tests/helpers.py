@@ -133,12 +133,8 @@ def copied_at(step: int, copy: Path):
 
     def copying(run, done, parts):
         end_step(run, done, parts)
-        if (
-            done >= step
-            and not copy.exists()
-            and (run.dir / "checkpoint.pt").exists()
-            and checkpoint(run.dir)["step"] == done
-        ):
+        saved = (run.dir / "checkpoint.pt").exists() and checkpoint(run.dir)["step"]
+        if saved == done >= step and not copy.exists():
             shutil.copytree(run.dir, copy)
             with open(copy / "metrics.jsonl", "a") as file:
                 file.write(f'{{"step": {done + 1}, "reward": 5}}\n{{"step": {done + 2}, "rew')

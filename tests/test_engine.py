@@ -12,7 +12,7 @@ from tests.engine_server import StandIn, make_model, serving
 from tests.helpers import command_line, metrics, new_run, runs_in
 from utils.core import UserError
 from utils.dist import pad_left
-from utils.lm import completion_logps, load_model, sample
+from utils.lm import completion_logps, load_model, sample, save_model
 from utils.vllm import sample_by_server
 
 EXCHANGES = json.loads((Path(__file__).parent / "fixtures" / "vllm.json").read_text())["exchanges"]
@@ -39,8 +39,8 @@ def test_what_vllm_has_said_is_read_and_is_what_the_model_says(tmp_path):
     model, prompts = make_model(), [[3, 4, 5], [6, 7]]
     with serving(Replay(model)) as server:
         args = arguments(server, tmp_path)
-        samples = sample_by_server(model, prompts, 4, 6, [1, 8], 0.7, args, "record")
-        greedy = sample_by_server(model, prompts, 1, 12, [1, 8], 0.0, args, "record")
+        samples = sample_by_server(model, prompts, 4, 6, [1, 8], 0.7, args, save_model, "record")
+        greedy = sample_by_server(model, prompts, 1, 12, [1, 8], 0.0, args, save_model, "record")
     with torch.no_grad():
         logps, _ = completion_logps(model, *samples[:4], 0.7)
     assert (logps - samples.logps).abs().max() < 1e-4 and not samples.logps[~samples.completion_mask].any()
@@ -59,7 +59,8 @@ def test_samples_are_those_of_the_model_as_it_is_now(tmp_path):
             with torch.no_grad():
                 for p in model.parameters() if change else ():
                     p.add_(change * p.abs().mean() * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-                samples = sample_by_server(model, PROMPTS, 8, 10, [1], 0.7, arguments(server, tmp_path), change)
+                args = arguments(server, tmp_path)
+                samples = sample_by_server(model, PROMPTS, 8, 10, [1], 0.7, args, save_model, change)
                 logps, _ = completion_logps(model, *samples[:4], 0.7)
             torch.testing.assert_close(samples.logps, logps * samples.completion_mask, rtol=0, atol=1e-4)
         sent = [path for path, _ in server.asked if path == "/collective_rpc"]
@@ -80,7 +81,7 @@ def test_a_refusal_is_one_sentence(tmp_path):
     model = make_model()
     with serving(StandIn(model)) as server, pytest.raises(UserError, match="/collective_rpc .*404.*there is no"):
         server.answer = lambda path, body: (404, {"error": f"there is no {path}"})
-        sample_by_server(model, PROMPTS, 1, 4, [1], 1.0, arguments(server, tmp_path))
+        sample_by_server(model, PROMPTS, 1, 4, [1], 1.0, arguments(server, tmp_path), save_model)
 
 
 SMALL = ("--task", "sort", "--num-prompts", 4, "--num-generations", 4, "--max-steps", 5, "--eval-prompts", 2,

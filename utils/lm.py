@@ -18,6 +18,7 @@ from torch import Tensor
 
 from utils.core import RunArgs, UserError, preset
 from utils.dist import Samples, full_weights, join, pad_left, positions, rank, shard, sharded, stream, unsharded, world
+from utils.vllm import sample_by_server
 
 TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")
 CHUNK = 2**25  # logits that are held at once: 128 MiB in float32
@@ -99,13 +100,13 @@ def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen:
     return shard(model, args.precision == "bfloat16") if args.fsdp else model, with_flags(tokenizer, model, args)
 
 
-def with_adapters(model, args):
+def with_adapters(model, args, kind: str = "CAUSAL_LM"):
     try:
         import peft
     except ImportError as error:
         raise UserError("--lora-rank needs peft: pip install peft") from error
     model = peft.get_peft_model(model, peft.LoraConfig(
-        r=args.lora_rank, lora_alpha=2 * args.lora_rank, task_type="CAUSAL_LM",
+        r=args.lora_rank, lora_alpha=2 * args.lora_rank, task_type=kind,
         target_modules=list(args.lora_modules) or "all-linear"))  # fmt: skip
     if args.gradient_checkpointing:
         model.enable_input_require_grads()
@@ -230,9 +231,7 @@ def sample_all(model, prompts: list[list[int]], num_samples: int, args, temperat
     longest = getattr(args, "max_completion_length", 0) or args.eval_max_new_tokens
     eos = eos or model.generation_config.eos_token_id
     if args.sampler:
-        from utils.vllm import sample_by_server
-
-        return sample_by_server(model, prompts, num_samples, longest, eos, temperature, args, *key)
+        return sample_by_server(model, prompts, num_samples, longest, eos, temperature, args, save_model, *key)
     at_once, parts = max(1, args.sample_batch_size // num_samples), []
     with unsharded(model), autocast(model, args.precision):
         for i in range(0, len(prompts), at_once):

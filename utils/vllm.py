@@ -10,6 +10,7 @@ corrects what its weights or precision differ. One that keeps old weights drifts
 import json
 import tempfile
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from utils.core import UserError
 from utils.dist import Samples, pad_left, rank, stream, total
-from utils.lm import save_model
 
 AT_ONCE = 128  # prompts that the server has under way
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -37,8 +37,8 @@ def ask(args, path: str, body: dict | None = None) -> dict:
         raise UserError(f"the server --sampler {args.sampler} does not answer {path} ({why}): {right}") from error
 
 
-def send_weights(model, args) -> None:
-    """The server loads the model's weights, if they have changed. All processes call it, process 0 writes them."""
+def send_weights(model, args, save: Callable) -> None:
+    """The server loads the model's weights, if they have changed. All processes call it, `save` writes on process 0."""
     now = [p.detach().double().sum().item() for p in model.parameters() if p.requires_grad and not args.fsdp]
     if now and getattr(model, "sent", None) == now:
         return
@@ -46,7 +46,7 @@ def send_weights(model, args) -> None:
     folder = Path(args.output_dir).expanduser().resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="weights-", dir=folder) as path:
-        save_model(model, None, Path(path), args)
+        save(model, None, Path(path), args)
         if rank() == 0:
             ask(args, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
             ask(args, "/reset_prefix_cache", {})
@@ -54,9 +54,9 @@ def send_weights(model, args) -> None:
 
 
 def sample_by_server(model, prompts: list[list[int]], num_samples: int, longest: int, eos: list[int],
-                     temperature: float, args, *key: int | str) -> Samples:  # fmt: skip
+                     temperature: float, args, save: Callable, *key: int | str) -> Samples:  # fmt: skip
     """As `sample_all` of utils/lm.py. Each prompt has a seed of its own, for equal seeds draw alike for all prompts."""
-    send_weights(model, args)
+    send_weights(model, args, save)
     how = dict(model=ask(args, "/v1/models")["data"][0]["id"], n=num_samples, temperature=temperature, top_p=1.0,
                top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0,
                max_tokens=longest, ignore_eos=True, stop_token_ids=eos, logprobs=0, return_token_ids=True)  # fmt: skip
