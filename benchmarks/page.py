@@ -236,12 +236,11 @@ def real_models() -> str:
             "of the same kind. With a GPU, `python benchmarks/real_model.py` runs one and records it here."
         )
     first, last = run["curve"][0], run["curve"][-1]
-    names = {"strict": "eval/greedy", "lenient": "eval/greedy_lenient"}
-    scores = [f"{name} {first[key]:.2f} to {last[key]:.2f}" for name, key in names.items()]
     return (
         f"**Real models: run by us** on one {run['gpu']} in {run['hours']:.1f} hours at commit {run['commit']}: "
         f"`python benchmarks/real_model.py`, {run['model']} on GSM8K, {last['step']} steps of GRPO with LoRA. Greedy "
-        f"accuracy: {', '.join(scores)}. Other commands with a real model below were never run by us."
+        f"accuracy: {first['eval/greedy']:.2f} to {last['eval/greedy']:.2f}. Other commands with a real model below "
+        "were never run by us."
     )
 
 

@@ -40,8 +40,8 @@ def test_the_command_for_a_gpu_runs_on_a_small_model(tmp_path, monkeypatch):
     real_model.main(str(tmp_path / "model"), f"gsm8k:{tmp_path}", smoke=True, output=output)
     result = json.loads(output.read_text())
     assert [row["step"] for row in result["curve"]] == [0, 1, 2]
-    assert {"eval/greedy", "eval/greedy_lenient"} <= result["curve"][0].keys()
-    assert result["sampling"].keys() == {"plain", "cuda graphs"} and result["seconds"]["step"] > 0
+    assert {"eval/greedy", "eval/pass@1"} <= result["curve"][0].keys()
+    assert result["sampling"].keys() == {"tokens_per_second", "share"} and result["seconds"]["step"] > 0
     monkeypatch.setattr(page, "read", lambda name: result | {"smoke": False, "gpu": "NVIDIA X", "hours": 2})
     assert "NVIDIA X" in page.real_models() and "never run by us.**" not in page.real_models()
     monkeypatch.setattr(page, "read", lambda name: result)
