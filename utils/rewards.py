@@ -220,5 +220,7 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, args, step: i
     set_rng_state(before)
     columns = {"eval/greedy": mean(sum(greedy, []))}
     if {reward for group in sampled for reward in group} <= {0.0, 1.0}:
-        return columns | {f"eval/pass@{k}": mean([pass_at_k(n, int(sum(g)), k) for g in sampled]) for k in {1, n}}
+        return columns | {
+            f"eval/pass@{k}": mean([pass_at_k(n, int(sum(g)), k) for g in sampled]) for k in sorted({1, n})
+        }
     return columns | {"eval/sampled": mean(sum(sampled, []))}
