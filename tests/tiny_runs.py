@@ -106,7 +106,7 @@ def world() -> Path:
     (folder / "rows.jsonl").write_text(jsonl(rows))
     rows = [{"prompt": f"S{i}:", "chosen": f"{i}", "rejected": f"{i + 1}", "margin": i} for i in range(10, 30)]
     (folder / "margins.jsonl").write_text(jsonl(rows))
-    rows = [{"prompt": f"S{i if i % 3 else 101 * i}:", "chosen": "12", "rejected": "21"} for i in range(10, 30)]
+    rows = [{"prompt": f"S{i if (i + 1) % 3 else 101 * i}:", "chosen": "12", "rejected": "21"} for i in range(10, 30)]
     rows = [row | {"completion": row["chosen"]} for row in rows]  # the held-out one is short
     (folder / "lengths.jsonl").write_text(jsonl(rows))
     for name, start, end in ("long", "1234", "5678"), ("other-end", "1234", "9999"), ("other-start", "4321", "5678"):
