@@ -15,7 +15,7 @@ saving, evaluation, gradient checkpointing and bfloat16 are off in TRL, AdamW is
            padding, its metrics and the same). Ours runs a prompt once for both completions of a pair, TRL twice.
 
 curve. Both learn `sort` from the same model with the settings of the curves rloo-sort and dpo-sort (curves.py): the
-same prompts or pairs in the same order, schedule, clipping and final evaluation (utils.evaluation.evaluate, 256
+same prompts or pairs in the same order, schedule, clipping and final evaluation (utils.rewards.evaluate, 256
 held-out prompts). Seeds count from 1, as ours do. RLOO's samples are drawn by TRL, so distributions are to be compared;
 DPO draws nothing while it trains, so equal seeds must have equal margins but for rounding. `seconds` spans what it
 spans in ours: loading, an evaluation before training, training, and the last evaluation. Ours were recorded on one
@@ -68,9 +68,10 @@ def rloo_trainer(rows: list[dict], reward, prompts: int, group: int, directory: 
     import datasets
     from trl import RLOOConfig, RLOOTrainer
 
-    from utils.models import TINY_MODEL, load_model
+    from algos import rloo
+    from utils.lm import load_model
 
-    model, tokenizer = load_model(TINY_MODEL)
+    model, tokenizer = load_model(rloo.Args())
     defaults = dict(weight_decay=0.0, max_grad_norm=1.0, lr_scheduler_type="constant")
     config = RLOOConfig(
         output_dir=directory, per_device_train_batch_size=prompts * group, num_generations=group, num_iterations=1,
@@ -86,10 +87,11 @@ def dpo_trainer(rows: list[dict], directory: str, **settings):
     from transformers import PrinterCallback
     from trl import DPOConfig, DPOTrainer
 
-    from utils.models import TINY_MODEL, load_model
+    from algos import dpo
+    from utils.lm import load_model
 
     datasets.disable_progress_bars()
-    model, tokenizer = load_model(TINY_MODEL)
+    model, tokenizer = load_model(dpo.Args())
     rows = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in rows]
     config = DPOConfig(output_dir=directory, loss_type="sigmoid", precompute_ref_log_probs=True,
                        train_sampling_strategy="sequential", **QUIET | settings)  # fmt: skip
@@ -210,16 +212,14 @@ def train_rloo(seed: int, steps: int, args) -> dict:
 
 def train_dpo(seed: int, steps: int, args) -> dict:
     """One run of DPOTrainer: margins by step, and the last evaluation."""
-    from utils.evaluation import evaluate
-    from utils.models import TINY_MODEL, eos_ids, load_model
-    from utils.preferences import load_preferences
-    from utils.rows import epochs
-    from utils.text import encode_pair
+    from utils.data import encode_answers, epochs, load_pairs
+    from utils.lm import load_model
+    from utils.rewards import evaluate
 
-    data = load_preferences(args.task, args.num_pairs, seed)
+    data = load_pairs(args.task, args.num_pairs, seed)
     order = epochs(data.train)
     rows = [order(i, seed) for i in range(args.batch_size * steps)]
-    model, tokenizer = load_model(TINY_MODEL)
+    model, tokenizer = load_model(args)
     with tempfile.TemporaryDirectory() as directory:
         trainer = dpo_trainer(
             rows, directory, per_device_train_batch_size=args.batch_size, max_steps=steps, beta=args.beta,
@@ -228,31 +228,29 @@ def train_dpo(seed: int, steps: int, args) -> dict:
             logging_steps=1, seed=seed,
         )  # fmt: skip
         for row, seen in zip(rows, trainer.train_dataset, strict=True):
-            ours = encode_pair(row, tokenizer, eos_ids(model, tokenizer))
+            answers = [row["chosen"], row["rejected"]]
+            ours = encode_answers(row, answers, tokenizer, model.generation_config.eos_token_id)
             assert ours == (seen["prompt_ids"], seen["chosen_ids"], seen["rejected_ids"])
         trainer.train()
     margins = [entry["rewards/margins"] for entry in trainer.state.log_history if "rewards/margins" in entry]
     assert len(margins) == steps
     model.load_state_dict(trainer.model.state_dict())  # not TRL's own model: it patches the forward pass
-    return {"margin": margins} | evaluate(
-        model, tokenizer, data.task, None, args.eval_prompts, args.eval_samples, args.eval_max_new_tokens, 1.0, seed
-    )
+    return {"margin": margins} | evaluate(model, tokenizer, data.task, None, args)
 
 
 def curve_row(case: Case, seed: int, steps: int | None) -> dict:
     """One run as benchmarks/curves.py writes ours."""
     import torch
 
-    from utils.evaluation import evaluate
-    from utils.models import TINY_MODEL, load_model
-    from utils.tasks import load_task
+    from utils.data import load_task
+    from utils.lm import load_model
+    from utils.rewards import evaluate
 
     args, about = settings(case), versions()
+    args.seed = seed
     steps = steps or args.max_steps
-    length = args.max_completion_length if case == "rloo" else args.eval_max_new_tokens
     start = time.perf_counter()
-    evaluate(*load_model(TINY_MODEL), load_task(args.task), None, args.eval_prompts, args.eval_samples, length, 1.0,
-             seed)  # fmt: skip
+    evaluate(*load_model(args), load_task(args.task), None, args)
     row = (train_rloo if case == "rloo" else train_dpo)(seed, steps, args)
     seconds, column = time.perf_counter() - start, next(iter(row))
     row |= {f"mean {column}": statistics.mean(row[column]), f"last {column}": row[column][-1]}

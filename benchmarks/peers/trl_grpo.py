@@ -17,7 +17,7 @@ Imports, loading and the first (warm-up) steps are not timed on either side.
 curve. GRPOTrainer learns `sort` from the same model, on the same prompts in the same order (`task.train(i, seed)`),
 with the settings of `python algos/grpo.py --task sort --max-steps 16 --learning-rate 1e-4` (64 prompts x 8, at most 20
 tokens, sequence aggregation, group scaling, plain sampling at temperature 1). Recorded: the mean reward of every step,
-and utils.evaluation.evaluate of the final weights on 128 held-out prompts, 8 samples each. Samples are drawn by TRL, so
+and utils.rewards.evaluate of the final weights on 128 held-out prompts, 8 samples each. Samples are drawn by TRL, so
 seeds do not match ours one to one: distributions are to be compared.
 """
 
@@ -86,42 +86,42 @@ def without_eos(trainer) -> None:
 
 def speed_task():
     """Prompts of PROMPT_TOKENS tokens, and a reward that varies within groups and costs next to nothing."""
-    from utils.tasks import Task
+    from utils.data import Task
 
     def train(index: int, seed: int) -> dict:
         return {"prompt": f"S{(index * 7919 + seed) % 10 ** (PROMPT_TOKENS - 2):0{PROMPT_TOKENS - 2}d}:"}
 
-    return Task("speed", train, [], lambda row, text: {"reward": len(set(text)) / NEW_TOKENS})
+    return Task("speed", train, [], lambda row, text: len(set(text)) / NEW_TOKENS)
 
 
 def time_ours(warmup: int, steps: int, script: str = "grpo", beta: float = 0.0) -> dict:
     """Seconds of each timed step, of its sampling and, with beta, of the reference's log-probabilities."""
     import torch
 
-    from utils.models import TINY_MODEL, load_model
+    from utils.lm import load_model
     from utils.rewards import make_scorer
 
     algo = importlib.import_module(f"algos.{script}")
-    algo.eos_ids = lambda model, tokenizer: []
     task, args = speed_task(), algo.Args(
         num_prompts=PROMPTS, num_generations=GROUP, sample_batch_size=PROMPTS * GROUP, micro_batch_size=PROMPTS * GROUP,
         beta=beta, precision="float32", max_completion_length=NEW_TOKENS, learning_rate=1e-4,
     )  # fmt: skip
-    score = make_scorer(task, (), (), warmup + steps)
-    model, tokenizer = load_model(TINY_MODEL)
+    model, tokenizer = load_model(args)
+    model.generation_config.eos_token_id = [-1]  # no token ends a completion
+    score = make_scorer(task, args, tokenizer, "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
-    ref_model = load_model(TINY_MODEL)[0].eval().requires_grad_(False) if beta else None
+    ref_model = load_model(args, frozen=True)[0] if beta else None
     spent = {name: [] for name in ("seconds", "sampling", *(("reference",) if beta else ()))}
     model.train()
     end = time.perf_counter()
     for step in range(1, warmup + steps + 1):
         start = end
-        samples, scored = algo.collect(model, tokenizer, task, score, step, args)
+        samples, rewards, _ = algo.collect(model, tokenizer, task, score, step, args)
         sampled = time.perf_counter()
-        batch = algo.Batch(samples, scored.rewards, None)
+        batch = algo.Batch(samples, rewards, None)
         spent["sampling"].append(sampled - start)
         if beta:
-            batch = batch._replace(ref_logps=algo.reference_logps(model, ref_model, batch, args))
+            batch = batch._replace(ref_logps=algo.reference_logps(model, ref_model, samples, args))
             spent["reference"].append(time.perf_counter() - sampled)
         algo.update(model, optimizer, batch, args)
         end = time.perf_counter()
@@ -146,7 +146,7 @@ def time_trl(warmup: int, steps: int, make: Callable = trl_trainer) -> dict:
 
     def reward(prompts, completions, completion_ids, **_):
         lengths.update(map(len, completion_ids))
-        return [task.score({}, text)["reward"] for text in completions]
+        return [task.score({}, text) for text in completions]
 
     rows = [task.train(i, 0) for i in range(PROMPTS * (warmup + steps))]
     with tempfile.TemporaryDirectory() as directory:
@@ -215,16 +215,17 @@ def speed(threads: int = 2, rounds: int = 5, steps: int = 10, warmup: int = 3,
 def train_trl(seed: int, steps: int, make: Callable = trl_trainer, prompts: int = 64, group: int = 8, length: int = 20,
               learning_rate: float = 1e-4, eval_prompts: int = 128) -> dict:  # fmt: skip
     """One run on `sort` of the trainer that `make` returns: the row of the curve file."""
-    from utils.evaluation import evaluate
-    from utils.models import TINY_MODEL, load_model
-    from utils.tasks import load_task
+    from algos import grpo
+    from utils.data import load_task
+    from utils.lm import load_model
+    from utils.rewards import evaluate
 
     task, rewards, seen = load_task("sort"), [], []
     rows = [task.train(i, seed) for i in range(prompts * steps)]
 
     def reward(prompts, completions, digits, **_):
         assert not any("<" in text for text in completions), "special tokens reach the scorer"
-        scores = [task.score({"digits": d}, text)["reward"] for d, text in zip(digits, completions)]
+        scores = [task.score({"digits": d}, text) for d, text in zip(digits, completions)]
         rewards.append(round(statistics.mean(scores), 5))
         seen.extend(prompts[::group])
         return scores
@@ -236,9 +237,11 @@ def train_trl(seed: int, steps: int, make: Callable = trl_trainer, prompts: int 
         trainer.train()
     seconds = time.perf_counter() - start
     assert seen == [row["prompt"] for row in rows] and len(rewards) == steps
-    model, tokenizer = load_model(TINY_MODEL)  # a fresh one: TRL patches the forward pass of its own
+    args = grpo.Args(seed=seed, eval_prompts=eval_prompts, max_completion_length=length, sample_batch_size=512,
+                     precision="float32")  # fmt: skip
+    model, tokenizer = load_model(args)  # a fresh one: TRL patches the forward pass of its own
     model.load_state_dict(trainer.model.state_dict())
-    final = evaluate(model, tokenizer, task, None, eval_prompts, 8, length, 1.0, seed)
+    final = evaluate(model, tokenizer, task, None, args)
     return {"seed": seed, "reward": rewards, "final": {k: round(v, 5) for k, v in final.items()},
             "seconds": round(seconds, 1), "versions": about}  # fmt: skip
 
