@@ -17,7 +17,7 @@ reference point and lowers the others below it. An answer far from that point on
                                        i of the step, each prompt with the completion of the row before
     beta      --beta: how fast gains and losses saturate, and so how strongly the policy is held to the reference
     w_D, w_U  --desirable-weight, --undesirable-weight: the paper's lambda_D and lambda_U. It advises n_D w_D / (n_U
-              w_U) from 1 to 3/2 (equation 9), for n_D and n_U rows; the script prints this ratio
+              w_U) from 1 to 3/2 (equation 9), for n_D and n_U rows; the script prints both
     pi_ref    the policy before the first step
 
 Run
@@ -240,9 +240,9 @@ def train(args: Args) -> list[dict]:
     if desirable in (0, len(examples)):
         raise UserError(f"all labels of {data.name} are {desirable > 0}: give desirable and undesirable completions")
     run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "z", "eval/margin", "eval/greedy"))
-    balance = desirable * args.desirable_weight / ((len(examples) - desirable) * args.undesirable_weight)
+    weights = desirable * args.desirable_weight, (len(examples) - desirable) * args.undesirable_weight
     run.print(f"{settings}\n{len(examples)} rows, {desirable} of them desirable, {len(heldout)} held-out ones")
-    run.print(f"desirable rows weigh {balance:.2f} times as much as undesirable ones in all; 1 to 1.5 is advised")
+    run.print("desirable rows weigh {:g}, undesirable ones {:g}; 1 to 1.5 times as much is advised".format(*weights))
     some = share(heldout) or heldout[:1]
     heldout_batch = make_batch(some, some)
 
