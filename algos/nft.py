@@ -37,13 +37,12 @@ Expect
 
 Metrics
     As in grpo.py, but
-    clip_fraction  share of all tokens that are of wrong answers and have r rho >= 1, so that eps alone keeps the
-                   logarithm finite; near 0
+    clip_fraction  share of tokens, of wrong answers with r rho >= 1: eps alone keeps the logarithm finite; near 0
     frac_zero_std  groups that are all right or all wrong, which teach nothing
 
 Differences
-    - Rewards must be at most 1; below 0 counts as 0. The authors' code (NVlabs/NFT) draws prompts until enough groups have right and wrong answers, as dapo.py does.
-      Here the other groups have omega 0.
+    - Rewards must be at most 1; below 0 counts as 0. The authors' code (NVlabs/NFT) draws prompts until enough groups
+      have right and wrong answers, as dapo.py does. Here the other groups have omega 0.
     - Their dp_actor.py holds r within 0.02 and 0.98, and log rho below 10. Here neither is held.
     - It sums over tokens and completions and divides by 1000. Here the sum is divided by B * max_completion_length, as
       for Dr. GRPO; --aggregation has grpo.py's other means.
