@@ -50,6 +50,18 @@ def test_micro_batches_and_order_do_not_change_the_gradient(size):
     assert same == pytest.approx(columns) and same["tokens"] == 11
 
 
+def test_a_step_takes_its_own_gradient_clipped():
+    model, samples = small_model(), as_samples(PAIRS, 64, "cpu")
+    args = sft.Args(micro_batch_size=2, micro_batch_tokens=0, max_grad_norm=0.01, precision="float32")
+    still, optimizer = (torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.0, 1.0))
+    norms = [sft.update(model, still, samples, args)["grad_norm"] for _ in range(2)]
+    assert norms[0] == pytest.approx(norms[1]) and norms[0] > 0.1
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    sft.update(model, optimizer, samples, args)
+    moved = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
+    assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
 def test_sft_loss_by_hand():
     logps = torch.tensor([[-1.0, -2.0, -4.0], [-8.0, -16.0, -32.0]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
@@ -114,7 +126,10 @@ def test_tasks_take_turns_row_by_row(tmp_path, own_cache, monkeypatch):
     monkeypatch.setattr(sft, "update", lambda *args: seen.append(args[2].prompt_ids) or update(*args))
     flags = "--max-steps 2 --batch-size 6 --eval-prompts 2 --eval-every 0 --device cpu".split()
     folder = new_run(sft, tmp_path / "runs", "--task", "sort", "sort", path, *flags)
-    sort, other = (load_model(grpo.Args())[1].convert_tokens_to_ids(x) for x in "SC")
+    tokenizer = load_model(grpo.Args())[1]
+    sort, other = map(tokenizer.convert_tokens_to_ids, "SC")
+    first = tokenizer.decode(seen[0][0], skip_special_tokens=True)
+    assert first == load_task("sort").train(0, 1)["prompt"]
     for ids in seen:
         assert [sort if sort in row else other for row in ids.tolist()] == [sort, sort, other] * 2
     assert {"eval/sort/greedy", "eval/sort/pass@8", "eval/mine/loss"} <= metrics(folder)[-1].keys()
