@@ -9,7 +9,7 @@ from helpers import REPO, command_line, runs_in, user_error, write_rows
 
 from algos import kto
 from utils.core import UserError
-from utils.data import RowFault, keep, load_pairs, load_task
+from utils.data import RowFault, Task, epochs, keep, keep_rows, load_pairs, load_task
 
 MEASURE = """
 import sys, threading
@@ -91,6 +91,9 @@ def test_rows_that_are_refused_or_too_long_are_dropped(kind, tmp_path, own_cache
         f"{lost} of {len(there)} rows cannot be used and are dropped, the first because a row"
         in capsys.readouterr().out
     )
+    task = keep_rows(Task("mine", epochs(rows), list(rows), None, rows), encode, 8, "")
+    assert list(task.rows) == task.heldout == list(kept)
+    assert {task.train(i, 1)["prompt"] for i in range(len(kept))} == {row["prompt"] for row in kept}
     with pytest.raises(UserError, match="no row can be used, the first because a row .*8 tokens, and 7 are allowed"):
         keep(rows, encode, 7)
 
