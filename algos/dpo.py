@@ -40,7 +40,7 @@ Metrics
 Differences
     - Every loss sums log-probabilities over tokens, as the papers write. --average-logps divides h by the number of
       tokens: with ipo as in the paper's results and in TRL; with sigmoid and --beta 5 as in Tulu 3.
-    - AdamW, as in most code of today; the paper uses RMSprop. Dropout is off, so the first margins are 0.
+    - AdamW, as in most code of today; the paper uses RMSprop. Dropout is off: in float32 the first margins are 0.
     - Completions beyond --max-length are cut at the end and lose their EOS, as in TRL; `truncated` is their share.
       Longer prompts are dropped.
 """
