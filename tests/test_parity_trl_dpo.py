@@ -167,7 +167,7 @@ def test_prompts_from_what_both_begin_with():
     """TRL's extract_prompt and ours agree on conversations, and on texts that first differ in whole words."""
     from trl import extract_prompt
 
-    from utils.preferences import as_pair
+    from utils.data import as_pair
 
     ask, yes, no = ({"role": r, "content": c} for r, c in (("user", "Is it?"), ("assistant", "Yes"), ("user", "No")))
     for chosen, rejected in (([ask, yes], [ask, no]), ([ask, yes, ask, no], [ask, yes, ask, yes]),

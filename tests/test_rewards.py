@@ -1,17 +1,20 @@
 """Reward functions written for TRL run unmodified, get what TRL gives them, and are added up as TRL adds them."""
 
+import random
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import SMALL, metrics, new_run, write_rows
 from transformers import AutoTokenizer
 
 from algos import grpo
-from utils.core import UserError
+from utils.core import UserError, rng_state, set_rng_state
 from utils.data import Task, load_task
-from utils.lm import TINY_MODEL
-from utils.rewards import load_function, make_scorer
+from utils.lm import TINY_MODEL, load_model
+from utils.rewards import evaluate, load_function, make_scorer
 
 pytestmark = pytest.mark.usefixtures("imports_as_they_were")
 TASK = Task("mine", lambda index, seed: {"prompt": "?"}, [])
@@ -272,3 +275,34 @@ def test_reward_columns_are_logged_by_a_run(own_cache, tmp_path):
     first, second = metrics(new_run(grpo, tmp_path / "runs", *SMALL["grpo"], *flags))
     assert first.keys() == {"step", "eval/greedy", "eval/sampled"} and first["eval/greedy"] > 0
     assert second["reward/gold"] == 5 and second["reward/f"] == second["reward"] > 0
+
+
+EVALUATED = grpo.Args(eval_prompts=16, eval_samples=4, max_completion_length=20, sample_batch_size=64,
+                      precision="float32")  # fmt: skip
+
+
+def test_evaluation_leaves_no_trace():
+    """The global generators go on as if it had not been there, also where a score draws from them. Equal seeds give
+    equal numbers. Another seed samples other answers beside the same greedy ones."""
+    model, tokenizer = load_model(EVALUATED)
+    task, numbers = load_task("sort"), lambda: (random.random(), np.random.random(), torch.rand(()).item())
+    before, expected = rng_state(), numbers()
+    set_rng_state(before)
+    evaluate(model, tokenizer, task._replace(score=lambda *_: sum(numbers())), None, EVALUATED)
+    assert numbers() == expected
+    args = [replace(EVALUATED, seed=seed) for seed in (1, 1, 2)]
+    first, again, other = (evaluate(model, tokenizer, task, None, some) for some in args)
+    assert again == first and other["eval/greedy"] == first["eval/greedy"]
+    assert other["eval/pass@1"] != first["eval/pass@1"]
+
+
+def test_a_part_of_a_reward_is_no_right_answer(monkeypatch):
+    """Two prompts, four samples each, of the first of which three are right."""
+    answers = {1: ["a", "c"], 4: ["a", "a", "b", *"ccccc"]}
+    monkeypatch.setattr("utils.rewards.sample_all", lambda model, prompts, count, *_: answers[count])
+    monkeypatch.setattr("utils.rewards.decode", lambda texts, _: (texts, []))
+    task, args = load_task("sort"), replace(EVALUATED, eval_prompts=2)
+    for part, columns in ((1.0, {"eval/greedy": 0.5, "eval/pass@1": 3 / 8, "eval/pass@4": 0.5}),
+                          (0.5, {"eval/greedy": 0.25, "eval/sampled": 3 / 16})):  # fmt: skip
+        graded = task._replace(score=lambda _, text, part=part: part * (text in "ab"))
+        assert evaluate(*load_model(args), graded, None, args) == columns
