@@ -334,8 +334,8 @@ def train(args: Args) -> list[dict]:
     if args.num_generations < 2:
         raise UserError("--num-generations must be at least 2: a group of one has no other reward to compare with")
     if args.overlong_buffer > args.max_completion_length:
-        raise UserError(f"--overlong-buffer {args.overlong_buffer} is the last part of --max-completion-length, "
-                        f"{args.max_completion_length}: give at most that")  # fmt: skip
+        raise UserError(f"--overlong-buffer {args.overlong_buffer} must be at most --max-completion-length "
+                        f"{args.max_completion_length}: it is the last part of it")  # fmt: skip
     low, high = args.keep_accuracy or (0, 1)
     if not 0 <= low <= high <= 1:
         raise UserError(f"--keep-accuracy {low:g} {high:g} must be LOW HIGH with 0 <= LOW <= HIGH <= 1")

@@ -1,6 +1,5 @@
 """What DAPO changes in GRPO: refilled groups, the overlong penalty, and its defaults, by hand and by enumeration."""
 
-import dataclasses
 import math
 from itertools import product
 
@@ -13,10 +12,9 @@ from tiny_runs import result
 
 from algos import dapo, grpo
 from tests.specs import SPECS
-from utils.errors import UserError
-from utils.lm import Samples
-from utils.rewards import Scored
-from utils.tasks import load_task
+from utils.core import UserError
+from utils.data import load_task
+from utils.dist import Samples
 
 G, L_MAX, OLD = 2, 5, TABLE + 0.7 * random_table(2)
 REWARDS = [{c: float((i + p) % 3 == 0) for i, c in enumerate(COMPLETIONS)} for p in range(P)]
@@ -63,7 +61,7 @@ def test_kept_groups_scale_the_policy_gradient(float64):
         for group in product(COMPLETIONS, repeat=G):
             groups = [group if q == p else (COMPLETIONS[0],) * G for q in range(P)]  # of the others no gradient
             batch = batch_of(groups)
-            if not dapo.zero_std(batch.rewards.view(P, G))[p]:
+            if dapo.advantages(batch.rewards.view(P, G), "none")[p].any():
                 weight = math.prod(probability(TABLE, p, c) for c in group)
                 total += weight * P * run_update(batch, aggregation="constant", scale_rewards="none")[0]
         kept = 1 - chance**G - (1 - chance) ** G
@@ -96,7 +94,7 @@ def fake_rounds(*rounds):
         mask = torch.ones(2 * n, 1, dtype=torch.bool)
         samples = Samples(ids[::2, None] // 2, mask[::2], ids[:, None], mask, -ids[:, None].float(), ids % 3 == 0)
         columns = {"reward/f": float(len(parts))} | ({"reward/late": 7.0} if len(parts) == len(rounds) - 1 else {})
-        parts.append((samples, Scored(torch.tensor(groups).flatten(), columns, {})))
+        parts.append((samples, torch.tensor(groups).flatten(), columns))
     return lambda first: calls.append(first) or parts[len(calls) - 1], calls
 
 
@@ -115,7 +113,7 @@ def test_refill_by_hand(rounds, kept, calls):
     """Two groups wanted, at most three rounds, from row 6 on: which groups are kept, and which row is next."""
     more, asked = fake_rounds(*rounds)
     args = dapo.Args(num_prompts=2, num_generations=2, max_sampling_rounds=3)
-    samples, scored, rewards, following = dapo.refill(more, 6, args)
+    samples, kept_rewards, columns, rewards, following = dapo.refill(more, 6, args)
     assert asked == calls and following == calls[-1] + 2
     assert samples.prompt_ids.flatten().tolist() == kept
     rows = [2 * group + i for group in kept for i in range(2)]
@@ -124,21 +122,21 @@ def test_refill_by_hand(rounds, kept, calls):
     assert samples.ended.tolist() == [row % 3 == 0 for row in rows]
     everything = torch.tensor(rounds).flatten()
     assert rewards.equal(everything) or rewards.isnan().any()
-    assert scored.rewards.nan_to_num(9.0).tolist() == everything[rows].nan_to_num(9.0).tolist()
-    assert scored.columns == {"reward/f": (len(rounds) - 1) / 2, "reward/late": 7.0}  # means over rounds that have it
+    assert kept_rewards.nan_to_num(9.0).tolist() == everything[rows].nan_to_num(9.0).tolist()
+    assert columns == {"reward/f": (len(rounds) - 1) / 2, "reward/late": 7.0}  # means over rounds that have it
 
 
 def test_groups_outside_the_band_are_replaced_and_teach_nothing(float64):
     """Rewards may be fractions. Two groups are wanted; the band's ends belong to it. One outside fills the rest."""
     args = dapo.Args(num_prompts=2, num_generations=2, max_sampling_rounds=2, keep_accuracy=(0.25, 0.75))
     more, _ = fake_rounds([[0.0, 1.0], [1.0, 0.75]], [[0.5, 0.0], [0.5, 0.5]])
-    samples, scored, rewards, _ = dapo.refill(more, 0, args)
-    assert samples.prompt_ids.flatten().tolist() == [0, 2] and scored.rewards.tolist() == [0.0, 1.0, 0.5, 0.0]
+    samples, kept, _, rewards, _ = dapo.refill(more, 0, args)
+    assert samples.prompt_ids.flatten().tolist() == [0, 2] and kept.tolist() == [0.0, 1.0, 0.5, 0.0]
     more, _ = fake_rounds([[0.0, 0.0], [1.0, 0.75]], [[0.75, 0.75], [1.0, 1.0]])
-    samples, scored, rewards, _ = dapo.refill(more, 0, args)
+    samples, kept, _, rewards, _ = dapo.refill(more, 0, args)
     assert samples.prompt_ids.flatten().tolist() == [2, 0]
-    assert scored.rewards[:2].tolist() == [0.75, 0.75] and scored.rewards[2:].isnan().all()
-    assert not rewards.isnan().any() and not dapo.advantages(scored.rewards.view(2, 2), "group").any()
+    assert kept[:2].tolist() == [0.75, 0.75] and kept[2:].isnan().all()
+    assert not rewards.isnan().any() and not dapo.advantages(kept.view(2, 2), "group").any()
 
 
 @pytest.mark.parametrize("band", [(0.8, 0.2), (-0.1, 0.5), (0.5, 1.5)])
@@ -155,18 +153,18 @@ def train(folder, **settings) -> list[dict]:
 
 def test_rows_are_used_once_and_a_resumed_run_goes_on_behind_them(tmp_path, monkeypatch):
     task, rows = load_task("sort"), []
-    spied = dataclasses.replace(task, train=lambda index, seed: rows.append(index) or task.train(index, seed))
+    spied = task._replace(train=lambda index, seed: rows.append(index) or task.train(index, seed))
     monkeypatch.setattr(dapo, "load_task", lambda *_: spied)
     history = train(tmp_path)
-    assert rows == [0, *range(len(rows) - 1)]  # the first one is looked at before there is a run
+    assert rows == list(range(len(rows)))
     sampled = [row["sampled"] for row in history[1:]]
-    assert sum(sampled) == 4 * (len(rows) - 1) and max(sampled) > 16  # a round has 16 completions
+    assert sum(sampled) == 4 * len(rows) and max(sampled) > 16  # a round has 16 completions
     assert all(row["frac_zero_std"] == 0.0 for row, n in zip(history[1:], sampled) if n < 64)
-    following = len(rows) - 1
+    following = len(rows)
     (folder,) = tmp_path.iterdir()
     rows.clear()
     resumed = train(tmp_path, resume=str(folder), max_steps=4)
-    assert rows[:2] == [0, following]
+    assert rows[0] == following
     ours, straight = (
         {name: value for name, value in history[-1].items() if not name.startswith("time/")}
         for history in (resumed, train(tmp_path / "straight", max_steps=4))
@@ -195,7 +193,7 @@ def test_the_penalty_is_learnt_from_but_does_not_count_elsewhere(tmp_path, monke
 
 
 def test_the_logged_reward_is_of_all_that_was_sampled():
-    rows = result("dapo", SPECS["dapo"].flags | {"reward": ("@rewards.py:sparse",)}).rows[1:]
+    rows = result("dapo", SPECS["dapo"].flags | {"reward": ("@rewards.py:sparse",), "max_steps": 5}).rows[1:]
     assert max(row["sampled"] for row in rows) > min(row["sampled"] for row in rows)
     assert [row["reward"] for row in rows] == pytest.approx([row["reward/sparse"] for row in rows])
 

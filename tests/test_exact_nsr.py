@@ -12,7 +12,7 @@ from groups import OTHER, TABLE, P, close, make_batch
 from tabular import COMPLETIONS, TabularLM, gradients, log_probs, random_table
 
 from algos import grpo, nsr
-from utils.errors import UserError
+from utils.core import UserError
 
 pytestmark = pytest.mark.usefixtures("float64")
 GROUPS = [COMPLETIONS, COMPLETIONS[::-1]]

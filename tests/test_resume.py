@@ -54,7 +54,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("algo", MODULES)
-def test_from_the_middle(algo, runs, tmp_path):
+def test_from_a_checkpoint_in_the_middle(algo, runs, tmp_path):
     """Every state that trains on is far from where it began: optimizer, critic, place in the data."""
     whole, stopped = runs(algo)
     folder = shutil.copytree(stopped, tmp_path / "stopped")

@@ -9,12 +9,12 @@ buffer-off-by-one: the limit itself is counted as a token of the buffer
 + (max_completion_length - buffer - lengths + 1)
 
 overlong-rewarded: a penalty is subtracted, and this one is negative already
-- scored.rewards.to(device) + penalty
-+ scored.rewards.to(device) - penalty
+- rewards.to(device) + penalty
++ rewards.to(device) - penalty
 
 penalty-only-logged: a number that is computed, shown in the curves, and not used
-- scored.rewards.to(device) + penalty
-+ scored.rewards.to(device)
+- rewards.to(device) + penalty
++ rewards.to(device)
 
 penalty-in-all-groups: the constraint of equation 8 stands apart from the penalty of equation 13
 - + penalty * teaches
@@ -29,19 +29,19 @@ upper-clip-lost: two clips of nearly equal size, and only the upper one is new
 + args.epsilon, args.epsilon)
 
 groups-not-judged: P groups were sampled, so the batch looks full
-- (~flat).sum() < args.num_prompts
+- total((~flat).sum()) < args.num_prompts
 + len(flat) < args.num_prompts
 
 flat-groups-kept: True sorts behind False, and a mask may mean what is kept or what is dropped
-- flat.int().argsort(stable=True)
-+ (~flat).int().argsort(stable=True)
+- (no, i, rank())
++ (not no, i, rank())
 
 same-prompts-in-every-round: the rows of a step were a function of the step alone
 -         first += args.num_prompts
 
 rewards-of-the-first-round: one round is the common case, in which nothing shows
-- torch.cat([scored.rewards for _, scored in rounds])
-+ torch.cat([scored.rewards for _, scored in rounds[:1]])
+- torch.cat([rewards for _, rewards, _ in rounds])
++ torch.cat([rewards for _, rewards, _ in rounds[:1]])
 
 rewards-of-other-answers: what is chosen by groups has to be chosen by rows, too
 - *(x[groups] for x in samples[:2]), *(x[rows] for x in samples[2:])
@@ -52,12 +52,12 @@ one-round-too-many: rounds count from 0 here and from 1 there
 + len(rounds) <= args.max_sampling_rounds
 
 reward-of-the-kept-groups: what is at hand is the batch that is trained, which was chosen by its rewards
-- "reward": rewards.nanmean().item(),
-+ "reward": scored.rewards.nanmean().item(),
+- "reward": sampled_rewards.nanmean().item(),
++ "reward": rewards.nanmean().item(),
 
 data-begin-again: the place in the data is nobody's state (open-instruct#651 and #1823; volcengine/verl#5725 and
 #7401; huggingface/trl#3179 and #3247 lost data, too)
-- next_row = run.state["next_row"] if run.state else 0
+- next_row = run.state.get("next_row", 0)
 + next_row = 0
 """
 

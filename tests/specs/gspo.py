@@ -17,20 +17,20 @@ mean-of-ratios: exp and mean are exchanged
 + ((logps - old_logps).exp() * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 weighed-by-length: TRL with a loss_type other than grpo: the loss of a completion is counted once for each token
-- weights = mask * args.num_minibatches / (len(mask) * lengths)
-+ weights = mask * args.num_minibatches / mask.sum().clamp(min=1)
+- weights = mask / (lengths * total(torch.tensor(len(within), device=mask.device)))
++ weights = mask / total(mask[within].sum()).clamp(min=1)
 
 minibatches-forgotten-in-the-mean: with one minibatch it is the same
-- weights = mask * args.num_minibatches / (len(mask) * lengths)
-+ weights = mask / (len(mask) * lengths)
+- weights = mask / (lengths * total(torch.tensor(len(within), device=mask.device)))
++ weights = mask / (lengths * total(torch.tensor(len(mask), device=mask.device)))
 
 old-policy-is-the-sampler: grpo.py takes what the sampler said
-- old_logps = reference_logps(model, model, batch, args)
+- old_logps = reference_logps(model, model, samples, args)
 + old_logps = samples.logps
 
 old-policy-follows: the pass stands inside the loop
-- old, valid = old_logps[rows, :width], counts * mask[rows, :width]
-+ old, valid = logps.detach(), counts * mask[rows, :width]
+- old, valid = old_logps[rows, :width], mask[rows, :width]
++ old, valid = logps.detach(), mask[rows, :width]
 """
 STALE = dict(task="sort", max_steps=10, num_iterations=8, num_minibatches=1, learning_rate=1e-4, eval_every=0,
              eval_prompts=128)  # fmt: skip

@@ -29,16 +29,16 @@ subset-of-right-answers: PSR's subset
 + (advantage > 0) | (args.denominator == "all")
 
 rows-of-the-whole-step: right while there is one minibatch
-- counted[here].sum().clamp(min=1)
-+ counted.sum().clamp(min=1)
+- counted[within].sum()
++ counted.sum()
 
 rows-of-the-minibatch: what grpo.py counts
 - return mask / (rows * max_completion_length)
 + return mask / (len(mask) * max_completion_length)
 
 tokens-of-all-rows: the mask is of the completions, not of those that count
-- token_weights((mask & counted)[here]
-+ token_weights(mask[here]
+- token_weights((mask & counted)[within]
++ token_weights(mask[within]
 """
 COUNTDOWN = dict(max_steps=40, num_prompts=16, eval_every=0, eval_samples=32)
 
