@@ -22,7 +22,7 @@ student's token alone. Its loss, k2 = (log p - log q)^2 / 2, has the same expect
 every state, and more noise. It needs no logits of the whole vocabulary.
 
 Run
-    python algos/gkd.py                                                             the embedded model learns countdown
+    python algos/gkd.py                                                             the tiny model learns countdown
     python algos/gkd.py --task sort --max-steps 15 --num-prompts 8 --num-generations 2          16 answers a step
     python algos/gkd.py --task sort --estimator sampled --max-steps 15              on the student's tokens alone
     python algos/gkd.py --task sort --student-share 0.5 --divergence jsd            half of the steps on demonstrations
@@ -32,7 +32,7 @@ Run
     python algos/gkd.py --model Qwen/Qwen2.5-0.5B-Instruct --teacher Qwen/Qwen2.5-7B-Instruct --task gsm8k
                                                                                     real models, on a GPU
 
-    Without --teacher the run first makes one of the shipped model, by SFT on right answers (column `solution`), in a
+    Without --teacher the run first makes one of the tiny model, by SFT on right answers (column `solution`), in a
     few seconds. RUN/model of grpo.py does as well.
 
 Expect
@@ -75,115 +75,116 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state
-from utils.checks import check_model
-from utils.cli import main, prepare
-from utils.distributed import clip_gradients, deal
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, UserError
-from utils.evaluation import advice, decode, evaluate, show_samples
-from utils.lm import Means, Samples, compare, completion_logps, micro_batches, pad_left, sample_all
-from utils.memory import check_memory
-from utils.models import (
+from utils.core import Run, UserError, main, prepare
+from utils.data import encode_answers, encode_prompt, keep_rows, load_task, usable
+from utils.dist import (
+    Means,
+    Samples,
+    Trained,
+    as_samples,
+    averaged,
+    clip_gradients,
+    micro_batches,
+    moments,
+    set_rate,
+    share,
+    start,
+    total,
+)
+from utils.lm import (
+    CHUNK,
     TINY_MODEL,
     PolicyArgs,
+    alarm,
     autocast,
-    eos_ids,
-    load_frozen,
+    completion_logps,
+    completion_states,
+    head,
     load_model,
-    load_policy,
-    resolve_for,
+    resolve,
+    sample_all,
     save_model,
-    trained_parameters,
-    trained_state,
-    without_dropout,
 )
-from utils.rewards import Scored, lowered, make_scorer
-from utils.run import Run
-from utils.schedule import set_learning_rate
-from utils.tasks import Task, load_task
-from utils.text import encode_prompt, encode_row, present, usable_prompts, usable_task
+from utils.rewards import decode, evaluate, make_scorer, shown
 
 NAME, TITLE = "gkd", "GKD"
+LARGE = dict(learning_rate=1e-6, sample_batch_size=32, micro_batch_size=64, micro_batch_tokens=4096,
+             max_completion_length=512, precision="bfloat16")  # fmt: skip
 PRESETS = {  # defaults that depend on the model, for arguments left at None
-    "tiny": dict(learning_rate=1e-4, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=512,
-                 micro_batch_size=256, micro_batch_tokens=0, max_completion_length=20, precision="float32"),
-    "full": dict(learning_rate=1e-6, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=32,
-                 micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512, precision="bfloat16"),
-    "lora": dict(learning_rate=1e-5, adam_beta2=0.999, num_prompts=64, num_generations=8, sample_batch_size=32,
-                 micro_batch_size=64, micro_batch_tokens=4096, max_completion_length=512, precision="bfloat16"),
+    "tiny": dict(learning_rate=1e-4, sample_batch_size=512, micro_batch_size=256, micro_batch_tokens=0,
+                 max_completion_length=20, precision="float32"),
+    "full": LARGE,
+    "lora": LARGE | dict(learning_rate=1e-5),
 }  # fmt: skip
 STD_EPSILON = 1e-4  # the paper names none; 1e-4 as in most code
 TEACHER_RATE, TEACHER_BATCH = 3e-4, 128  # of the teacher that the default run makes
 
 
 @dataclass
-class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/cli.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/lm.py, utils/core.py
     task: str = "countdown"
     """countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset"""
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     reward: tuple[str, ...] = ()
-    """reward functions (FILE.py:NAME or PACKAGE.MODULE:NAME, called as by TRL) and reward models (folder or hub name;
-    ensembles: append :mean, :worst-case or :uncertainty=L); none: the task's own score"""
+    """FILE.py:NAME or PACKAGE.MODULE:NAME, called as by TRL, and reward models; none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
     combine: Literal["sum", "min", "mean-std"] = "sum"
     """several reward models as one: the least of their raw scores, or mean minus deviation. It has no weight"""
-    missing_eos_penalty: NonNegativeFloat = 0.0
+    missing_eos_penalty: float = 0.0
     """subtracted from the reward of a completion that was cut off, in training"""
-    max_steps: PositiveInt = 40
+    max_steps: int = 40
     """steps: each samples, then updates"""
-    num_prompts: PositiveInt | None = None
-    """prompts per step"""
-    num_generations: PositiveInt | None = None
+    num_prompts: int = 64
+    """prompts per step, of all processes"""
+    num_generations: int = 8
     """completions per prompt: G"""
-    sample_batch_size: PositiveInt | None = None
-    """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
-    max_completion_length: PositiveInt | None = None
+    sample_batch_size: int | None = None
+    """completions sampled at once, rounded to whole prompts; limits the cache's memory"""
+    max_completion_length: int | None = None
     """most new tokens per completion"""
-    max_prompt_length: PositiveInt | None = None
-    """longer prompts are dropped; None: those that leave --max-completion-length no room in the model's context, and
-    more than 5 % stop the run"""
-    temperature: PositiveFloat = 1.0
+    max_prompt_length: int | None = None
+    """longer prompts are dropped; None: those that leave --max-completion-length no room in the model's context"""
+    temperature: float = 1.0
     """divides the logits, in sampling and in training"""
-    micro_batch_size: PositiveInt | None = None
-    """completions in one forward and backward pass: a multiple or a divisor of G; changes memory, not the result"""
-    num_iterations: PositiveInt = 1
+    micro_batch_size: int | None = None
+    """completions in one forward and backward pass; changes memory, not the result"""
+    num_iterations: int = 1
     """update epochs per batch of completions (mu in the paper)"""
-    num_minibatches: PositiveInt = 1
-    """optimizer steps per update epoch, each on an equal share of the prompts: from the second on, pi_old is stale"""
-    epsilon: PositiveFloat = 0.2
+    num_minibatches: int = 1
+    """optimizer steps per update epoch, each on a share of the prompts: from the second on, pi_old is stale"""
+    epsilon: float = 0.2
     """lower clip of the ratio: 1 - epsilon"""
-    epsilon_high: PositiveFloat | None = None
+    epsilon_high: float | None = None
     """upper clip of the ratio: 1 + epsilon_high; None: epsilon"""
     teacher: str = ""
     """folder or hub name of the teacher, with the tokenizer of --model; none: the shipped model, trained here on right
     answers (countdown and sort only)"""
-    teacher_steps: NonNegativeInt = 40
+    teacher_steps: int = 40
     """optimizer steps of that training: fewer make a worse teacher"""
     divergence: Literal["reverse", "forward", "jsd"] = "reverse"
     """KL(student || teacher), KL(teacher || student), or the generalised Jensen-Shannon divergence"""
-    jsd_beta: Annotated[float, "above 0 and below 1"] = 0.5
+    jsd_beta: float = 0.5
     """share b of the teacher in the mixture that jsd compares with"""
     estimator: Literal["full", "sampled"] = "full"
     """full: the divergence over the whole vocabulary; sampled: from the student's token alone (reverse only)"""
-    student_share: UnitInterval = 1.0
+    student_share: float = 1.0
     """chance that a step's answers are the student's own; else they are the dataset's completions (lambda)"""
-    teacher_beta: NonNegativeFloat = 1.0
+    teacher_beta: float = 1.0
     """weight of the divergence; 0 throughout loads no teacher"""
-    teacher_beta_end: NonNegativeFloat | None = None
+    teacher_beta_end: float | None = None
     """its weight in the last step, reached linearly; None: --teacher-beta"""
-    reward_weight: NonNegativeFloat = 0.0
+    reward_weight: float = 0.0
     """weight of GRPO's loss beside it; above 0: KDRL"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """divide advantages by the standard deviation of their group or of the batch, or not at all"""
@@ -191,66 +192,63 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """mean over each completion's tokens, then completions; mean over all tokens; sum over B * max_completion_length"""
     mask_truncated_completions: bool = False
     """leave truncated completions out of the loss"""
-    learning_rate: PositiveFloat | None = None
+    learning_rate: float | None = None
     """peak learning rate of AdamW"""
-    adam_beta2: Annotated[float, "at least 0 and below 1"] | None = None
+    adam_beta2: float = 0.999
     """second-moment decay of AdamW (the first is 0.9)"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """decay after the warm-up"""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: int = 0
     """steps of linear warm-up"""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: float = 0.0
     """decoupled weight decay"""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: float = 1.0
     """gradients are clipped to this norm"""
-    eval_every: NonNegativeInt = 20
+    eval_every: int = 20
     """steps between evaluations; 0: at the start and the end only"""
-    eval_prompts: PositiveInt = 128
+    eval_prompts: int = 128
     """held-out prompts per evaluation"""
-    eval_samples: PositiveInt = 8
+    eval_samples: int = 8
     """sampled answers per held-out prompt"""
 
 
 class Batch(NamedTuple):
-    """What one step learns from. P prompts, G completions of each, B = P * G rows."""
+    """What this process learns from in one step. P prompts, G completions of each, B = P * G rows."""
 
-    samples: Samples  # logps NaN: from the dataset
+    samples: Samples
     rewards: Tensor  # (B,) float32, NaN: skipped
-    beta: float  # weight of the divergence in this step
+    beta: float  # the weight of the divergence
 
 
 def advantages(rewards: Tensor, scale: str) -> Tensor:
     """Rewards minus their group's mean, divided by the group's or batch's std + STD_EPSILON. (P, G) -> (P, G).
 
-    NaN rewards are left out of means and deviations and get 0. A group of equal rewards gets 0, too, even if rounding
-    moves its mean. DeepSeekMath section 4.1.2; "none": arXiv 2503.20783.
+    NaN rewards are left out of means and deviations and get 0. DeepSeekMath section 4.1.2; "none": arXiv 2503.20783.
     """
-
-    def std(values: Tensor) -> Tensor:
-        known = values[~values.isnan()]
-        # the paper does not say which deviation: the unbiased one here, as in most code
-        return known.std(correction=1) if len(known) > 1 else values.new_zeros(())
-
-    centred = rewards - rewards.nanmean(1, keepdim=True)
-    if scale == "group":
-        centred = centred / (torch.stack([std(group) for group in rewards])[:, None] + STD_EPSILON)
+    above_least = rewards - rewards.nan_to_num(torch.inf).amin(1, keepdim=True)  # equal rewards get 0, not a rounding
+    centred = above_least - above_least.nanmean(1, keepdim=True)
+    if scale == "group":  # the paper does not say which deviation: the unbiased one here, as in most code
+        known = (~rewards.isnan()).sum(1, keepdim=True)
+        variance = centred.square().nansum(1, keepdim=True) / (known - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + STD_EPSILON)
     elif scale == "batch":
-        centred = centred / (std(rewards) + STD_EPSILON)
-    return centred.nan_to_num(0.0).masked_fill(zero_std(rewards)[:, None], 0.0)
+        centred = centred / (moments(rewards)[1] + STD_EPSILON)
+    return centred.nan_to_num(0.0)
 
 
 def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) -> Tensor:
-    """Weight of each token's loss in the step's loss, over all B rows. mask (B, T) of 0 and 1 -> (B, T).
+    """Weight of each token's loss in the step's loss, over the B rows of all processes. mask of 0 and 1, (B, T).
 
     sequence: 1 / (B T_i), the paper's. Not the policy gradient: tokens of long completions count less than others.
     token: 1 / sum of all T_i of the step, as TRL and verl; DAPO's formula takes each group's own sum.
     constant: 1 / (B L_max), Dr. GRPO: all tokens count alike, so lengths bias nothing.
     """
+    rows = total(torch.tensor(len(mask), device=mask.device))
     if aggregation == "sequence":
-        return mask / (len(mask) * mask.sum(1, keepdim=True).clamp(min=1))
+        return mask / (rows * mask.sum(1, keepdim=True).clamp(min=1))
     if aggregation == "token":
-        return mask / mask.sum().clamp(min=1)
-    return mask / (len(mask) * max_completion_length)
+        return mask / total(mask.sum()).clamp(min=1)
+    return mask / (rows * max_completion_length)
 
 
 def policy_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -304,12 +302,25 @@ def k2(logps: Tensor, teacher_logps: Tensor) -> Tensor:
     return (logps - teacher_logps) ** 2 / 2
 
 
-def minibatches(samples: Samples, number: int) -> Iterator[tuple[Samples, slice]]:
-    """Equal shares of the prompts with their completions, and the rows of these."""
-    prompts, size = len(samples.prompt_ids) // number, len(samples.completion_ids) // number
-    for i in range(number):
-        these, rows = slice(i * prompts, (i + 1) * prompts), slice(i * size, (i + 1) * size)
-        yield Samples(*(x[these] for x in samples[:2]), *(x[rows] for x in samples[2:])), rows
+def compare(model, teacher, inputs: tuple, args: Args) -> tuple[Tensor, ...]:
+    """`at_tokens` for all completion tokens, (B, T) each; 0 in padding. inputs: as of completion_logps.
+
+    It runs on a chunk of hidden states, and once more in the backward pass: logits of CHUNK / 4 are held at a time, of
+    each model and in each copy."""
+    ids, mask = inputs[2:]
+    columns = [ids[mask], *(completion_states(part, *inputs) for part in (model, teacher))]
+    kind = ids.device.type
+    how = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+    def run(ids: Tensor, own: Tensor, others: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast(*how, cache_enabled=False):  # so chunks add their gradients in float32
+            return at_tokens(ids, head(model, own), head(teacher, others), args)
+
+    size = max(1, CHUNK // 4 // max(part.config.get_text_config().vocab_size for part in (model, teacher)))
+    parts = [checkpoint(run, *chunk, use_reentrant=False, preserve_rng_state=False)
+             for chunk in zip(*(column.split(size) for column in columns))]  # fmt: skip
+    found = [torch.cat(values) for values in zip(*parts)]
+    return tuple(values.new_zeros(ids.shape).masked_scatter(mask, values) for values in found)
 
 
 def update(model, teacher, optimizer, batch: Batch, args: Args) -> dict[str, float]:
@@ -321,93 +332,82 @@ def update(model, teacher, optimizer, batch: Batch, args: Args) -> dict[str, flo
     if args.mask_truncated_completions:
         mask = mask & samples.ended[:, None]
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    norms: list[Tensor] = []
+    numbers = torch.arange(len(mask)).view(-1, args.num_generations)  # of the rows
+    first, norms = Means(), []
     for _ in range(args.num_iterations):
-        means = Means(mask.sum().clamp(min=1))
-        for minibatch, here in minibatches(samples, args.num_minibatches):
-            if not norms:
-                first = Means(mask[here].sum().clamp(min=1))
-            weights = token_weights(mask[here].to(samples.logps.dtype), args.aggregation, args.max_completion_length)
+        means = Means()
+        for minibatch in numbers.tensor_split(args.num_minibatches):  # the order of the prompts is random
+            within, weights = minibatch.flatten(), torch.zeros_like(samples.logps)
+            weights[within] = token_weights(mask[within], args.aggregation, args.max_completion_length)
             optimizer.zero_grad(set_to_none=True)
-            parts = micro_batches(minibatch, args.micro_batch_size, args.micro_batch_tokens)
-            for (part, inputs), counts in deal(parts, model):  # to this process, of perhaps several
-                with autocast(model.device, args.precision):
+            for rows, inputs in micro_batches(samples, args, within):
+                with autocast(model, args.precision):
                     if teacher and args.estimator == "full":
-                        logps, entropy, gap = compare(partial(at_tokens, args=args), (model, teacher), *inputs)
+                        logps, entropy, gap = compare(model, teacher, inputs, args)
                     else:
                         logps, entropy = completion_logps(model, *inputs, args.temperature)
                         teacher_logps = teacher and completion_logps(teacher, *inputs, args.temperature)[0]
-                rows, width = part + here.start, logps.shape[1]
-                old_logps, valid = samples.logps[rows, :width], counts * mask[rows, :width]
+                width = logps.shape[1]
+                old_logps, valid = samples.logps[rows, :width], mask[rows, :width]
                 old_logps = torch.where(old_logps.isnan(), logps.detach(), old_logps)
                 loss, clipped = policy_loss(logps, old_logps, advantage[rows], args.epsilon, high)
                 loss = args.reward_weight * loss
                 if teacher:
                     loss = loss + batch.beta * (gap if args.estimator == "full" else k2(logps, teacher_logps))
                     means.add(valid, divergence=gap if args.estimator == "full" else logps - teacher_logps)
-                (counts * loss * weights[part, :width]).sum().backward()
+                (loss * weights[rows, :width]).sum().backward()
                 logps = logps.detach()
                 means.add(valid, clip_fraction=clipped, approx_kl=k3(old_logps, logps), entropy=entropy)
-                if not norms:
+                if not norms:  # before the first optimizer step
                     first.add(valid, sampler_gap=(logps - old_logps).abs())
-            norms.append(clip_gradients(model.parameters(), args.max_grad_norm))
+            norms.append(clip_gradients(model, args.max_grad_norm))
             optimizer.step()
     return first.read() | means.read() | {"grad_norm": torch.stack(norms).mean().item()}
 
 
 def given(rows: list[dict], column: str, tokenizer, eos: list[int], limit: int, device) -> Samples:
     """Answers of a dataset as if they had been sampled, one for each prompt, cut at `limit` tokens; logps are NaN."""
-    prompts, answers = zip(*(encode_row(row | {"completion": row[column]}, tokenizer, eos) for row in rows))
-    ended = torch.tensor([len(answer) <= limit for answer in answers], device=device)
-    ids, mask = (x.flip(1) for x in pad_left([answer[:limit][::-1] for answer in answers], device))
-    return Samples(*pad_left(list(prompts), device), ids, mask, torch.full(ids.shape, torch.nan, device=device), ended)
+    pairs = [encode_answers(row, [row[column]], tokenizer, eos) for row in rows]
+    longest = max(len(prompt) for prompt, _ in pairs) + limit
+    samples = as_samples([(prompt, answer[:limit]) for prompt, answer in pairs], longest, device)
+    ended = torch.tensor([len(answer) <= limit for _, answer in pairs], device=device)
+    return samples._replace(logps=torch.full_like(samples.logps, torch.nan), ended=ended)
 
 
-def collect(model, tokenizer, task: Task, score: Callable, step: int, args: Args) -> tuple[Samples, Scored]:
-    """With the chance --student-share samples and scores G completions for each of the step's P prompts, else takes
-    those of P G rows."""
-    own, number, group = True, args.num_prompts, args.num_generations
-    if random.Random(f"{args.seed}/{step}").random() >= args.student_share:
-        own, number, group = False, number * group, 1
-    first = (step - 1) * number
-    rows = [task.train(first + i, args.seed) for i in range(number)]
-    prompts = [present(row, tokenizer) for row in rows]
-    tokens = [encode_prompt(row, tokenizer) for row in rows]
-    if own:
-        with autocast(model.device, args.precision):
-            samples = sample_all(model, tokens, args.num_generations, args.max_completion_length,
-                                 eos_ids(model, tokenizer), args.temperature, args.sample_batch_size,
-                                 (args.seed, "train", step))  # fmt: skip
+def collect(model, tokenizer, task, score, step: int, args: Args) -> tuple[Samples, Tensor, dict[str, float]]:
+    """With the chance --student-share samples and scores G completions for each of this process's prompts of the step,
+    else takes those of G rows in place of each. Returns rewards and columns."""
+    numbers, group = share(range((step - 1) * args.num_prompts, step * args.num_prompts)), args.num_generations
+    if random.Random(f"{args.seed}/{step}").random() < args.student_share:
+        rows = [task.train(i, args.seed) for i in numbers]
+        prompts = [encode_prompt(row, tokenizer) for row in rows]
+        samples = sample_all(model, prompts, group, args, args.temperature, "train", step)
+        rows = [row for row in rows for _ in range(group)]
     else:
-        samples = given(rows, "completion", tokenizer, eos_ids(model, tokenizer), args.max_completion_length,
-                        model.device)  # fmt: skip
-    texts, token_lists = decode(samples, tokenizer)
-    repeated, shown = ([x for x in xs for _ in range(group)] for xs in (rows, prompts))
-    return samples, lowered(score(repeated, shown, texts, token_lists, step), samples.ended, args.missing_eos_penalty)
+        rows = [task.train(i * group + j, args.seed) for i in numbers for j in range(group)]
+        eos = model.generation_config.eos_token_id
+        samples = given(rows, "completion", tokenizer, eos, args.max_completion_length, model.device)
+    rewards, columns = score(rows, *decode(samples, tokenizer), step)
+    return samples, rewards - args.missing_eos_penalty * ~samples.ended.cpu(), columns
 
 
-def zero_std(groups: Tensor) -> Tensor:
-    """Which groups have equal rewards, or none that is known. NaN is left out. (P, G) -> (P,) bool."""
-    low, high = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
-    return ~(high > low)
-
-
-def load_teacher(tokenizer, task: Task, args: Args, device: torch.device):
-    """--teacher, or the shipped model after SFT on right answers, which --seed decides: a resumed run makes it again.
+def load_teacher(tokenizer, task, args: Args, device: torch.device):
+    """--teacher, or the tiny model after SFT on right answers, which --seed decides: a resumed run makes it again.
     None where its weight is 0. Raises UserError for another tokenizer, and where there are no right answers."""
     if not (args.teacher_beta or args.teacher_beta_end):
         return None
     if args.teacher:
-        teacher, its_tokenizer = load_frozen(args.teacher, "--teacher", args, device)
+        teacher, its_tokenizer = load_model(args, device, args.teacher, frozen=True)
         if not tokenizer.get_vocab().items() <= its_tokenizer.get_vocab().items():
             wrong = f"--teacher {args.teacher} has other tokens than --model, and their probabilities are compared"
             raise UserError(f"{wrong}: give a teacher with the same tokenizer")
         return teacher
     if args.model != TINY_MODEL or "solution" not in task.heldout[0]:
-        raise UserError("--teacher is missing: give a folder or a hub name (only the shipped model has one of its own, "
+        raise UserError("--teacher is missing: give a folder or a hub name (only the tiny model has one of its own, "
                         "for countdown and sort)")  # fmt: skip
-    teacher, _ = load_model(args.model, device)
-    eos = eos_ids(teacher, tokenizer)
+    alone = replace(args, lora_rank=0, fsdp=False, precision="float32")
+    teacher, _ = load_model(alone, device)
+    eos = teacher.generation_config.eos_token_id
     optimizer = torch.optim.AdamW(teacher.parameters(), lr=TEACHER_RATE, fused=True)
     for step in range(args.teacher_steps):
         rows = [task.train(step * TEACHER_BATCH + i, args.seed) for i in range(TEACHER_BATCH)]
@@ -436,96 +436,68 @@ def check_objective(args: Args) -> None:
         raise UserError(f"--estimator sampled knows the reverse divergence only: not --divergence {args.divergence}")
 
 
-def check_groups(args: Args) -> None:
-    """Raises UserError for groups that cannot be compared or split."""
+def train(args: Args) -> list[dict]:
+    device = start(prepare(args))
+    task = load_task(args.task, args.prompt_column)
+    model, tokenizer = load_model(args, device)
+    settings = resolve(model, args, PRESETS)
+    check_objective(args)
     if args.num_generations < 2 and args.reward_weight:
         raise UserError("--num-generations must be at least 2: a group of one has no other reward to compare with")
-    if args.num_prompts % args.num_minibatches:
-        raise UserError(f"--num-minibatches {args.num_minibatches} must divide --num-prompts {args.num_prompts}")
-    size, group = args.micro_batch_size, args.num_generations
-    if not args.micro_batch_tokens and size % group and group % size:
-        raise UserError(f"--micro-batch-size {size} must be a multiple or a divisor of --num-generations {group}")
-
-
-def train(args: Args) -> list[dict]:
-    device = prepare(args)
-    task = load_task(args.task, args.prompt_column, completions=args.student_share < 1)
-    score = make_scorer(task, args.reward, args.reward_weights, args.max_steps, device, args.trust_remote_code)
-    model, tokenizer = load_policy(args, device)
-    settings = resolve_for(model, args, PRESETS)
-    without_dropout(model)
-    check_groups(args)
-    check_objective(args)
-    check_model(model, args.precision)
+    task = usable(task, model, tokenizer, args)
+    score = make_scorer(task, args, tokenizer, device)
     if args.student_share < 1:  # prompts without a completion are of no use
-        eos = eos_ids(model, tokenizer)
-        task = usable_task(task, lambda row: encode_row(row, tokenizer, eos)[:1], math.inf, None, "")
-    task = usable_prompts(task, model, tokenizer, args)
+        eos = model.generation_config.eos_token_id
+        task = keep_rows(task, lambda row: encode_answers(row, [row.get("completion")], tokenizer, eos), math.inf, "")
     teacher = load_teacher(tokenizer, task, args, device)
     if teacher:  # its context may be shorter
-        task = usable_prompts(task, teacher, tokenizer, args)
-    optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
-                                  weight_decay=args.weight_decay, fused=True)  # fmt: skip
-    prompts = [encode_prompt(row, tokenizer) for row in task.heldout]
-    settings += check_memory(model, args, [teacher] if teacher else [], prompt=max(map(len, prompts)))
-    evaluation = partial(evaluate, model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
-                         args.max_completion_length, args.temperature, args.seed,
-                         rows_at_once=args.sample_batch_size, precision=args.precision)  # fmt: skip
-    run = Run(args, NAME, task.name, args.max_steps, ("reward", "eval/greedy", "eval/pass@1", "grad_norm"),
-              schedule_depends_on_budget=(args.lr_schedule != "constant"
-                                          or args.teacher_beta_end is not None))  # fmt: skip
+        task = usable(task, teacher, tokenizer, args)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate,
+                                  betas=(0.9, args.adam_beta2), weight_decay=args.weight_decay, fused=True)  # fmt: skip
+    run = Run(args, NAME, task.name, args.max_steps, ("reward", "eval/greedy", "eval/pass@1", "grad_norm"))
     run.print(settings)
-
-    def state() -> dict:
-        return {"model": trained_state(model), "optimizer": optimizer.state_dict()}
-
-    if not run.restore(model=model, optimizer=optimizer):
-        its_own = evaluate(teacher, *evaluation.args[1:], **evaluation.keywords) if teacher else {}
-        run.log(0, **evaluation(), **{name.replace("eval", "teacher"): value for name, value in its_own.items()})
-        run.save(0, state())
+    parts = {"trained": Trained(model, optimizer)}
+    if not run.restore(**parts):
+        its_own = evaluate(teacher, tokenizer, task, score, replace(args, sampler="")) if teacher else {}
+        its_own = {name.replace("eval", "teacher"): value for name, value in its_own.items()}
+        run.log(0, **evaluate(model, tokenizer, task, score, args), **its_own)
     model.train()
     while run.step < args.max_steps:
-        start, before = time.perf_counter(), (run.step, state, rng_state())
-        step = run.step + 1
-        rate = set_learning_rate(optimizer, step, args)
+        step, begun = run.step + 1, time.perf_counter()
+        rate = set_rate(optimizer, step, args)
 
         # collect
-        with run.saving(*before):
-            samples, scored = collect(model, tokenizer, task, score, step, args)
+        samples, rewards, columns = collect(model, tokenizer, task, score, step, args)
         sampled, due = time.perf_counter(), run.due(step, args.eval_every)
         if step == 1 or due:
-            run.print(show_samples(tokenizer, samples, scored.rewards.tolist(), scored.extra))
-        batch = Batch(samples, scored.rewards.to(device), weight_at(step, args))
+            run.print(shown(samples, tokenizer, rewards.tolist()))
 
         # update
-        columns = update(model, teacher, optimizer, batch, args)
+        columns |= update(model, teacher, optimizer, Batch(samples, rewards.to(device), weight_at(step, args)), args)
+        alarm(columns.get("sampler_gap"), run, args)
 
         # evaluate
-        groups, lengths = batch.rewards.view(-1, args.num_generations), samples.completion_mask.sum(1).float()
+        groups, lengths = rewards.view(-1, args.num_generations), samples.completion_mask.sum(1).float()
         columns |= {
-            "reward": batch.rewards.nanmean().item(),
+            "reward": rewards.nanmean().item(),
             "reward_std": (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean().item(),
             "length": lengths.mean().item(),
             "truncated": 1 - samples.ended.float().mean().item(),
             "learning_rate": rate,
-            **({"frac_zero_std": zero_std(groups).float().mean().item()} if args.reward_weight else {}),
-            **scored.columns,
-            **model.sampler_columns,
-            "time/sample": sampled - start,
-            "time/step": time.perf_counter() - start,
+            "time/sample": sampled - begun,
+            "time/step": time.perf_counter() - begun,
         }
-        columns["time/tokens_per_second"] = lengths.sum().item() / columns["time/step"]
+        if args.reward_weight:
+            columns["frac_zero_std"] = (advantages(groups, "none") == 0).all(1).float().mean().item()
+        columns["time/tokens_per_second"] = total(lengths.sum()).item() / columns["time/step"]
         if due:
-            with run.saving(step, state, columns=columns):
-                columns |= evaluation(step=step)
-        run.log(step, **columns)
-        if line := advice(run.history):
-            run.print(f"step {step}: {line}")
-        run.end_step(step, state)
+            columns |= evaluate(model, tokenizer, task, score, args, step)
+        run.log(step, **averaged(columns))
+        run.end_step(step, parts)
 
-    curves = {"reward": ("reward",), "held-out": ("eval/[!d]*",), "entropy per token": ("entropy",)}
+    curves: dict = {"reward": ("reward",), "held-out": ("eval/*",), "entropy per token": ("entropy",)}
     return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)

@@ -29,7 +29,7 @@ y' an independent sample, ties half. For rewards 0 and 1 that is -beta (ipo: -2/
 mean reward: the first step is REINFORCE.
 
 Run
-    python algos/online_dpo.py                                                      the embedded model learns countdown
+    python algos/online_dpo.py                                                      the tiny model learns countdown
     python algos/online_dpo.py --task sort --max-steps 16                           a smaller task
     python algos/online_dpo.py --xpo-alpha 1e-3                                     XPO
     python algos/online_dpo.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy --num-prompts 128 \
@@ -82,119 +82,107 @@ Differences
 
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.checkpoint import rng_state
-from utils.checks import check_model
-from utils.cli import main, prepare
-from utils.distributed import clip_gradients, deal, share, total, unsharded
-from utils.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UserError
-from utils.evaluation import advice, decode, evaluate, show_samples
-from utils.lm import Means, Samples, completion_logps, join, micro_batches, sample_all
-from utils.memory import check_memory
-from utils.models import (
-    PolicyArgs,
-    autocast,
-    eos_ids,
-    load_policy,
-    load_reference,
-    resolve_for,
-    save_model,
-    trained_parameters,
-    trained_state,
-    without_dropout,
+from utils.core import Run, UserError, main, prepare
+from utils.data import encode_prompt, load_task, usable
+from utils.dist import (
+    Means,
+    Samples,
+    Trained,
+    averaged,
+    clip_gradients,
+    join,
+    micro_batches,
+    set_rate,
+    share,
+    start,
+    total,
 )
-from utils.rewards import Scored, lowered, make_scorer
-from utils.run import Run
-from utils.schedule import set_learning_rate
-from utils.tasks import Task, load_task
-from utils.text import encode_prompt, present, usable_prompts
+from utils.lm import PolicyArgs, alarm, autocast, completion_logps, load_model, resolve, sample_all, save_model
+from utils.rewards import decode, evaluate, make_scorer, shown
 
 NAME, TITLE = "online_dpo", "Online DPO"
+LARGE = dict(learning_rate=5e-7, num_prompts=256, sample_batch_size=32, micro_batch_size=64, micro_batch_tokens=4096,
+             max_completion_length=512, precision="bfloat16")  # fmt: skip
 PRESETS = {  # defaults that depend on the model, for arguments left at None
-    "tiny": dict(learning_rate=1e-4, num_prompts=128, sample_batch_size=512, micro_batch_size=256,
-                 micro_batch_tokens=0, max_completion_length=20, precision="float32"),
-    "full": dict(learning_rate=5e-7, num_prompts=256, sample_batch_size=32, micro_batch_size=64,
-                 micro_batch_tokens=4096, max_completion_length=512, precision="bfloat16"),
-    "lora": dict(learning_rate=5e-6, num_prompts=256, sample_batch_size=32, micro_batch_size=64,
-                 micro_batch_tokens=4096, max_completion_length=512, precision="bfloat16"),
+    "tiny": dict(learning_rate=1e-4, num_prompts=128, sample_batch_size=512, micro_batch_size=256, micro_batch_tokens=0,
+                 max_completion_length=20, precision="float32"),
+    "full": LARGE,
+    "lora": LARGE | dict(learning_rate=5e-6),
 }  # fmt: skip
 
 
 @dataclass
-class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/models.py, utils/cli.py
+class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/lm.py, utils/core.py
     task: str = "countdown"
     """countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset"""
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     reward: tuple[str, ...] = ()
-    """reward functions (FILE.py:NAME or PACKAGE.MODULE:NAME, called as by TRL) and reward models (folder or hub name;
-    ensembles: append :mean, :worst-case or :uncertainty=L); none: the task's own score"""
+    """FILE.py:NAME or PACKAGE.MODULE:NAME, called as by TRL, and reward models; none: the task's own score"""
     reward_weights: tuple[float, ...] = ()
     """one weight per reward function; none: all 1"""
     combine: Literal["sum", "min", "mean-std"] = "sum"
     """several reward models as one: the least of their raw scores, or mean minus deviation. It has no weight"""
-    missing_eos_penalty: NonNegativeFloat = 0.0
+    missing_eos_penalty: float = 0.0
     """subtracted from the reward of a completion that was cut off, in training"""
-    max_steps: PositiveInt = 100
+    max_steps: int = 100
     """steps: each samples, then updates"""
-    num_prompts: PositiveInt | None = None
-    """prompts per step"""
-    num_generations: PositiveInt = 2
+    num_prompts: int | None = None
+    """prompts per step, of all processes"""
+    num_generations: int = 2
     """completions per prompt, G, an even number: the first is compared with the second, the third with the fourth"""
-    sample_batch_size: PositiveInt | None = None
-    """completions sampled at once, in training and evaluation, rounded to whole prompts; limits the cache's memory"""
-    max_completion_length: PositiveInt | None = None
+    sample_batch_size: int | None = None
+    """completions sampled at once, rounded to whole prompts; limits the cache's memory"""
+    max_completion_length: int | None = None
     """most new tokens per completion"""
-    max_prompt_length: PositiveInt | None = None
-    """longer prompts are dropped; None: those that leave --max-completion-length no room in the model's context, and
-    more than 5 % stop the run"""
-    temperature: PositiveFloat = 1.0
+    max_prompt_length: int | None = None
+    """longer prompts are dropped; None: those that leave --max-completion-length no room in the model's context"""
+    temperature: float = 1.0
     """divides the logits, in sampling and in training"""
-    micro_batch_size: PositiveInt | None = None
-    """completions in one forward and backward pass: an even multiple or divisor of G; changes memory, not the result"""
+    micro_batch_size: int | None = None
+    """completions in one forward and backward pass; changes memory, not the result"""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """what is minimised: DPO's loss or IPO's"""
-    beta: PositiveFloat = 0.1
+    beta: float = 0.1
     """how strongly the policy is held to the reference"""
-    xpo_alpha: NonNegativeFloat = 0.0
+    xpo_alpha: float = 0.0
     """alpha of XPO, the weight of log pi_theta(y_2 | x); above 0 every second completion is the reference's"""
-    learning_rate: PositiveFloat | None = None
+    learning_rate: float | None = None
     """peak learning rate of AdamW"""
-    adam_beta2: Annotated[float, "at least 0 and below 1"] = 0.999
+    adam_beta2: float = 0.999
     """second-moment decay of AdamW (the first is 0.9)"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """decay after the warm-up"""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: int = 0
     """steps of linear warm-up"""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: float = 0.0
     """decoupled weight decay"""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: float = 1.0
     """gradients are clipped to this norm"""
-    eval_every: NonNegativeInt = 20
+    eval_every: int = 20
     """steps between evaluations; 0: at the start and the end only"""
-    eval_prompts: PositiveInt = 128
+    eval_prompts: int = 128
     """held-out prompts per evaluation"""
-    eval_samples: PositiveInt = 8
+    eval_samples: int = 8
     """sampled answers per held-out prompt"""
 
 
 class Batch(NamedTuple):
-    """What one step learns from. P prompts, G completions of each, B = P * G rows."""
+    """What this process learns from in one step. P prompts, G completions of each, B = P * G rows."""
 
     samples: Samples
     rewards: Tensor  # (B,) float32, NaN: skipped
-    ref_logps: Tensor | None  # (B, T), None until they are known
+    ref_logps: Tensor  # (B, T)
 
 
 def preferences(rewards: Tensor) -> Tensor:
@@ -220,170 +208,122 @@ def from_policy(rows: Tensor, args: Args) -> Tensor:
 def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     """One optimizer step on a batch of pairs. Returns metrics."""
     samples, label = batch.samples, preferences(batch.rewards)
-    mask, decided = samples.completion_mask, label.abs()
-    tokens = from_policy(mask, args).sum().clamp(min=1)
-    means, log_ratios = Means(tokens), torch.zeros_like(samples.logps[:, 0])
+    mask, count, means = samples.completion_mask, total(torch.tensor(len(label))), Means()
     optimizer.zero_grad(set_to_none=True)
-    parts = micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens, together=2)
-    for (rows, inputs), counts in deal(parts, model):  # to this process, of perhaps several
-        with autocast(model.device, args.precision):
+    for rows, inputs in micro_batches(samples, args, together=2):
+        with autocast(model, args.precision):
             logps, entropy = completion_logps(model, *inputs, args.temperature)
-        width, pairs = logps.shape[1], rows[::2] // 2
-        valid = counts * mask[rows, :width]
+        width, preferred = logps.shape[1], label[rows[::2] // 2]
+        valid = mask[rows, :width]
         log_ratio = ((logps - batch.ref_logps[rows, :width]) * valid).sum(1)
         first, second = log_ratio.view(-1, 2).unbind(1)
-        loss = preference_loss(label[pairs] * (first - second), args)  # constant where there is no preference
+        margin = preferred * (first - second)
+        loss = preference_loss(margin, args)  # constant where there is no preference
         if args.xpo_alpha:
             loss = loss + args.xpo_alpha * (logps * valid).sum(1)[1::2]
-        (counts * loss.sum() / len(label)).backward()
-        log_ratios[rows] += log_ratio.detach()
-        gap = (logps.detach() - samples.logps[rows, :width]).abs()
+        (loss.sum() / count).backward()
+        gap, ties = (logps.detach() - samples.logps[rows, :width]).abs(), preferred == 0
         means.add(from_policy(valid, args), sampler_gap=from_policy(gap, args), entropy=from_policy(entropy, args))
-    grad_norm = clip_gradients(model.parameters(), args.max_grad_norm)
+        means.add(~ties, accuracy=(margin > 0) + (margin == 0) / 2, margin=args.beta * margin)
+        means.add(torch.ones_like(margin), frac_ties=ties)
+        means.add(torch.ones_like(from_policy(log_ratio, args)), kl=from_policy(log_ratio, args))
+    grad_norm = clip_gradients(model, args.max_grad_norm)
     optimizer.step()
-    first, second = total(log_ratios).view(-1, 2).unbind(1)
-    margin = (label * (first - second))[decided > 0]
-    return means.read() | {
-        "accuracy": ((margin > 0).to(margin.dtype) + (margin == 0) / 2).mean().item(),
-        "margin": args.beta * margin.mean().item(),
-        "kl": from_policy(log_ratios, args).mean().item(),
-        "frac_ties": 1 - decided.mean().item(),
-        "grad_norm": grad_norm.item(),
-    }
+    return means.read() | {"grad_norm": grad_norm.item()}
 
 
-def draw(model, ref_model, prompts: list[list[int]], eos: list[int], step: int, args: Args) -> Samples:
+def draw(model, reference, prompts: list[list[int]], step: int, args: Args) -> Samples:
     """G completions of each prompt, from the policy; with --xpo-alpha, every second one is from the reference."""
-
-    def some(of, count: int, purpose: str) -> Samples:
-        rows_at_once = args.sample_batch_size * count // args.num_generations
-        return sample_all(of, prompts, count, args.max_completion_length, eos, args.temperature, rows_at_once,
-                          (args.seed, purpose, step))  # fmt: skip
-
     if not args.xpo_alpha:
-        return some(model, args.num_generations, "train")
-    ours = some(model, args.num_generations // 2, "train")
-    with nullcontext() if ref_model else model.disable_adapter():
-        theirs = some(ref_model or model, args.num_generations // 2, "reference")
+        return sample_all(model, prompts, args.num_generations, args, args.temperature, "train", step)
+    half = args.num_generations // 2
+    ours = sample_all(model, prompts, half, args, args.temperature, "train", step)
+    with nullcontext() if reference else model.disable_adapter():
+        theirs = sample_all(reference or model, prompts, half, replace(args, sampler=""), args.temperature,
+                            "reference", step)  # fmt: skip
     both = join([ours, theirs])
     in_turn = torch.arange(len(both.ended), device=model.device).view(2, -1).T.flatten()
     return Samples(*ours[:2], *(x[in_turn] for x in both[2:]))
 
 
-def collect(model, ref_model, tokenizer, task: Task, score: Callable, step: int,
-            args: Args) -> tuple[Samples, Scored]:  # fmt: skip
-    """Samples and scores G completions for each of the step's P prompts."""
-    first = (step - 1) * args.num_prompts
-    rows = [task.train(first + i, args.seed) for i in range(args.num_prompts)]
-    prompts = [present(row, tokenizer) for row in rows]
-    tokens = [encode_prompt(row, tokenizer) for row in rows]
-    with autocast(model.device, args.precision):
-        samples = draw(model, ref_model, tokens, eos_ids(model, tokenizer), step, args)
-    texts, token_lists = decode(samples, tokenizer)
-    repeated, shown = ([x for x in xs for _ in range(args.num_generations)] for xs in (rows, prompts))
-    return samples, lowered(score(repeated, shown, texts, token_lists, step), samples.ended, args.missing_eos_penalty)
-
-
-def zero_std(groups: Tensor) -> Tensor:
-    """Which groups have equal rewards, or none that is known. NaN is left out. (P, G) -> (P,) bool."""
-    low, high = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
-    return ~(high > low)
+def collect(model, reference, tokenizer, task, score, step: int,
+            args: Args) -> tuple[Samples, Tensor, dict[str, float]]:  # fmt: skip
+    """Samples and scores G completions for each of this process's prompts of the step. Returns rewards and columns."""
+    rows = [task.train(i, args.seed) for i in share(range((step - 1) * args.num_prompts, step * args.num_prompts))]
+    samples = draw(model, reference, [encode_prompt(row, tokenizer) for row in rows], step, args)
+    rows = [row for row in rows for _ in range(args.num_generations)]
+    rewards, columns = score(rows, *decode(samples, tokenizer), step)
+    return samples, rewards - args.missing_eos_penalty * ~samples.ended.cpu(), columns
 
 
 @torch.no_grad()
-def reference_logps(model, ref_model, batch: Batch, args: Args) -> Tensor:
-    """Log-probabilities (B, T) under the reference: `ref_model`, or the policy without its LoRA adapters."""
-    out = torch.zeros_like(batch.samples.logps)
-    with autocast(model.device, args.precision), nullcontext() if ref_model else model.disable_adapter():
-        with unsharded(model, ref_model):
-            for rows, inputs in share(micro_batches(batch.samples, args.micro_batch_size, args.micro_batch_tokens)):
-                logps, _ = completion_logps(ref_model or model, *inputs, args.temperature)
-                out[rows, : logps.shape[1]] = logps
-    return total(out)
-
-
-def check_groups(args: Args) -> None:
-    """Raises UserError for completions that cannot be paired or split."""
-    if args.num_generations < 2 or args.num_generations % 2:
-        raise UserError(f"--num-generations is {args.num_generations}: it must be even, for completions come in pairs")
-    size, group = args.micro_batch_size, args.num_generations
-    if size % 2 or (not args.micro_batch_tokens and size % group and group % size):
-        raise UserError(
-            f"--micro-batch-size {size} must be even and a multiple or a divisor of --num-generations {group}"
-        )
+def reference_logps(model, reference, samples: Samples, args: Args) -> Tensor:
+    """Log-probabilities (B, T) under the reference: a model, or the policy without its LoRA adapters."""
+    out, scorer = torch.zeros_like(samples.logps), reference or model
+    without_adapters = nullcontext() if reference else model.disable_adapter()
+    with without_adapters, autocast(model, args.precision):
+        for rows, inputs in micro_batches(samples, args):
+            logps, _ = completion_logps(scorer, *inputs, args.temperature)
+            out[rows, : logps.shape[1]] = logps
+    return out
 
 
 def train(args: Args) -> list[dict]:
-    device = prepare(args)
+    device = start(prepare(args))
     task = load_task(args.task, args.prompt_column)
-    score = make_scorer(task, args.reward, args.reward_weights, args.max_steps, device, args.trust_remote_code)
-    model, tokenizer = load_policy(args, device)
-    settings = resolve_for(model, args, PRESETS)
-    without_dropout(model)
-    check_groups(args)
-    check_model(model, args.precision)
-    task = usable_prompts(task, model, tokenizer, args)
-    ref_model = load_reference(args, device)
-    optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, args.adam_beta2),
-                                  weight_decay=args.weight_decay, fused=True)  # fmt: skip
-    prompts = [encode_prompt(row, tokenizer) for row in task.heldout]
-    settings += check_memory(model, args, prompt=max(map(len, prompts)), reference=True)
-    evaluation = partial(evaluate, model, tokenizer, task, score, args.eval_prompts, args.eval_samples,
-                         args.max_completion_length, args.temperature, args.seed,
-                         rows_at_once=args.sample_batch_size, precision=args.precision)  # fmt: skip
-    run = Run(args, NAME, task.name, args.max_steps, ("reward", "accuracy", "eval/greedy", "eval/pass@1"),
-              schedule_depends_on_budget=args.lr_schedule != "constant")  # fmt: skip
+    model, tokenizer = load_model(args, device)
+    settings = resolve(model, args, PRESETS)
+    if args.num_generations < 2 or args.num_generations % 2:
+        raise UserError(f"--num-generations is {args.num_generations}: it must be even, for completions come in pairs")
+    if not args.beta:
+        raise UserError("--beta is 0: it must be above 0, or the loss is the same for all policies")
+    task = usable(task, model, tokenizer, args)
+    score = make_scorer(task, args, tokenizer, device)
+    reference = load_model(args, device, frozen=True)[0] if not args.lora_rank else None
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate,
+                                  betas=(0.9, args.adam_beta2), weight_decay=args.weight_decay, fused=True)  # fmt: skip
+    run = Run(args, NAME, task.name, args.max_steps, ("reward", "accuracy", "eval/greedy", "eval/pass@1"))
     run.print(settings)
-
-    def state() -> dict:
-        return {"model": trained_state(model), "optimizer": optimizer.state_dict()}
-
-    if not run.restore(model=model, optimizer=optimizer):
-        run.log(0, **evaluation())
-        run.save(0, state())
+    parts = {"trained": Trained(model, optimizer)}
+    if not run.restore(**parts):
+        run.log(0, **evaluate(model, tokenizer, task, score, args))
     model.train()
     while run.step < args.max_steps:
-        start, before = time.perf_counter(), (run.step, state, rng_state())
-        step = run.step + 1
-        rate = set_learning_rate(optimizer, step, args)
+        step, begun = run.step + 1, time.perf_counter()
+        rate = set_rate(optimizer, step, args)
 
         # collect
-        with run.saving(*before):
-            samples, scored = collect(model, ref_model, tokenizer, task, score, step, args)
+        samples, rewards, columns = collect(model, reference, tokenizer, task, score, step, args)
         sampled, due = time.perf_counter(), run.due(step, args.eval_every)
         if step == 1 or due:
-            run.print(show_samples(tokenizer, samples, scored.rewards.tolist(), scored.extra))
-        batch = Batch(samples, scored.rewards.to(device), None)
-        batch = batch._replace(ref_logps=reference_logps(model, ref_model, batch, args))
+            run.print(shown(samples, tokenizer, rewards.tolist()))
+        ref_logps = reference_logps(model, reference, samples, args)
 
         # update
-        columns = update(model, optimizer, batch, args)
+        columns |= update(model, optimizer, Batch(samples, rewards.to(device), ref_logps), args)
+        alarm(columns.get("sampler_gap"), run, args)
 
         # evaluate
-        groups, lengths = batch.rewards.view(-1, args.num_generations), samples.completion_mask.sum(1).float()
+        groups, lengths = rewards.view(-1, args.num_generations), samples.completion_mask.sum(1).float()
+        least, most = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
         columns |= {
-            "reward": from_policy(batch.rewards, args).nanmean().item(),
-            "frac_zero_std": zero_std(groups).float().mean().item(),
+            "reward": from_policy(rewards, args).nanmean().item(),
+            "frac_zero_std": 1 - (most > least).float().mean().item(),
             "length": from_policy(lengths, args).mean().item(),
             "truncated": 1 - from_policy(samples.ended, args).float().mean().item(),
             "learning_rate": rate,
-            **scored.columns,
-            **model.sampler_columns,
-            "time/sample": sampled - start,
-            "time/step": time.perf_counter() - start,
+            "time/sample": sampled - begun,
+            "time/step": time.perf_counter() - begun,
         }
-        columns["time/tokens_per_second"] = lengths.sum().item() / columns["time/step"]
+        columns["time/tokens_per_second"] = total(lengths.sum()).item() / columns["time/step"]
         if due:
-            with run.saving(step, state, columns=columns):
-                columns |= evaluation(step=step)
-        run.log(step, **columns)
-        if line := advice(run.history):
-            run.print(f"step {step}: {line}")
-        run.end_step(step, state)
+            columns |= evaluate(model, tokenizer, task, score, args, step)
+        run.log(step, **averaged(columns))
+        run.end_step(step, parts)
 
-    curves = {"reward": ("reward",), "held-out": ("eval/[!d]*",), "nats from the reference": ("kl",)}
+    curves: dict = {"reward": ("reward",), "held-out": ("eval/*",), "nats from the reference": ("kl",)}
     return run.finish(lambda folder: save_model(model, tokenizer, folder, args), curves, f"{TITLE} on {task.name}")
 
 
 if __name__ == "__main__":
-    main(Args, train)
+    main(Args, train, NAME)
