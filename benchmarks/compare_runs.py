@@ -17,8 +17,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from utils.cli import saved_args  # noqa: E402
-from utils.errors import UserError  # noqa: E402
+from utils.core import UserError  # noqa: E402
 
 
 @dataclass
@@ -50,7 +49,8 @@ def read(folder: Path, columns: tuple[str, ...]) -> Evaluated:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{folder} is no run's folder: it has no metrics.jsonl")
-    args, samples, run = saved_args(folder), 0.0, Evaluated(folder.name)
+    args = json.loads((folder / "config.json").read_text())["args"]
+    samples, run = 0.0, Evaluated(folder.name)
     a_step = args.get("num_prompts", 0) * (args.get("num_votes") or args.get("num_generations") or 0)
     seen: dict[str, float] = {}  # training columns as they last were
     for row in map(json.loads, path.read_text().splitlines()):

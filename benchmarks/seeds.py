@@ -35,7 +35,7 @@ import tyro
 from scipy.stats import t as student
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils.errors import PositiveInt, UserError, check_numbers  # noqa: E402
+from utils.core import UserError  # noqa: E402
 from utils.machine import cores  # noqa: E402
 
 OURS = ("seed", "output-dir", "resume")  # set for each seed, so not to be given
@@ -45,9 +45,9 @@ OURS = ("seed", "output-dir", "resume")  # set for each seed, so not to be given
 class Args:
     script: tyro.conf.Positional[Path]
     """for example algos/ppo.py; its own flags stand behind --"""
-    seeds: PositiveInt = 8
+    seeds: int = 8
     """seeds 1 to this"""
-    jobs: PositiveInt = cores()
+    jobs: int = cores()
     """runs at a time, one thread each"""
     folder: Path | None = None
     """where runs and results go; None: runs/seeds-SCRIPT-FLAGS"""
@@ -138,7 +138,8 @@ def write(table: dict[str, list[list[float]]], seeds: int, title: str, args: Arg
 
 
 def main(args: Args, flags: list[str]) -> None:
-    check_numbers(args)
+    if args.jobs < 1:
+        raise UserError(f"--jobs is {args.jobs}: it must be at least 1")
     title = " ".join([args.script.name, *flags])
     if args.seeds < 2:
         raise UserError("--seeds 1: one seed has no interval; give at least 2, or run the script itself")

@@ -8,7 +8,6 @@ EXEMPT = {
     "threads": "results are equal at equal counts only",
     "output_dir": "a path",
     "save_every": "when the run is saved",
-    "keep": "how many checkpoints stay",
     "resume": "a path; tests of their own",
     "track": "logging",
     "evaluate": "does not train; tests of its own",
@@ -16,7 +15,6 @@ EXEMPT = {
     "trust_remote_code": "needs a model that brings code; tests of its own",
     "fsdp": "needs several processes; test_distributed.py shows that it acts",
     "sampler": "needs a server; test_engine.py shows that it acts",
-    "cuda_graphs": "equal on a CPU; test_invariance.py shows that it acts",
 }
 MEMORY = {  # flags that must leave results equal -> what shows that they act (tiny_runs.Counts)
     "micro_batch_size": "passes",
@@ -55,13 +53,13 @@ SPECIAL = {
     "prompt_column": ({"task": "@rows.jsonl"}, "question"),
     "reward": ({}, ("@rewards.py:sparse",)),
     "reward_weights": ({}, (0.5,)),
+    "combine": ({"reward": ("@classifier", "@other-classifier")}, ["min", "mean-std"]),
     "epsilon_high": ({}, 0.01),
     "mask_truncated_completions": ({"max_completion_length": 16}, True),
     "lr_schedule": ({"max_steps": 3, "warmup_steps": 0}, ["constant", "cosine"]),  # of 2 steps linear and cosine agree
     "warmup_steps": ({}, 2),
     "lora_rank": ({}, 2),
     "lora_modules": ({"lora_rank": 2}, ("q_proj",)),
-    "float32_head": ({"precision": "bfloat16"}, True),
     "save_dtype": ({}, "bfloat16"),
     "attn_implementation": ({}, "eager"),
     "micro_batch_tokens": ({"micro_batch_size": 8}, 40),

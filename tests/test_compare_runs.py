@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.compare_runs import Settings, compare
-from utils.errors import UserError
+from utils.core import UserError
 
 
 def write(folder, rows: list[dict], **config):

@@ -17,7 +17,7 @@ from tabular import COMPLETIONS, EOS, OUTSIDE, PROMPTS, T_MAX, TabularLM, gradie
 from tabular import random_table as random_logits
 
 from algos import vineppo
-from utils.errors import UserError
+from utils.core import UserError
 from utils.lm import Samples, pad_left
 from utils.rewards import Scored
 

@@ -15,7 +15,7 @@ from scipy.stats import t as student
 
 from algos import ppo
 from benchmarks import seeds
-from utils.errors import UserError
+from utils.core import UserError
 
 FLAGS = "--env-id environments:Fixed-v0 --num-envs 2 --num-steps 64".split()
 FLAGS += "--total-timesteps 2048 --eval-every 1024 --eval-episodes 1 --save-every 256".split()

@@ -1,46 +1,45 @@
 """Lines that a script needs and whose loss no curve shows, in whole runs of every script that has them."""
 
 import importlib
-from dataclasses import replace
 
 import pytest
 import torch
 from every_script import NAMES, options, sharing
-from helpers import ONLINE, assert_same_result, checkpoints, stopped_after
+from helpers import ONLINE, assert_same_result, checkpoint, copied_at
 from tiny_runs import result, same, train
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from algos import grpo
 from tests.specs import SPECS
-from utils.checkpoint import load_newest
-from utils.evaluation import evaluate
-from utils.models import TINY_MODEL, load_model
-from utils.tasks import load_task
+from utils.data import load_task
+from utils.lm import load_model
+from utils.rewards import evaluate
 
 LANGUAGE = [algo for algo in NAMES if "lora_rank" in options(algo)]
 
 
 @pytest.mark.parametrize("algo", LANGUAGE)
 def test_dropout_of_the_model_is_off(algo):
-    """A model with dropout trains as one without it that has the same weights. sft.py keeps the model's own."""
+    """A model with dropout trains as one without it that has the same weights."""
     with_dropout = result(algo, SPECS[algo].flags | {"model": "@dropout"})
-    assert same(with_dropout, result(algo, SPECS[algo].flags)) == (algo != "sft")
+    assert same(with_dropout, result(algo, SPECS[algo].flags))
 
 
 @pytest.mark.parametrize("algo", LANGUAGE)
 def test_a_resumed_run_goes_on_with_the_global_generators(algo, tmp_path):
     """Rewards, environments and models of the user may draw from them: a resumed run equals the uninterrupted one."""
     assert SPECS[algo].noise, f"tests/specs/{algo}.py: give Spec(noise=...)"
-    settings = SPECS[algo].flags | SPECS[algo].noise | {"save_every": 1, "keep": 99}
-    train(algo, settings, tmp_path)
-    (reference,) = tmp_path.iterdir()
-    *_, late, _ = checkpoints(reference)
-    folder = stopped_after(late, reference, tmp_path)
-    states = [load_newest(path / "checkpoints")["rng"] for path in (folder, reference)]
-    assert len({str([state["python"], state["numpy"], state["torch"].tolist()]) for state in states}) == 2, (
-        f"tests/specs/{algo}.py: no global generator is drawn from after step {late}: the settings in noise must"
+    settings = SPECS[algo].flags | SPECS[algo].noise | {"save_every": 1}
+    with copied_at(1, tmp_path / "stopped"):
+        train(algo, settings, tmp_path / "runs")
+    (whole,) = (tmp_path / "runs").iterdir()
+    states = [str([checkpoint(path)["rng"][0][1], checkpoint(path)["rng"][2].tolist()])
+              for path in (tmp_path / "stopped", whole)]  # fmt: skip
+    assert states[0] != states[1], (
+        f"tests/specs/{algo}.py: no global generator is drawn from after step 1: the settings in noise must"
     )
-    train(algo, settings | {"resume": str(folder)}, tmp_path)
-    assert_same_result(folder, reference)
+    train(algo, settings | {"resume": str(tmp_path / "stopped")}, tmp_path / "runs")
+    assert_same_result(tmp_path / "stopped", whole)
 
 
 @pytest.mark.parametrize("algo", [algo for algo in NAMES if "max_grad_norm" in options(algo)])
@@ -99,20 +98,19 @@ def test_the_policy_begins_as_its_reference(average):
     assert len(ratios) == 4 and ratios == pytest.approx([0.0] * 4, abs=1e-5)
 
 
-@pytest.mark.parametrize("reward, right", [(0.5, 0.0), (1.0, 1.0)])
-def test_an_answer_with_a_part_of_the_reward_is_not_right(reward, right):
-    task = replace(load_task("sort"), score=lambda *_: {"reward": reward})
-    columns = evaluate(*load_model(TINY_MODEL), task, None, 2, 4, 4, 1.0, 1)
-    distinct = columns.pop("eval/distinct")
-    assert columns == {"eval/greedy": reward, "eval/pass@1": right, "eval/pass@4": right}
-    assert 1 <= distinct <= 4 if right else distinct == 0
+ARGS = dict(eval_prompts=2, eval_samples=4, max_completion_length=4, sample_batch_size=64, precision="float32")
 
 
 def test_right_answers_are_counted_once(monkeypatch):
-    """Two prompts, four samples each: of the first "a" is right twice and "b" once, of the second nothing."""
+    """Two prompts, four samples each: of the first "a" is right twice and "b" once, of the second nothing. An answer
+    with a part of the reward is not right."""
     answers = {1: ["a", "c"], 4: ["a", "a", "b", "c", "c", "c", "c", "c"]}
-    monkeypatch.setattr("utils.evaluation.sample_all", lambda *inputs: inputs[2])
-    monkeypatch.setattr("utils.evaluation.decode", lambda count, _: (answers[count], []))
-    task = replace(load_task("sort"), score=lambda _, text: {"reward": float(text in "ab")})
-    columns = evaluate(*load_model(TINY_MODEL), task, None, 2, 4, 4, 1.0, 1)
-    assert columns == {"eval/greedy": 0.5, "eval/pass@1": 3 / 8, "eval/pass@4": 0.5, "eval/distinct": 1.0}
+    monkeypatch.setattr("utils.rewards.sample_all", lambda *inputs: inputs[2])
+    monkeypatch.setattr("utils.rewards.decode", lambda count, _: (answers[count], []))
+    for part in (0.0, 0.5):
+        task = load_task("sort")._replace(score=lambda _, text: float(text in "ab") or part)  # noqa: B023
+        columns = evaluate(*load_model(grpo.Args()), task, None, grpo.Args(**ARGS))
+        if part:
+            assert columns == {"eval/greedy": 0.75, "eval/sampled": 11 / 16}
+        else:
+            assert columns == {"eval/greedy": 0.5, "eval/pass@1": 3 / 8, "eval/pass@4": 0.5}

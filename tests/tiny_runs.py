@@ -25,7 +25,7 @@ from helpers import REPO
 from safetensors.torch import load_file
 from small_data import pendulum
 
-from utils import tasks
+from utils import data
 
 REWARDS = """
 import random, numpy, torch
@@ -60,8 +60,10 @@ MODELS = {  # name -> architecture, seed of the weights, settings
     "other": ("Llama", 1, {}),
     "chat": ("Llama", 0, {}),  # with a chat template
     "dropout": ("Llama", 0, {"attention_dropout": 0.5}),  # the weights of "model"
-    # draws while it trains, so little that utils/checks.py lets it
+    # draws while it trains, so little that `alarm` lets it
     "jitter": ("Mixtral", 0, {"router_jitter_noise": 1e-4, "num_local_experts": 2}),
+    "classifier": ("Llama", 0, {"num_labels": 1}),
+    "other-classifier": ("Llama", 1, {"num_labels": 1}),
 }
 gym.register("Heavy-v0", "gymnasium.envs.classic_control:PendulumEnv", kwargs={"g": 20}, max_episode_steps=40)
 gym.register("ALE/NoisyPong-v0", "tiny_runs:noisy_pong")
@@ -96,7 +98,8 @@ def world() -> Path:
             eos_token_id=1, pad_token_id=0, initializer_range=0.2, **more,
         )  # fmt: skip
         torch.manual_seed(seed)
-        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder / name)
+        head = "SequenceClassification" if "classifier" in name else "CausalLM"
+        getattr(transformers, f"{kind}For{head}")(config).save_pretrained(folder / name)
         tokenizer.chat_template = TEMPLATE if name == "chat" else None
         tokenizer.save_pretrained(folder / name)
     (folder / "tiny").symlink_to(REPO / "utils" / "tiny_model")
@@ -116,7 +119,7 @@ def world() -> Path:
     pendulum(folder / "pendulum.hdf5")
     pendulum(folder / "other.hdf5", length=30)
     pendulum(folder / "walk.hdf5", "environments:Walk-v0")
-    tasks.procedural = functools.cache(tasks.procedural)  # drawing the held-out rows takes longer than such a run
+    data.procedural = functools.cache(data.procedural)  # drawing the held-out rows takes longer than such a run
     return folder
 
 
@@ -202,7 +205,7 @@ def train(algo: str, settings: dict, output_dir: Path) -> tuple[list[dict], dict
     args = dict(device="cpu", output_dir=str(output_dir), save_every=10**9) | settings
     args = module.Args(**{name: paths(value) for name, value in args.items() if name in options(algo)})
     loaded = mock.patch.object(transformers.AutoModelForCausalLM, "from_pretrained", copy_of_model)
-    with Counts() as counts, mock.patch("utils.run.environment", dict), loaded:
+    with Counts() as counts, loaded:
         return module.train(args), dataclasses.asdict(args), counts
 
 
