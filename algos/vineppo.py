@@ -211,9 +211,8 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 def token_weights(mask: Tensor, aggregation: str, max_completion_length: int) -> Tensor:
     """Weight of each token's loss in the step's loss, over the B rows of all processes. mask of 0 and 1, (B, T).
 
-    sequence: 1 / (B T_i), the paper's. Not the policy gradient: tokens of long completions count less than others.
-    token: 1 / sum of all T_i of the step, as TRL and verl; DAPO's formula takes each group's own sum.
-    constant: 1 / (B L_max), Dr. GRPO: all tokens count alike, so lengths bias nothing.
+    constant: 1 / (B L_max): at rho = 1 and beta = 0 exactly the policy gradient in expectation, divided by L_max.
+    token: 1 / sum of all T_i of the step, as the authors' code. sequence: 1 / (B T_i). Both are biased.
     """
     rows = total(torch.tensor(len(mask), device=mask.device))
     if aggregation == "sequence":
@@ -302,6 +301,7 @@ def state_values(model, tokenizer, task, score, samples: Samples, ends: Tensor, 
     repeated = [state for state in states for _ in range(kept)]
     left = torch.tensor([[args.max_completion_length - len(prefix)] for _, prefix in repeated], device=model.device)
     mask, lengths = drawn.completion_mask, drawn.completion_mask.sum(1, keepdim=True)
+    count = total(torch.tensor([len(ends) + len(repeated), int(samples.completion_mask.sum() + mask.sum())]))
     drawn = drawn._replace(completion_mask=mask & (torch.arange(mask.shape[1], device=model.device) < left),
                            ended=drawn.ended & (lengths <= left)[:, 0])  # fmt: skip
     token_lists = [[*prefix, *ids] for (_, prefix), ids in zip(repeated, decode(drawn, tokenizer)[1])]
@@ -310,9 +310,7 @@ def state_values(model, tokenizer, task, score, samples: Samples, ends: Tensor, 
     rewards = rewards - args.missing_eos_penalty * ~drawn.ended.cpu()
     value = dict(zip(states, rewards.view(-1, kept).nanmean(1)))
     values = pad_sequence([torch.stack([value[state] for state in path]) for path in passed], batch_first=True)
-    count = torch.stack([torch.tensor(len(ends) + len(repeated)),
-                         (samples.completion_mask.sum() + drawn.completion_mask.sum()).cpu()])  # fmt: skip
-    sampled, tokens = total(count).tolist()
+    sampled, tokens = count.tolist()
     columns = {"steps": sum(map(len, starts)) / len(starts), "sampled": sampled, "sampled_tokens": tokens}
     return values.to(model.device), columns
 
@@ -381,7 +379,7 @@ def train(args: Args) -> list[dict]:
         lengths = samples.completion_mask.sum(1).float()
         columns |= {
             "reward": rewards.nanmean().item(),
-            "reward_std": rewards[~rewards.isnan()].std(correction=0).item(),
+            "reward_std": moments(rewards)[1].item(),
             "length": lengths.mean().item(),
             "truncated": 1 - samples.ended.float().mean().item(),
             "learning_rate": rate,

@@ -172,7 +172,7 @@ def usable(task: Task, model, tokenizer, args) -> Task:
 
 
 def keep_rows(task: Task, encode: Callable[[dict], Sequence], limit: float, remedy: str) -> Task:
-    """The task with the rows that `keep` keeps."""
+    """The task with the rows that `keep` keeps. Raises UserError for an endless one of which some cannot be used."""
     heldout, rows = (rows and keep(rows, encode, limit) for rows in (task.heldout, task.rows))
     if rows is not None:
         return task._replace(rows=rows, train=epochs(rows), heldout=heldout)
