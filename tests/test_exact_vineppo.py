@@ -18,8 +18,7 @@ from tabular import random_table as random_logits
 
 from algos import vineppo
 from utils.core import UserError
-from utils.lm import Samples, pad_left
-from utils.rewards import Scored
+from utils.dist import Samples, pad_left
 
 pytestmark = pytest.mark.usefixtures("float64")
 TOKENIZER = SimpleNamespace(batch_decode=lambda rows, **_: ["".join(map(str, ids)) for ids in rows])
@@ -39,30 +38,33 @@ def run_update(batch, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
     return (model.table.detach().numpy() - TABLE) / rate, metrics
 
 
-def score(rows, prompts, texts, token_lists, step) -> Scored:
+def score(rows, texts, token_lists, step) -> tuple:
     assert texts == ["".join(map(str, ids)) for ids in token_lists] and step == STEP
-    return Scored(torch.tensor([REWARDS[row["p"]][tuple(ids)] for row, ids in zip(rows, token_lists)]), {}, {})
+    return torch.tensor([REWARDS[row["p"]][tuple(ids)] for row, ids in zip(rows, token_lists)]), {}
+
+
+def sampled(rest: tuple) -> tuple:
+    """What the sampler draws of a continuation that its limit cut off: it goes on, for it has another limit."""
+    return rest if EOS in rest else (*rest, 0, EOS)
 
 
 @pytest.fixture
 def values_of(monkeypatch):
     """state_values of a batch, where `drawn` holds the continuations of each state (prompt, prefix)."""
     monkeypatch.setattr(vineppo, "encode_prompt", lambda row, _: PROMPTS[row["p"]])
-    monkeypatch.setattr(vineppo, "present", lambda row, _: "")
-    monkeypatch.setattr(vineppo, "eos_ids", lambda *_: [EOS])
     task = SimpleNamespace(train=lambda i, seed: {"p": i - (STEP - 1) * P})
 
     def values(samples, ends, drawn, score=score, **settings) -> tuple[torch.Tensor, dict]:
         args = args_of(len(samples.ended) // P, num_continuations=len(next(iter(drawn.values()))), **settings)
 
-        def sample_all(model, contexts, kept, limits, eos, temperature, rows_at_once, key):
-            assert key == (args.seed, "values", STEP) and eos == [EOS] and temperature == args.temperature
+        def sample_all(model, contexts, kept, given, temperature, *key):
+            assert key == ("values", STEP) and given is args and temperature == args.temperature
             rows = []
-            for context, limit in zip(contexts, limits, strict=True):
+            for context in contexts:
                 p = next(p for p, prompt in enumerate(PROMPTS) if context[: len(prompt)] == prompt)
                 prefix = tuple(context[len(PROMPTS[p]) :])
-                assert limit == T_MAX - len(prefix) and len(drawn[p, prefix]) == kept
-                rows += drawn[p, prefix]
+                assert len(drawn[p, prefix]) == kept
+                rows += map(sampled, drawn[p, prefix])
             lists = [torch.tensor(row) for row in rows]
             ids = torch.nn.utils.rnn.pad_sequence(lists, True)
             mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
@@ -202,7 +204,7 @@ def test_states_are_estimated_once(values_of):
     start, other = mean(0, ()), mean(1, ())
     later, last = mean(0, (0,)), mean(1, (0,))
     close(values, [[start, later], [start, 0], [start, later], [other, 0], [other, last], [other, last]])
-    tokens = 11 + sum(len(rest) for state, rests in DRAWN.items() if state != (0, (2,)) for rest in rests)
+    tokens = 11 + sum(len(sampled(rest)) for state, rests in DRAWN.items() if state != (0, (2,)) for rest in rests)
     assert columns == {"steps": 10 / 6, "sampled": 6 + 4 * 2, "sampled_tokens": tokens}
 
 
@@ -211,9 +213,9 @@ def test_cut_off_continuations_get_the_penalty(values_of):
     samples = make_batch(GROUPS, [[0.0] * 3] * P).samples
     ends = torch.zeros_like(samples.completion_mask)
 
-    def some(rows, prompts, texts, token_lists, step) -> Scored:
+    def some(rows, texts, token_lists, step) -> tuple:
         rewards = [math.nan if row["p"] or ids == [1] else 1.0 for row, ids in zip(rows, token_lists)]
-        return Scored(torch.tensor(rewards), {}, {})
+        return torch.tensor(rewards), {}
 
     drawn = {(0, ()): ((1,), (2, 0), (2, 1)), (1, ()): ((1,),) * 3}
     values, _ = values_of(samples, ends, drawn, some, missing_eos_penalty=0.5, temperature=0.7)

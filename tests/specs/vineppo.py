@@ -29,22 +29,24 @@ an-end-that-looks-ahead: of separators in a row the last one is enough; V before
 + return torch.isin(ids, separators) & pad(mask[:, 1:] & ~torch.isin(ids[:, 1:], separators), (0, 1))
 
 continuations-are-not-fresh: the stream of the completions again, whose first draws are theirs
-- (args.seed, "values", step)
-+ (args.seed, "train", step)
+- args.temperature, "values", step)
++ args.temperature, "train", step)
 
 more-tokens-than-were-left: the limit of a completion for what is only its rest
-- [args.max_completion_length - len(prefix) for _, prefix in states]
-+ [args.max_completion_length for _, prefix in states]
+- [[args.max_completion_length - len(prefix)] for _, prefix in repeated]
++ [[args.max_completion_length] for _, prefix in repeated]
+
+a-cut-one-has-ended: the sampler reached EOS, behind what the completion had left
+- ended=drawn.ended & (lengths <= left)[:, 0])
++ ended=drawn.ended)
 
 continuations-at-another-temperature: the sampler has its own default
-- eos_ids(model, tokenizer), args.temperature, args.sample_batch_size,
--                            (args.seed, "values", step))
-+ eos_ids(model, tokenizer), 1.0, args.sample_batch_size,
-+                            (args.seed, "values", step))
+- kept, args, args.temperature, "values", step)
++ kept, args, 1.0, "values", step)
 
 scored-without-what-was-there: what the sampler returns looks like an answer
-- [[*prefix, *ids] for (_, prefix), ids in zip(repeated, rest)]
-+ rest
+- [[*prefix, *ids] for (_, prefix), ids in zip(repeated, decode(drawn, tokenizer)[1])]
++ decode(drawn, tokenizer)[1]
 
 states-of-another-prompt: the row within its group for the number of the group
 - passed = [[(i // group, tuple(ids[:t])) for t in starts[i]]
@@ -55,12 +57,12 @@ end-for-start: a state ends with its separator, and the slice stops before it
 + starts = [[0, *end.nonzero()[:, 0].tolist()] for end in ends]
 
 cut-off-continuations-keep-their-reward: the penalty is taken where completions are scored
-- lowered(score(of_states, shown, texts, token_lists, step), drawn.ended, args.missing_eos_penalty)
-+ score(of_states, shown, texts, token_lists, step)
+- rewards = rewards - args.missing_eos_penalty * ~drawn.ended.cpu()
++ pass
 
 unknown-spoils-the-state: a mean over what is there needs nanmean
-- scored.rewards.view(-1, kept).nanmean(1)
-+ scored.rewards.view(-1, kept).mean(1)
+- rewards.view(-1, kept).nanmean(1)
++ rewards.view(-1, kept).mean(1)
 
 whitened-over-all-tokens: the mask of the completions for the one that is trained
 - advantage = whiten(advantage, mask)
@@ -68,7 +70,7 @@ whitened-over-all-tokens: the mask of the completions for the one that is traine
 
 advantages-of-the-first-minibatch: rows are counted within the minibatch there and within the batch here
 - advantage[rows, :width], args.epsilon, high)
-+ advantage[part, :width], args.epsilon, high)
++ advantage[torch.arange(len(rows)), :width], args.epsilon, high)
 """
 SHORT = dict(task="countdown", max_steps=25, num_prompts=16, num_generations=8, eval_every=0, eval_prompts=64)
 VINE = SHORT | dict(num_continuations=3)
