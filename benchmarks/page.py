@@ -245,10 +245,28 @@ def real_models() -> str:
     )
 
 
+def gpu() -> str:
+    """For README.md: what benchmarks/gpu.py has found on a GPU."""
+    parts = {part: read(f"gpu/{part}") for part in ("check", "speed", "learn")}
+    ran = {part: data for part, data in parts.items() if data and not data["smoke"]}
+    if not ran:
+        return "- a GPU: neither CUDA nor Apple's MPS. `benchmarks/gpu.py` is ready to try one.\n  `torchrun` and `--fsdp` were tried with two processes on one CPU, and as two nodes on one machine;"
+    lines = []
+    for part, data in ran.items():
+        items = {name: found for name, found in data["items"].items() if name != "end"}
+        wrong = [name for name, found in items.items() if "error" in found or not found.get("ok", True)]
+        idle = sum("not run" in found for found in items.values())
+        ratios = "".join(f", {name} {value:.2f}" for name, value in data["ratios"].items())
+        failed = f", failed: {', '.join(wrong)}" if wrong else ""
+        lines.append(f"  `{part}` on one {data['machine']['gpu']} at commit {data['machine']['commit']}: "
+                     f"{len(items) - len(wrong) - idle} of {len(items)} items{ratios}{failed};")  # fmt: skip
+    return "- a GPU, but for `benchmarks/gpu.py`, and never Apple's MPS:\n" + "\n".join(lines)
+
+
 def page(text: str) -> str:
     """A page's text with its tables renewed."""
     for table in (algorithms, catalogue, proofs, effect_verdicts, speeds, published_budget, offline_scores,
-                  real_models):  # fmt: skip
+                  real_models, gpu):  # fmt: skip
         begin = f"<!-- {table.__name__}: python benchmarks/page.py write -->\n"
         if begin in text:
             head, rest = text.split(begin)
