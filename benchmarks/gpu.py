@@ -5,8 +5,8 @@
     python benchmarks/gpu.py learn --out benchmarks/results/gpu      210 s: SmolLM2 on sums, beside TRL
     python benchmarks/page.py write                                  the pages, from what these wrote
 
-A part writes OUT/PART.json after each item. An item that fails is recorded with its error, and the next one runs. One for
-which no time is left is recorded as "not run". --smoke does the same on any machine with tiny sizes.
+A part writes OUT/PART.json after each item. An item that fails is recorded with its error, one without time left as not
+run, and the next one goes on. --smoke does the same on any machine with tiny sizes.
 
     python benchmarks/gpu.py bundle FOLDER --cleanrl CLONE
 
@@ -494,8 +494,8 @@ def gradients(script: str, words: list[str], device: str) -> dict:
 
 
 def largest_difference(ours: list, others: list) -> float:
-    """Of tensors in pairs, as a share of each one's largest entry; of smaller ones than a thousandth of the largest, which
-    hold rounding alone, as a share of that."""
+    """Of tensors in pairs, as a share of each one's largest entry. Below a thousandth of the largest tensor's there is
+    rounding alone: then as a share of that."""
     if len(ours) != len(others) or not any(tensor.any() for tensor in ours):
         raise ValueError(f"{len(ours)} and {len(others)} gradients, or all of them 0")
     sizes = [tensor.abs().max().item() for tensor in ours]
@@ -516,8 +516,8 @@ def all_reduce(device: str) -> dict:
 
 def train(script: str, flags: dict, words: tuple = (), lengths: tuple = (), steps: int = 0, seconds: float = 0.0,
           begin: int = 1, profile: tuple = (), compiled: bool = False) -> dict:  # fmt: skip
-    """A run of which each update is timed. It ends after update `steps`, or with its curve and model `seconds` after the
-    end of the first one. After update k a completion has at most lengths[k - 1] tokens. profile: from the end of
+    """A run of which each update is timed. It ends after update `steps`, or with its curve and model `seconds` after
+    the first one. After update k a completion has at most lengths[k - 1] tokens. profile: from the end of
     which update to which other one. Returned updates: seconds since the one before (sampling), its own, its tokens."""
     import torch
 
@@ -672,8 +672,8 @@ def random_models(folder: str, shapes: dict) -> dict:
 
 
 def chat_model(folder: str, shapes: dict) -> dict:
-    """SmolLM2 from its pieces, as a folder in float32. transformers takes <|im_start|> for its EOS, and cannot save what
-    it read from a GGUF."""
+    """SmolLM2 from its pieces, as a folder in float32. transformers takes <|im_start|> for its EOS, and cannot save
+    what it read from a GGUF."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
