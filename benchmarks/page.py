@@ -250,8 +250,9 @@ def gpu() -> str:
     parts = {part: read(f"gpu/{part}") for part in ("check", "speed", "learn")}
     ran = {part: data for part, data in parts.items() if data and not data["smoke"]}
     if not ran:
-        "- a GPU: neither CUDA nor Apple's MPS. `benchmarks/gpu.py` is ready to try one.\n"
-        "  `torchrun` and `--fsdp` were tried with two processes on one CPU, and as two nodes on one machine;"
+        return (
+            "- a GPU: neither CUDA nor Apple's MPS. `benchmarks/gpu.py` is ready to try one.\n"
+            "  `torchrun` and `--fsdp` were tried with two processes on one CPU, and as two nodes on one machine;"
         )
     lines = []
     for part, data in ran.items():
