@@ -1,6 +1,6 @@
 """gSDE: algos/gsde.py."""
 
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
+from tests.specs import Effect, Recipe, Spec, parse_bugs
 from tests.specs.sac import SPEC as PARENT
 
 BUGS = """
@@ -36,9 +36,6 @@ SPEC = Spec(
     PARENT.family,
     small=PARENT.small,
     tests="exact_gsde exact_sac command_line_control resume_control",
-    curves={
-        "gsde-car": Curve(CAR | dict(eval_every=1000), "eval/return", numbers={"mean eval/return": "plain"}),
-    },
     effects={
         # chosen after three seeds of gsde alone, 1 to 3; control draws its matrices anew in each step
         "gsde-car": Effect(
