@@ -227,27 +227,37 @@ def published_budget() -> str:
     return f"{published.table()}\n\n{published.off_policy()}\n\n{published.discrete()}"
 
 
-def real_models() -> str:
-    """For README.md: whether we have run a command with a real model."""
-    run = read("real_model")
-    if not run or run["smoke"]:
+def gpu() -> str:
+    """For README.md: what benchmarks/gpu.py has found on a GPU."""
+    parts = {part: read(f"gpu/{part}") for part in ("check", "speed", "learn")}
+    ran = {part: data for part, data in parts.items() if data and not data["smoke"]}
+    real = "\n- real language models. The tests run the commands for them on small models of the same kind;"
+    if not ran:
         return (
-            "**Real models: never run by us.** The tests run the commands with a real model below on small models "
-            "of the same kind. With a GPU, `python benchmarks/real_model.py` runs one and records it here."
+            "- a GPU: neither CUDA nor Apple's MPS. `benchmarks/gpu.py` is ready to try one.\n"
+            "  `torchrun` and `--fsdp` were tried with two processes on one CPU, and as two nodes on one machine;"
+            + real
         )
-    first, last = run["curve"][0], run["curve"][-1]
+    lines = []
+    for part, data in ran.items():
+        items = {name: found for name, found in data["items"].items() if name != "end"}
+        wrong = [name for name, found in items.items() if "error" in found or not found.get("ok", True)]
+        idle = sum("not run" in found for found in items.values())
+        ratios = "".join(f", {name} {value:.2f}" for name, value in data["ratios"].items())
+        failed = f", failed: {', '.join(wrong)}" if wrong else ""
+        lines.append(f"  `{part}` on one {data['machine']['gpu']} at commit {data['machine']['commit']}: "
+                     f"{len(items) - len(wrong) - idle} of {len(items)} items{ratios}{failed};")  # fmt: skip
     return (
-        f"**Real models: run by us** on one {run['gpu']} in {run['hours']:.1f} hours at commit {run['commit']}: "
-        f"`python benchmarks/real_model.py`, {run['model']} on GSM8K, {last['step']} steps of GRPO with LoRA. Greedy "
-        f"accuracy: {first['eval/greedy']:.2f} to {last['eval/greedy']:.2f}. Other commands with a real model below "
-        "were never run by us."
+        "- a GPU, but for `benchmarks/gpu.py`, and never Apple's MPS:\n"
+        + "\n".join(lines)
+        + real * ("learn" not in ran)
     )
 
 
 def page(text: str) -> str:
     """A page's text with its tables renewed."""
     for table in (algorithms, catalogue, proofs, effect_verdicts, speeds, published_budget, offline_scores,
-                  real_models):  # fmt: skip
+                  gpu):  # fmt: skip
         begin = f"<!-- {table.__name__}: python benchmarks/page.py write -->\n"
         if begin in text:
             head, rest = text.split(begin)

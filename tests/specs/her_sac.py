@@ -1,6 +1,6 @@
 """HER for continuous actions: algos/her_sac.py."""
 
-from tests.specs import Effect, Spec, parse_bugs
+from tests.specs import Curve, Effect, Spec, parse_bugs
 from tests.specs.sac import SPEC as PARENT
 
 BUGS = """
@@ -17,6 +17,12 @@ SPEC = Spec(
     small=PARENT.small,
     tests="exact_her_sac exact_sac::test_update_of_a_child_is_that_of_sac "
           "exact_sac::test_what_waits_for_the_next_row_comes_back command_line_control resume_control",
+    curves={
+        "her_sac-reach": Curve(
+            REACH | dict(env_id="PointReach-v0", eval_every=600), "eval/success",
+            numbers={"mean eval/success": "share"},
+        ),
+    },
     effects={
         "sac-reach": Effect(
             {"hindsight": ("her_sac", REACH | dict(env_id="PointReach-v0", her_k=4)),

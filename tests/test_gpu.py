@@ -1,0 +1,84 @@
+"""benchmarks/gpu.py on a CPU: its items, what is recorded of them, and what travels to a machine without a network."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("part", [pytest.param(part, marks=pytest.mark.slow) for part in ("check", "speed", "learn")])
+def test_a_part_runs_with_tiny_sizes(part, tmp_path):
+    command = [sys.executable, ROOT / "benchmarks/gpu.py", part, "--out", tmp_path, "--smoke"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    items = json.loads((tmp_path / f"{part}.json").read_text())["items"]
+    assert len(items) > 5 and not any({"error", "not run"} & found.keys() for found in items.values())
+
+
+def test_one_gradient_is_compared(tmp_path):
+    """In a process of its own; on one machine both sides are equal."""
+    words = "--device cpu --env-id Pendulum-v1 --learning-starts 20 --batch-size 8 --total-timesteps 40".split()
+    found = gpu.worker("gradients", 100, script="sac", words=words, device="cpu")
+    assert found["tensors"] > 10 and found["largest difference"] == 0
+
+
+def test_gradients_differ_as_a_share_of_the_largest_entry():
+    import torch
+
+    ours = [torch.tensor([1.0, -4.0]), torch.tensor([1e-9, 0.0])]
+    assert gpu.largest_difference(ours, [torch.tensor([1.0, -4.2]), torch.tensor([0.0, 0.0])]) == pytest.approx(0.05)
+    with pytest.raises(ValueError, match="1 gradients"):
+        gpu.largest_difference(ours, ours[:1])
+    assert gpu.within(1e-5, 1e-4)["ok"] and not gpu.within(float("nan"), 1e-4)["ok"]
+
+
+def test_an_item_that_fails_is_recorded_and_the_next_one_runs(tmp_path):
+    record = gpu.Record("check", tmp_path, smoke=True)
+    read = lambda: json.loads((tmp_path / "check.json").read_text())["items"]  # noqa: E731
+    assert record.item("wrong", 9, lambda limit: {"x": 1 / 0}) == {}
+    assert "ZeroDivisionError" in read()["wrong"]["error"]
+    assert record.item("right", 9, lambda limit: {"limit": limit})["limit"] == 9
+    record.deadline = time.monotonic()
+    assert record.item("late", 9, lambda limit: {}) == {} and "not run" in read()["late"]
+    assert list(read()) == ["wrong", "right", "late"] and read()["right"]["limit"] == 9
+
+
+def test_a_command_that_takes_too_long_ends_with_what_it_started(tmp_path):
+    script = f"import subprocess, time; subprocess.Popen(['sh', '-c', 'sleep 2; touch {tmp_path}/late']); time.sleep(9)"
+    with pytest.raises(RuntimeError, match="longer than 1 s"):
+        gpu.call([sys.executable, "-c", script], 1)
+    time.sleep(2.5)
+    assert not (tmp_path / "late").exists()
+
+
+def test_no_command_carries_more_than_it_may():
+    room = gpu.MOST - gpu.SPARE
+    pieces = gpu.rooms(tree=20, first=30, model=2 * room)
+    assert sum(pieces) == 2 * room and pieces[0] == room - 50 and max(pieces) == room - 20
+    with pytest.raises(ValueError, match="at most 64"):
+        gpu.rooms(tree=room, first=1, model=1)
+
+
+def test_the_page_says_what_was_seen(tmp_path, monkeypatch):
+    from benchmarks import page
+
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    assert "neither CUDA" in page.gpu()
+    (tmp_path / "gpu").mkdir()
+    items = {"machine": {}, "grpo": {"ok": False}, "sac": {"error": "x"}, "ppo": {"not run": "x"}, "end": {}}
+    found = {"smoke": False, "machine": {"gpu": "H100", "commit": "abc"}, "items": items, "ratios": {"sac": 1.5}}
+    (tmp_path / "gpu/check.json").write_text(json.dumps(found))
+    assert "one H100 at commit abc: 1 of 4 items, sac 1.50, failed: grpo, sac;" in page.gpu()
+    assert "real language models" in page.gpu()
+    (tmp_path / "gpu/learn.json").write_text(json.dumps(found))
+    assert "real language models" not in page.gpu()
+    (tmp_path / "gpu/learn.json").unlink()
+    (tmp_path / "gpu/check.json").write_text(json.dumps(found | {"smoke": True}))
+    assert "neither CUDA" in page.gpu()
