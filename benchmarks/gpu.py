@@ -210,7 +210,7 @@ def check(record: Record, device: str, compiles: bool) -> None:
     record.item("grpo, whole", 60, long_run)
     roots = [script for script in SPECS if parent_of(script) is None]
     jobs = [(f"gradients, {script}", partial(gradients, script)) for script in (("sac",) if record.smoke else roots)]
-    for name, more in (("torchrun", ()), ("torchrun, fsdp", ("--fsdp",)))[: 1 if record.smoke else 2]:
+    for name, more in (("torchrun", ()), ("torchrun, fsdp", ("--fsdp",))):
         jobs.append((name, partial(long_run, stop=10, bound=1e-4, before=TORCHRUN, more=more)))
     jobs.append(("all_reduce", partial(worker, "all_reduce", before=TORCHRUN, device=device)))
     jobs.append(("killed and resumed", partial(long_run, stop=8, kill=True, bound=1e-3)))
@@ -525,9 +525,9 @@ def train(script: str, flags: dict, words: tuple = (), lengths: tuple = (), step
         pass
 
     def tokens_of(batch) -> int:
-        samples = getattr(batch, "samples", None)
-        if samples is not None:
-            return int(samples.completion_mask.sum())
+        mask = getattr(getattr(batch, "samples", batch), "completion_mask", None)
+        if mask is not None:
+            return int(mask.sum())
         return (
             sum(len(part) for row in batch for part in row if isinstance(part, list)) if isinstance(batch, list) else 0
         )
