@@ -151,8 +151,9 @@ class Run:
                 import wandb
             except ImportError as error:
                 raise UserError("--track needs wandb: pip install wandb") from error
-            name = self.dir.name
-            self.wandb = wandb.init(project="plainrl", name=name, id=name, resume="allow", config=vars(args))
+            self.dir.mkdir(parents=True, exist_ok=True)
+            how = dict(name=self.dir.name, id=self.dir.name, dir=self.dir, config=vars(args))
+            self.wandb = wandb.init(project="plainrl", resume="allow", **how)
         if self.writes:
             self.dir.mkdir(parents=True, exist_ok=True)
             versions = {name: version(name) for name in ("torch", "numpy", "transformers", "gymnasium")}
