@@ -299,9 +299,10 @@ def update(model, critic, optimizer, batch: Batch, generator: torch.Generator, a
             norms.append(clip_gradients(both, args.max_grad_norm))
             optimizer.step()
     unexplained, spread = (moments(x[known])[1].square() for x in (returns - batch.values, returns))
-    metrics = gap.read() | means.read() | {"grad_norm": torch.stack(norms).mean().item()}
     if batch.ref_logps is not None:
-        metrics["kl"] = ((samples.logps - batch.ref_logps) * samples.completion_mask).sum(1).mean().item()
+        kl = ((samples.logps - batch.ref_logps) * samples.completion_mask).sum(1)
+        gap.add(torch.ones_like(kl), kl=kl)
+    metrics = gap.read() | means.read() | {"grad_norm": torch.stack(norms).mean().item()}
     return metrics | {"explained_variance": 1 - (unexplained / spread.clamp(min=1e-12)).item()}
 
 

@@ -9,14 +9,15 @@ import sys
 import pytest
 import torch
 from filelock import FileLock
-from helpers import REPO, SMALL, metrics, runs_in
-from two_processes import WAYS, scripts
+from helpers import LANGUAGE, REPO, SMALL, metrics, runs_in
+from two_processes import WAYS
 
 from utils.dist import Means, averaged, equal_passes, moments, share, start, total
 from utils.lm import resolve
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-GRPO = [f"grpo, {case}, {way}" for case in ("by tokens", "token", "constant") for way in WAYS[1:]]
+CASES = [*(f"{script}, float64" for script in LANGUAGE), "grpo, by tokens", "grpo, token", "grpo, constant",
+         "dapo, 1 and 4", "dapo, 0 and 5"]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -35,10 +36,15 @@ def found(tmp_path_factory) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
-@pytest.mark.parametrize("case", [f"{script}, float64, {way}" for script in scripts() for way in WAYS[1:]] + GRPO)
-def test_a_batch_over_two_processes_has_the_gradient_of_one(found, case):
+@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("case", CASES)
+def test_a_batch_over_two_processes_has_the_gradient_of_one(found, case, way):
     """Unequal lengths and numbers of groups, so under FSDP of passes too; and the metrics of the whole batch."""
-    assert max(found[case].values()) < 1e-10
+    assert max(found[f"{case}, {way}"].values()) < 1e-10
+
+
+def test_dapo_fills_the_batch_with_unequal_numbers_of_groups(found):
+    assert found["refill, 1 and 4"] == [1, 4] and found["refill, 0 and 5"] == [0, 5]
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
@@ -54,11 +60,11 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(found, began, wen
     assert far < 1e-10 and count > 60
 
 
-@pytest.mark.parametrize("name", ["shards", "lora", "lora replicas"])
-def test_a_sharded_run_learns_goes_on_and_saves(found, name):
+@pytest.mark.parametrize("name", ["shards", "lora", "replicas", "dapo"])
+def test_a_run_learns_goes_on_and_saves(found, name):
     run = found[f"run, {name}"]
-    assert run["steps"] == [0, 1, 2, 3] and run["gap"] < 1e-5 and run["adapter"] == ("lora" in name)
-    assert 1e-6 < run["moved"] < 1e-2
+    assert run["steps"] == list(range(5 if name == "replicas" else 4)) and 1e-6 < run["moved"] < 1e-2
+    assert run["gap"] < 1e-5 and run["adapter"] == (name in ("lora", "replicas"))
 
 
 def ranks(monkeypatch, count: int):

@@ -21,13 +21,14 @@ from unittest import mock
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 import torch
 from every_script import options
-from helpers import LANGUAGE, SMALL
+from helpers import LANGUAGE
 from test_invariance import llama
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
-from algos import grpo
-from utils.dist import Samples, Trained, as_samples, full_weights, pad_left, shard, start
+from algos import dapo, grpo
+from utils.dist import Samples, Trained, as_samples, full_weights, gathered, join, pad_left, rank, shard, start
 from utils.lm import load_model
+from utils.rewards import make_scorer
 
 FOLDER = Path(sys.argv[1] if __name__ == "__main__" else "")
 FIRST = 3  # groups, or rows, of process 0; the others are those of process 1
@@ -48,44 +49,49 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def batch_of(module, model):
-    """Random completions, ragged, some cut off, one reward skipped; old and reference policies a little off. Or random
-    rows of preferences and demonstrations."""
-    generator = torch.Generator().manual_seed(0)
-    rows = G * len(PROMPTS)
+def batch_of(module, model) -> tuple:
+    """What the script's `update` takes behind the optimizer. Random completions, ragged, some cut off, one reward
+    skipped; old and reference policies a little off. Or random rows of preferences and demonstrations."""
+    generator, name = torch.Generator().manual_seed(0), module.NAME
+    rows, dtype = G * len(PROMPTS), next(model.parameters()).dtype
 
     def tokens() -> list[int]:
-        return torch.randint(
-            2, 16, (int(torch.randint(1, 9, (1,), generator=generator)),), generator=generator
-        ).tolist()
+        length = int(torch.randint(1, 9, (1,), generator=generator))
+        return torch.randint(2, 16, (length,), generator=generator).tolist()
 
-    if hasattr(module, "as_samples"):
-        texts = [[tokens() for _ in range(2 if module.NAME in ("kto", "sft") else 3)] for _ in PROMPTS]
-        dtype, args = next(model.parameters()).dtype, arguments(module)
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    if name == "reward_model":
+        return ([module.Pair(tokens(), tokens(), 0.3 * i) for i in range(5)],)
+    if "max_length" in options(name):
+        texts = [[tokens() for _ in range(2 if name in ("kto", "sft") else 3)] for _ in PROMPTS]
 
         def scored(some) -> tuple:
-            samples = as_samples(some, args.max_length, "cpu")
-            noise = torch.randn(samples.logps.shape, generator=generator, dtype=dtype).abs()
-            return samples, (-2.5 + noise) * samples.completion_mask
+            samples = as_samples(some, arguments(module).max_length, "cpu")
+            return samples, (-2.5 + noise(*samples.logps.shape).abs()) * samples.completion_mask
 
-        if module.NAME == "kto":
+        if name == "kto":
             others = [[prompt, before[1]] for (prompt, _), before in zip(texts, texts[-1:] + texts[:-1])]
-            return module.Batch(*scored(texts), torch.arange(len(texts)) % 2 == 0, *scored(others))
-        return module.Batch(*scored(texts)) if hasattr(module, "Batch") else scored(texts)[0]
-    if module.NAME == "reward_model":
-        return [module.Pair(tokens(), tokens(), 0.3 * i) for i in range(5)]
+            return (module.Batch(*scored(texts), torch.arange(len(texts)) % 2 == 0, *scored(others)),)
+        return (module.Batch(*scored(texts)) if hasattr(module, "Batch") else scored(texts)[0],)
     lengths = torch.randint(1, T + 1, (rows,), generator=generator)
     lengths[0], lengths[2 * FIRST :] = T, lengths[2 * FIRST :].clamp(max=4)
     mask = torch.arange(T) < lengths[:, None]
     ids = torch.randint(2, 16, (rows, T), generator=generator) * mask
-    dtype = next(model.parameters()).dtype
-    old, ref = (-2.5 + torch.randn(rows, T, generator=generator, dtype=dtype).abs() for _ in range(2))
-    rewards = torch.randn(rows, generator=generator, dtype=dtype)
+    old, ref = (-2.5 + noise(rows, T).abs() for _ in range(2))
+    rewards = noise(rows).tanh()
+    rewards = (rewards > 0).to(dtype) if name in ("nft", "nsr") else rewards
     rewards[3] = torch.nan
     ended = torch.rand(rows, generator=generator) < 0.7
     samples = Samples(*pad_left(PROMPTS, "cpu"), ids, mask, old * mask, ended)
-    ref = (ref * mask).sum(1) if module.NAME == "tba" else ref * mask
-    return module.Batch(*(samples, rewards, ref)[: len(module.Batch._fields)])
+    own = {"ref_logps": (ref * mask).sum(1) if name == "tba" else ref * mask, "beta": 0.5}
+    if name == "vineppo":
+        own["ends"] = module.step_ends(ids, mask, torch.arange(2, 6))
+    own["values"] = noise(rows, T) * mask
+    batch = module.Batch(samples, rewards, *(own[field] for field in module.Batch._fields[2:]))
+    more = {"ppo_lm": torch.Generator(), "grpo_multiturn": mask & (ids > 4)}
+    return (batch, more[name]) if name in more else (batch,)
 
 
 def part_of(batch, rank: int):
@@ -93,7 +99,10 @@ def part_of(batch, rank: int):
     if isinstance(batch, list | torch.Tensor):
         cut = FIRST * len(batch) // len(PROMPTS)
         return batch[:cut] if rank == 0 else batch[cut:]
-    return type(batch)(*(part_of(part, rank) for part in batch))
+    if isinstance(batch, tuple):
+        parts = [part_of(part, rank) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+    return batch
 
 
 def arguments(module, **more):
@@ -103,12 +112,27 @@ def arguments(module, **more):
     return module.Args(**{name: value for name, value in settings.items() if name in options(module.NAME)})
 
 
-def updated(module, model, batch, rounds: int = 2, **more) -> dict:
+def models_of(module, base, shards: bool) -> list:
+    """The policy, and the critic or the teacher that the script's `update` takes beside it."""
+    models = [copy.deepcopy(base)]
+    if module.NAME == "ppo_lm":
+        models.append(module.Critic(copy.deepcopy(base), False))
+        torch.nn.init.normal_(models[1].head.weight, generator=torch.Generator().manual_seed(0))
+    if module.NAME == "gkd":
+        models.append(copy.deepcopy(base).eval().requires_grad_(False))
+        models[1].lm_head.weight.mul_(0.5)
+    return [shard(model, False) if shards else model for model in models]
+
+
+def updated(module, base, batch: tuple, rounds: int = 2, **more) -> dict:
     """Two updates: metrics of each, the last gradient, and the weights."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    rows = [module.update(model, optimizer, batch, arguments(module, **more)) for _ in range(rounds)]
-    gradients = [whole(p.grad).flatten() for p in model.parameters()]
-    return {"metrics": rows, "gradient": torch.cat(gradients), "weights": full_weights(model), "optimizer": optimizer}
+    args = arguments(module, **more)
+    models = models_of(module, base, more.get("fsdp", False))
+    trained = torch.nn.ModuleList(model for model in models if next(model.parameters()).requires_grad)
+    optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
+    rows = [module.update(*models, optimizer, *batch, args) for _ in range(rounds)]
+    gradients = [whole(p.grad).flatten() for p in trained.parameters()]
+    return {"metrics": rows, "gradient": torch.cat(gradients), "weights": full_weights(trained)}
 
 
 def apart(one: dict, other: dict) -> dict[str, float]:
@@ -120,7 +144,7 @@ def apart(one: dict, other: dict) -> dict[str, float]:
 
 
 def note(results: dict, name: str, found) -> None:
-    if os.environ["RANK"] == "0":
+    if rank() == 0:
         results[name] = found
         (FOLDER / "results.json").write_text(json.dumps(results))
 
@@ -128,32 +152,53 @@ def note(results: dict, name: str, found) -> None:
 @contextlib.contextmanager
 def alone():
     """As if there were no other process. Process 0 alone may do something in here."""
-    with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1"}), mock.patch("torch.distributed.is_initialized",
-                                                                                   lambda: False):  # fmt: skip
+    with mock.patch.dict(os.environ), mock.patch("torch.distributed.is_initialized", lambda: False):
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
         yield
 
 
-def compared(results: dict, script: str, base, case: str, **more) -> None:
-    module, rank = importlib.import_module(f"algos.{script}"), int(os.environ["RANK"])
-    batch = batch_of(module, base)
+def compared(results: dict, case: str, module, base, batch: tuple, mine: tuple, **more) -> None:
+    """The update on the whole batch by process 0 alone, and on what each of the two processes has of it."""
     with alone():
-        expected = updated(module, copy.deepcopy(base), batch, **more)
+        expected = updated(module, base, batch, **more)
     for way in WAYS[1:]:
-        model = copy.deepcopy(base)
-        model = shard(model, False) if way == "shards" else model
-        found = updated(module, model, part_of(batch, rank), fsdp=way == "shards", **more)
-        if rank == 0:
-            note(results, f"{script}, {case}, {way}", apart(expected, found))
+        found = updated(module, base, mine, fsdp=way == "shards", **more)
+        if rank() == 0:
+            note(results, f"{module.NAME}, {case}, {way}", apart(expected, found))
+
+
+def split(results: dict, case: str, module, base, **more) -> None:
+    batch = batch_of(module, base)
+    compared(results, case, module, base, batch, part_of(batch, rank()), **more)
+
+
+def refilled(results: dict, base) -> None:
+    """dapo.py's rounds, in which few groups have different rewards: the processes end with one group and four, or with
+    none and five."""
+    ((samples, rewards, _),) = part_of(batch_of(dapo, base), rank())
+    known = rewards.nan_to_num(0.9).view(-1, G)
+    for case, rounds in ("1 and 4", [[3, 4], [1, 3, 4]]), ("0 and 5", [[3, 4], [3, 4], [4]]):
+
+        def more(first: int, rounds: list = rounds) -> tuple:
+            flat = torch.ones(len(PROMPTS), 1, dtype=torch.bool)
+            flat[rounds[first // len(PROMPTS)]] = False
+            return samples, known.masked_fill(part_of(flat, rank()), 0.5).flatten(), {}
+
+        kept, values, *_ = dapo.refill(more, 0, arguments(dapo, max_sampling_rounds=9))
+        parts = gathered([(kept, values)])
+        note(results, f"refill, {case}", [len(some.prompt_ids) for some, _ in parts])
+        everything = dapo.Batch(join([some for some, _ in parts]), torch.cat([some for _, some in parts]), None)
+        compared(results, case, dapo, base, (everything,), (dapo.Batch(kept, values, None),), beta=0.0)
 
 
 def carried_over(results: dict, base) -> None:
     """What one way saves, every way loads: the same state, and the same next update."""
-    rank, batch, saved = int(os.environ["RANK"]), batch_of(grpo, base), {}
+    batch, saved = batch_of(grpo, base)[0], {}
 
     def run(way: str, path: Path | None) -> dict | None:
         """One update, from scratch or from what is in `path`; what it has then."""
         inner = alone() if way == "alone" else contextlib.nullcontext()
-        if way == "alone" and rank > 0:
+        if way == "alone" and rank() > 0:
             return None
         with inner:
             model = copy.deepcopy(base)
@@ -162,7 +207,7 @@ def carried_over(results: dict, base) -> None:
             trained = Trained(model, optimizer)
             if path is not None:
                 trained.load_state_dict(torch.load(path, weights_only=True))
-            mine = batch if way == "alone" else part_of(batch, rank)
+            mine = batch if way == "alone" else part_of(batch, rank())
             grpo.update(model, optimizer, mine, arguments(grpo, fsdp=way == "shards"))
             return trained.state_dict()
 
@@ -172,33 +217,42 @@ def carried_over(results: dict, base) -> None:
 
     for way in WAYS:
         saved[way] = run(way, None)
-        if rank == 0:
+        if rank() == 0:
             torch.save(saved[way], FOLDER / f"{way}.pt")
     for began in WAYS:
         torch.distributed.barrier()
         for went_on in WAYS:
             after, expected = run(went_on, FOLDER / f"{began}.pt"), run("alone", FOLDER / "alone.pt")
-            if rank == 0:
+            if rank() == 0:
                 pairs = list(zip(numbers(after), numbers(expected), strict=True))
                 far = max((a - b).abs().max().item() for a, b in pairs)
                 note(results, f"{began} to {went_on}", [far, len(pairs)])
 
 
 def whole_runs(results: dict) -> None:
-    """grpo.py itself, which shards LoRA too: it learns, saves, and goes on."""
-    folder = FOLDER / "runs"
-    cases = {"shards": {}, "lora": dict(lora_rank=2, beta=0.1), "lora replicas": dict(lora_rank=2)}
-    for name, more in cases.items():
-        how = dict(task="sort", num_prompts=5, num_generations=4, max_steps=2, eval_prompts=3, device="cpu", threads=1,
-                   precision="float32", micro_batch_size=4, sample_batch_size=8,
-                   fsdp="replicas" not in name)  # fmt: skip
-        args = grpo.Args(**how | more, output_dir=str(folder / name))
-        with mock.patch("utils.core.plot", lambda *_: None):
-            grpo.train(args)
+    """grpo.py, which shards LoRA too, and dapo.py, where no group of process 1 is of use. They learn, save, and go on;
+    the replicas as one process, and as two again."""
+    how = dict(task="sort", num_prompts=5, num_generations=4, max_steps=2, eval_prompts=3, device="cpu", threads=1,
+               precision="float32", micro_batch_size=4, sample_batch_size=8, max_completion_length=16)  # fmt: skip
+
+    def scorer(*inputs):
+        score = make_scorer(*inputs)
+        return score if rank() == 0 else lambda rows, *_: (torch.zeros(len(rows)), {})
+
+    def went(name: str, module, **more) -> None:
+        settings = how | more | {"output_dir": str(FOLDER / "runs" / name)}
+        module.train(module.Args(**settings))
+        torch.distributed.barrier()
+        (run,) = (FOLDER / "runs" / name).iterdir()
+        settings |= {"resume": str(run), "max_steps": 3}
+        if name == "replicas":
+            if rank() == 0:
+                with alone():
+                    module.train(module.Args(**settings))
             torch.distributed.barrier()
-            (run,) = (folder / name).iterdir()
-            history = grpo.train(grpo.Args(**vars(args) | dict(resume=str(run), max_steps=3)))
-        if os.environ["RANK"] == "0":
+            settings["max_steps"] = 4
+        history = module.train(module.Args(**settings))
+        if rank() == 0:
             first = load_model(grpo.Args())[0]
             last = AutoModelForCausalLM.from_pretrained(run / "model")
             moved = [(a - b).abs().max().item() for a, b in zip(first.parameters(), last.parameters(), strict=True)]
@@ -206,36 +260,33 @@ def whole_runs(results: dict) -> None:
                                            "gap": max(row.get("sampler_gap", 0.0) for row in history),
                                            "adapter": (run / "model/adapter").is_dir()})  # fmt: skip
 
+    with mock.patch("utils.core.plot", lambda *_: None), mock.patch("algos.dapo.make_scorer", scorer):
+        went("shards", grpo, fsdp=True)
+        went("lora", grpo, fsdp=True, lora_rank=2, beta=0.1)
+        went("replicas", grpo, lora_rank=2)
+        went("dapo", dapo, fsdp=True)
+
 
 def main(chosen: list[str]) -> None:
     results: dict = {}
     start(torch.device("cpu"))
-    for script in [script for script in chosen if script in SMALL]:
-        torch.set_default_dtype(torch.float64)
-        base = llama()
+    split(results, "float32", grpo, load_model(grpo.Args())[0].train())
+    torch.set_default_dtype(torch.float64)
+    base = llama().train()
+    for script in chosen:
+        model = base
         if script == "reward_model":
             base.config.num_labels, base.config.pad_token_id = 1, 0
-            scorer = LlamaForSequenceClassification(base.config)
-            scorer.model, base = base.model, scorer
-        compared(results, script, base.train(), "float64")
-        torch.set_default_dtype(torch.float32)
-    if "grpo" in chosen:
-        compared(results, "grpo", load_model(grpo.Args())[0].train(), "float32")
-        torch.set_default_dtype(torch.float64)
-        compared(results, "grpo", llama().train(), "by tokens", micro_batch_tokens=20, micro_batch_size=12)
-        for aggregation, scale in (("token", "batch"), ("constant", "none")):
-            compared(results, "grpo", llama().train(), aggregation, aggregation=aggregation, scale_rewards=scale)
-        carried_over(results, llama().train())
-        torch.set_default_dtype(torch.float32)
-        whole_runs(results)
-
-
-def scripts() -> list[str]:
-    """Those whose batch is one of `batch_of`."""
-    modules = {name: importlib.import_module(f"algos.{name}") for name in LANGUAGE}
-    plain = ("samples", "rewards", "ref_logps")
-    return [name for name, module in modules.items() if hasattr(module, "Pair") or hasattr(module, "as_samples")
-            or getattr(getattr(module, "Batch", None), "_fields", ()) in (plain, plain[:2])]  # fmt: skip
+            model = LlamaForSequenceClassification(base.config).train()
+            model.model = copy.deepcopy(base.model)
+        split(results, "float64", importlib.import_module(f"algos.{script}"), model)
+    split(results, "by tokens", grpo, base, micro_batch_tokens=20, micro_batch_size=12)
+    for aggregation, scale in (("token", "batch"), ("constant", "none")):
+        split(results, aggregation, grpo, base, aggregation=aggregation, scale_rewards=scale)
+    refilled(results, base)
+    carried_over(results, base)
+    torch.set_default_dtype(torch.float32)
+    whole_runs(results)
 
 
 if __name__ == "__main__":
@@ -248,7 +299,7 @@ if __name__ == "__main__":
     sys.stdout = open(os.devnull, "w")
     child = os.fork()
     os.environ["RANK"] = "0" if child else "1"
-    main(sys.argv[2:] or scripts())
+    main(sys.argv[2:] or LANGUAGE)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     sys.stderr.flush()

@@ -186,7 +186,8 @@ def decode(samples: Samples, tokenizer) -> tuple[list[str], list[list[int]]]:
 
 def shown(samples: Samples, tokenizer, rewards: list[float], count: int = 2) -> str:
     """The first completions with every special token visible: most silent failures are seen here."""
-    lines = [f"prompt      {tokenizer.decode(samples.prompt_ids[0][samples.prompt_mask[0]])!r}"]
+    first = zip(samples.prompt_ids[:1], samples.prompt_mask[:1])  # dapo.py leaves some processes none
+    lines = [f"prompt      {tokenizer.decode(ids[mask])!r}" for ids, mask in first]
     for ids, mask, reward in list(zip(samples.completion_ids, samples.completion_mask, rewards))[:count]:
         lines.append(f"completion  {tokenizer.decode(ids[mask])!r}  reward {reward:g}")
     return "\n".join(lines)
