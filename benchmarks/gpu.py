@@ -6,7 +6,8 @@
     python benchmarks/page.py write                                  the pages, from what these wrote
 
 A part writes OUT/PART.json after each item. An item that fails is recorded with its error, one without time left as not
-run, and the next one goes on. --smoke does the same on any machine with tiny sizes.
+run, and the next one goes on. The same command again runs these alone: remove PART.json to run all.
+--smoke does the same on any machine with tiny sizes.
 
     python benchmarks/gpu.py bundle FOLDER --cleanrl CLONE
 
@@ -94,11 +95,16 @@ class Record:
         self.deadline = time.monotonic() + SECONDS[part]
         self.data = {"part": part, "smoke": smoke, "date": time.strftime("%Y-%m-%d"), "items": {}, "ratios": {}}
         out.mkdir(parents=True, exist_ok=True)
+        old = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.done = old.get("items", {}) if old.get("smoke") == smoke else {}
 
     def item(self, name: str, limit: float, work: Callable[[float], dict]) -> dict:
         """What `work` finds in `limit` seconds, with which it is called, or in what is left; empty where it fails."""
         start = time.monotonic()
         left = self.deadline - start
+        if name in self.done and not {"error", "not run"} & self.done[name].keys():
+            self.data["items"][name] = self.done[name]
+            return self.done[name]
         try:
             found = work(min(limit, left)) if left > 5 else {"not run": "the part's time was over"}
         except Exception as error:  # whatever it is, the next item runs
@@ -219,7 +225,7 @@ def check(record: Record, device: str, compiles: bool) -> None:
         more = {
             "float32": ("--precision", "float32"),
             "bfloat16": ("--precision", "bfloat16"),
-            "LoRA": ("--lora-rank", "4"),
+            "LoRA": ("--lora-rank", "4", "--max-completion-length", "20"),
         }
         jobs += [(f"grpo, {name}", partial(small_run, "grpo", *words)) for name, words in more.items()]
     jobs += [(script, partial(small_run, script)) for script in (("dqn",) if record.smoke else SPECS)]
@@ -257,7 +263,8 @@ def speed(record: Record, device: str, compiles: bool) -> None:
 
         def control(script: str, where: str = device, limit: float = 0.0, **more) -> dict:
             """Steps a second from update `begin` to update `steps`; how long the first ones took stands beside it."""
-            begin, steps = (1, 3) if script == "ppo" else (5, 20) if smoke else (500, 2500)
+            begin, steps = (1, 3) if script == "ppo" else (5, 20) if smoke else (200, 1000)
+            steps = more.get("profile", [steps])[-1]
             rows = 1 if script == "sac" else 64 if smoke else 2048
             own = (
                 {"num-steps": rows, "num-minibatches": 2 if smoke else 32}
@@ -288,13 +295,16 @@ def speed(record: Record, device: str, compiles: bool) -> None:
 
         grpo = partial(language, "grpo")
         record.item("0.5B, sampling", 60, lambda limit: grpo("0.5B", online, short, limit=limit))
+        for cache in ("dynamic", "static"):
+            more = dict(model=f"{name}/0.5B", prompts=prompts * group, tokens=short, cache=cache, device=device)
+            record.item(f"0.5B, transformers' generate, {cache} cache", 90, partial(worker, "generate", **more))
         ours = record.item("0.5B, grpo", 90, lambda limit: grpo("0.5B", online, long, limit=limit))
         theirs = record.item("0.5B, grpo, TRL", 90, lambda limit: trl("0.5B", limit))
         record.ratio("0.5B, grpo: TRL's seconds over ours", theirs.get("step, s"), ours.get("step, s"))
         profiled = lambda limit: grpo("0.5B", online, 2 * warm, limit=limit, profile=[1, 2])  # noqa: E731
         record.item("0.5B, grpo, kernels", 60, profiled)
         record.item(
-            "sac, kernels", 40, lambda limit: control("sac", limit=limit, profile=[5, 10] if smoke else [500, 700])
+            "sac, kernels", 40, lambda limit: control("sac", limit=limit, profile=[5, 10] if smoke else [200, 300])
         )
         ours = record.item("sac", 40, lambda limit: control("sac", limit=limit))
         if compiles and not smoke:
@@ -373,7 +383,11 @@ def main(part: str, out: Path, smoke: bool = False) -> None:
         smoke: tiny sizes, on any machine
     """
     record = Record(part, out, smoke)
+    last = record.done.pop("machine", {})
     machine = record.item("machine", 60, partial(worker, "machine", smoke=smoke))
+    record.done = record.done if last.get("gpu") == machine.get("gpu") else {}  # figures of two cards are not mixed
+    for found in record.done.values():
+        found.setdefault("commit", last.get("commit"))
     device = machine.get("device", "cpu")
     if device == "cpu" and not smoke:
         sys.exit("error: there is no CUDA GPU here: add --smoke to try the command without one")
@@ -418,7 +432,7 @@ def machine(smoke: bool) -> dict:
         "GB": torch.cuda.get_device_properties(0).total_memory / 1e9 if cuda else 0, "cores": os.cpu_count(),
         "teraflops": 2 * size**3 * count / seconds[1] / 1e12, "versions": versions, "egl": egl.returncode == 0,
         "compiles": bool(shutil.which("g++")) and Path(sysconfig.get_path("include"), "Python.h").exists(),
-        "commit": git.stdout.strip() or os.environ.get("PLAINRL_COMMIT"),
+        "commit": os.environ.get("PLAINRL_COMMIT") or git.stdout.strip(),
     }  # fmt: skip
 
 
@@ -572,6 +586,23 @@ def train(script: str, flags: dict, words: tuple = (), lengths: tuple = (), step
     return found | {"updates": updates[-3:], "first update, s": updates[0][1], "rate": rate, "peak, GB": peak()}
 
 
+def generate(model: str, prompts: int, tokens: int, cache: str, device: str) -> dict:
+    """Sampling by transformers' generate in bfloat16. A static cache makes it compile the model, with CUDA graphs."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device)
+    ids, seconds = torch.randint(300, 390, (prompts, 64), device=device), []
+    for _ in range(2):
+        start = time.perf_counter()
+        out = policy.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=tokens,
+                              min_new_tokens=tokens, cache_implementation=cache)  # fmt: skip
+        assert out.shape[1] == 64 + tokens, out.shape
+        torch.cuda.synchronize() if device == "cuda" else None
+        seconds.append(time.perf_counter() - start)
+    return {"first, s": seconds[0], "sampling, tokens/s": prompts * tokens / seconds[1], "peak, GB": peak()}
+
+
 def peak() -> float:
     import torch
 
@@ -696,7 +727,7 @@ def chat_model(folder: str, shapes: dict) -> dict:
     return {"parameters": sum(p.numel() for p in model.parameters())}
 
 
-WORKERS = {f.__name__: f for f in (machine, gradients, all_reduce, train, trl, random_models, chat_model)}
+WORKERS = {f.__name__: f for f in (machine, gradients, all_reduce, train, generate, trl, random_models, chat_model)}
 
 
 # What travels
