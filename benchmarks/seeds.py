@@ -85,7 +85,7 @@ def command(args: Args, flags: list[str], seed: int) -> list:
     runs = sorted(path.parent for path in (args.folder / f"seed-{seed}").glob("*/config.json"))
     if any((run / "model").is_dir() for run in runs):
         return []
-    begun = [run for run in runs if any(run.glob("checkpoint*/*.pt")) or (run / "checkpoint.pt").exists()]
+    begun = [run for run in runs if (run / "checkpoint.pt").exists()]
     more = ["--resume", begun[-1]] if begun else [*flags, "--seed", seed, "--output-dir", args.folder / f"seed-{seed}"]
     return [sys.executable, args.script, *more]
 

@@ -18,8 +18,6 @@ import numpy as np
 import torch
 import tyro
 
-MOST = {"gamma": 1, "gae_lambda": 1, "tau": 1, "start_e": 1, "end_e": 1, "beta": math.inf, "epsilon": math.inf}
-
 
 class UserError(Exception):
     """Wrong input. One sentence: what was wrong, and what to type instead (exit code 2, no traceback)."""
@@ -28,6 +26,9 @@ class UserError(Exception):
 @dataclasses.dataclass
 class RunArgs:
     most_threads = 64  # that --threads 0 takes
+    # a run beyond 0 or these would train in silence, wrongly
+    most = {"gamma": 1, "gae_lambda": 1, "tau": 1, "start_e": 1, "end_e": 1, "beta": math.inf, "epsilon": math.inf,
+            "max_grad_norm": math.inf}  # fmt: skip
     seed: int = 1
     """seed of every generator"""
     device: str = "auto"
@@ -71,8 +72,8 @@ def prepare(args: RunArgs) -> torch.device:
     """Seeds every global generator and chooses threads and device. Raises UserError for a number out of its bounds."""
     if os.environ.get("WORLD_SIZE", "1") != "1" and not hasattr(args, "fsdp"):
         raise UserError("this script runs in one process: start it without torchrun")
-    for name, value in vars(args).items():  # outside of these bounds a run would train in silence, wrongly
-        most = MOST.get(name, math.inf if type(value) is int else None)
+    for name, value in vars(args).items():
+        most = args.most.get(name, math.inf if type(value) is int else None)
         if None not in (value, most) and not 0 <= value <= most:
             raise UserError(f"--{name.replace('_', '-')} is {value}: it must be from 0 to {most}")
     args.threads = args.threads or min(torch.get_num_threads(), args.most_threads)

@@ -85,7 +85,7 @@ SPEC = Spec(
     ),
     flags=ONLINE | dict(overlong_buffer=4), noise=NOISY_REWARD,
     special={
-        "keep_accuracy": ({}, (0.3, 0.6)),
+        "keep_accuracy": ({}, (0.5, 1.0)),
         "overlong_buffer": ({}, 2),
         "max_sampling_rounds": ({"reward": ("@rewards.py:sparse",)}, 1),
     },

@@ -43,8 +43,8 @@ SPEC = Spec(
         ),
     },
     no_recipe="the paper's run of 1.5 billion weights and 136,000 problems has no single table of settings",
-    flags=PARENT.flags,
-    special=PARENT.special,
+    flags=PARENT.flags | dict(reset_reference_every=1),
+    special=PARENT.special | {"lora_rank": [], "lora_modules": []},  # refused
     noise=PARENT.noise,
     bugs=parse_bugs(BUGS),
 )  # fmt: skip

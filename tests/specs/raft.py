@@ -72,7 +72,7 @@ SPEC = Spec(
     ),
     flags=PARENT.flags | dict(num_minibatches=2),
     special=PARENT.special | {
-        "num_minibatches": ({}, 1), "reject": ({"reward": ("@rewards.py:sparse",)}, True),
+        "num_minibatches": ({}, 1), "reject": ({"select": "all", "reward": ("@rewards.py:sparse",)}, True),
         "plusplus": ({"learning_rate": 0.1}, True),
         "epsilon": ({"plusplus": True}, 0.01), "epsilon_high": ({"plusplus": True}, 0.01),
     },
