@@ -1,4 +1,4 @@
-"""`torchrun tests/faulty_rank.py RANK MOMENT COUNT WHAT algos/X.py ...`: the script, one process of which meets a fault.
+"""`torchrun tests/faulty_rank.py RANK MOMENT COUNT WHAT algos/X.py ...`: the script, one process of which has a fault.
 
 RANK does WHAT (SIGKILL, SIGTERM, or sleep for so many seconds) when it comes to MOMENT for the COUNTth time. MOMENT:
 rollout   before it samples a batch
@@ -45,8 +45,10 @@ def before(module, name: str) -> None:
     setattr(module, name, watched)
 
 
-def half_written(state, file) -> None:
-    save(state, file)
+def half_written(state, file, **how) -> None:
+    save(state, file, **how)
+    if not hasattr(file, "name"):  # what a resumed process sends to the others
+        return
     file.flush()
     os.truncate(file.name, file.tell() // 2)
     fault()

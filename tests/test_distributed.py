@@ -9,13 +9,12 @@ import sys
 import pytest
 import torch
 from filelock import FileLock
-from helpers import LANGUAGE, REPO, SMALL, metrics, runs_in
+from helpers import LANGUAGE, REPO, SMALL, metrics, new_run
 from two_processes import WAYS
 
 from utils.dist import Means, averaged, equal_passes, moments, share, start, total
 from utils.lm import resolve
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 CASES = [*(f"{script}, float64" for script in LANGUAGE), "grpo, by tokens", "grpo, token", "grpo, constant",
          "dapo, 1 and 4", "dapo, 0 and 5"]  # fmt: skip
 
@@ -118,14 +117,20 @@ def test_a_process_without_work_is_refused(monkeypatch, flags, says):
 
 
 @pytest.mark.parametrize("flags", [[], ["--fsdp", "--precision", "float32"]])
-def test_a_lone_process_under_torchrun_is_a_run_as_any(flags, tmp_path):
+def test_a_lone_process_under_torchrun_is_a_run_as_any(flags, tmp_path, monkeypatch):
     """It joins a group of one, and may shard."""
-    words = ["algos/grpo.py", *SMALL["grpo"], "--max-steps", "2", *flags, "--output-dir"]
-    for name, launcher in ("plain", (sys.executable,)), ("lone", (*TORCHRUN, "--nproc-per-node", "1")):
-        more = words if name == "lone" else [word for word in words if word != "--fsdp"]
-        ended = subprocess.run([*launcher, *more, tmp_path / name], capture_output=True, text=True, cwd=REPO,
-                               env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
-        assert ended.returncode == 0, ended.stderr
-    rows, expected = (metrics(runs_in(tmp_path / name)[0]) for name in ("lone", "plain"))
+    from algos import grpo
+
+    words = [*SMALL["grpo"], "--max-steps", "2"]
+    expected = metrics(new_run(grpo, tmp_path / "plain", *words))
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):  # port 0: a free one
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    try:
+        rows = metrics(new_run(grpo, tmp_path / "lone", *words, *flags))
+        assert torch.distributed.get_world_size() == 1
+    finally:
+        torch.distributed.destroy_process_group()
     for row, other in zip(rows, expected, strict=True):
         assert row == pytest.approx(other, rel=1e-4, abs=1e-5)

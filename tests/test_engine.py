@@ -85,7 +85,8 @@ def test_a_refusal_is_one_sentence(tmp_path):
 
 
 SMALL = ("--task", "sort", "--num-prompts", 4, "--num-generations", 4, "--max-steps", 5, "--eval-prompts", 2,
-         "--eval-every", 0, "--device", "cpu", "--learning-rate", 3e-3, "--precision", "float32")  # fmt: skip
+         "--eval-every", 0, "--device", "cpu", "--learning-rate", 3e-3, "--precision", "float32",
+         "--max-completion-length", 24)  # fmt: skip
 
 
 @pytest.mark.parametrize("lora", [(), ("--lora-rank", 2)])

@@ -1,5 +1,5 @@
-"""What goes wrong under torchrun: a process is killed, told to stop, slow, or meets an error of the user's. The job ends
-with the cause and, continued, equals the run that nothing disturbed, bit for bit.
+"""What goes wrong under torchrun: a process is killed, told to stop, slow, or meets an error of the user's. The job
+ends with the cause and, continued, equals the run that nothing disturbed, bit for bit.
 
 All runs are of grpo.py on two processes of one thread each, on the CPU over gloo; --fsdp where it says so.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ENVIRONMENT, REPO, SMALL, metrics, runs_in, weights
+from helpers import ENVIRONMENT, REPO, SMALL, assert_same_result, metrics, runs_in
 
 GRPO, FAULTY = REPO / "algos/grpo.py", REPO / "tests/faulty_rank.py"
 FLAGS = [*SMALL["grpo"], "--sample-batch-size", "4", "--beta", "0.04", "--save-every", "2"]
@@ -110,9 +110,7 @@ def continued(project: Path, folder: Path, reference: Path, **how) -> None:
     """--resume ends the run, and nothing is lost but the evaluation at a step that was not due."""
     code, output = Job(project, "--resume", folder, **how).end()
     assert code == 0, output
-    assert metrics(folder) == metrics(reference)
-    ours, theirs = weights(folder), weights(reference)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_result(folder, reference)
 
 
 def stop_one(project: Path, name: str, fault: str, *more: str) -> tuple[Path, str]:
@@ -123,28 +121,18 @@ def stop_one(project: Path, name: str, fault: str, *more: str) -> tuple[Path, st
     return folder, output
 
 
-def test_sigterm_to_one_process_stops_all_at_the_same_step(project, undisturbed):
-    """And the run goes on as two launchers, as on two nodes."""
-    folder, output = stop_one(project, "told", "1 update 3 SIGTERM")
-    assert "stopped after step 3; continue with --resume" in output
+def test_one_process_of_a_run_is_told_to_stop_another_raises_and_one_is_killed(project, undisturbed):
+    """In turn, each time when the run goes on. At last it ends as two launchers, as on two nodes."""
+    folder, output = stop_one(project, "unlucky", "1 update 3 SIGTERM")
+    assert "stopped after step 3; continue with --resume" in output  # all processes, at the same step
     assert saved_step(folder) == 3 and [row["step"] for row in metrics(folder)] == [0, 1, 2, 3]
+    for how, *words in (
+        ({"FAULT": "1 2 raise"}, "RuntimeError: the judge is out", "rewards.py"),
+        ({"fault": "0 save 1 SIGKILL"}, "SIGKILL"),  # with half a checkpoint written
+    ):
+        code, output = Job(project, "--resume", folder, **how).end()
+        assert code == 1 and all(word in output for word in words) and saved_step(folder) == 4, output
     continued(project, folder, undisturbed, nodes=2)
-
-
-def test_a_process_is_killed_with_half_a_checkpoint_written(project, undisturbed):
-    """The one before is whole."""
-    folder, output = stop_one(project, "killed-saving", "0 save 2 SIGKILL")
-    assert "SIGKILL" in output and saved_step(folder) == 2
-    continued(project, folder, undisturbed)
-
-
-def test_a_reward_that_raises_on_process_1(project, undisturbed):
-    """Their frames; with a mended reward the run goes on from the last checkpoint."""
-    code, output = Job(project, *flags(project, "raises"), FAULT="1 6 raise").end()
-    assert code == 1 and "RuntimeError: the judge is out" in output and "rewards.py" in output
-    (folder,) = runs_in(project / "raises")
-    assert saved_step(folder) == 2
-    continued(project, folder, undisturbed)
 
 
 @pytest.mark.slow
