@@ -1,37 +1,21 @@
-"""The one alarm: a run whose tokens are not scored as they were sampled stops with a sentence."""
+"""The one alarm: a run whose tokens are not scored as they were sampled stops with a sentence. Models of which that is
+true are in test_reproductions_language.py."""
 
 import math
 from types import SimpleNamespace
 
 import pytest
-from architectures import make
 
 from algos import grpo
 from utils.core import UserError
-from utils.lm import LARGEST_GAP, alarm, load_model
-
-LONGROPE = dict(original_max_position_embeddings=11, rope_parameters=dict(
-    rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
-    original_max_position_embeddings=11))  # fmt: skip
+from utils.lm import LARGEST_GAP, alarm
 
 
 def trained(folder, **settings) -> list[dict]:
-    """Two steps on sort, of the embedded model where `settings` names none."""
+    """Two steps on sort."""
     how = dict(task="sort", max_steps=2, num_prompts=4, num_generations=4, max_completion_length=8, eval_prompts=2,
                eval_samples=2, learning_rate=1e-4, output_dir=str(folder / "runs"), device="cpu")  # fmt: skip
     return grpo.train(grpo.Args(**how | settings))
-
-
-@pytest.mark.parametrize(
-    "name, more",
-    [("PhiMoE", {}), ("Mixtral", dict(router_jitter_noise=0.1)), ("Phi 3", LONGROPE), ("Jamba", {})],
-    ids=["experts that are drawn in training", "jitter in training", "longrope", "a cache of recurrence"],
-)
-def test_models_that_score_otherwise_than_they_sample_stop_at_once(name, more, tmp_path):
-    make(name, vocab_size=22, **more).save_pretrained(tmp_path / "model")
-    load_model(grpo.Args())[1].save_pretrained(tmp_path / "model")
-    with pytest.raises(UserError, match="sampler_gap is .*tokens are not scored as they were sampled"):
-        trained(tmp_path, model=str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "pure-bfloat16"])
