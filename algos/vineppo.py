@@ -63,7 +63,7 @@ Differences
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -132,7 +132,7 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     max_completion_length: int | None = None
     """most new tokens per completion"""
     max_prompt_length: int | None = None
-    """longer prompts are dropped; None: those that leave --max-completion-length no room in the model's context"""
+    """longer prompts are dropped; None: those that leave no room for twice --max-completion-length in the context"""
     temperature: float = 1.0
     """divides the logits, in sampling and in training"""
     micro_batch_size: int | None = None
@@ -347,7 +347,8 @@ def train(args: Args) -> list[dict]:
     settings = resolve(model, args, PRESETS)
     separators = torch.tensor(separator_ids(tokenizer, args), device=device)
     settings += f"\nsteps end behind {', '.join(map(repr, args.step_separator))}"
-    task = usable(task, model, tokenizer, args)
+    # a state is a prompt and up to a whole completion, and gets a continuation as long
+    task = usable(task, model, tokenizer, replace(args, max_completion_length=2 * args.max_completion_length))
     score = make_scorer(task, args, tokenizer, device)
     reference = load_model(args, device, frozen=True)[0] if args.beta and not args.lora_rank else None
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate,

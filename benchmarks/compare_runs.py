@@ -1,10 +1,10 @@
 """Runs of language models side by side: at equal steps, at equal samples, and where they are equally good.
 
-    python benchmarks/compare_runs.py RUN RUN ... --columns eval/pass@8 eval/distinct entropy
+    python benchmarks/compare_runs.py RUN RUN ... --columns eval/pass@8 entropy
 
 Equal steps favour whoever samples more in a step, and equal samples whoever updates more often. At equal pass@1 one
-sees what it cost: how many samples, and how much of pass@k and of the variety of right answers. Each comparison takes
-the highest steps, samples or pass@1 that all runs reach; between two evaluations numbers are interpolated.
+sees what it cost: how many samples, and how much of pass@k. Each comparison takes the highest steps, samples or pass@1
+that all runs reach; between two evaluations numbers are interpolated.
 """
 
 import json
@@ -24,7 +24,7 @@ from utils.core import UserError  # noqa: E402
 class Settings:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """folders of runs"""
-    columns: tuple[str, ...] = ("eval/greedy", "eval/pass@8", "eval/distinct", "entropy")
+    columns: tuple[str, ...] = ("eval/greedy", "eval/pass@8", "entropy")
     """what is shown beside steps, samples and pass@1"""
 
 

@@ -18,15 +18,15 @@ def write(folder, rows: list[dict], **config):
 def test_equal_steps_samples_and_pass_at_1(tmp_path, capsys):
     """The slow run reaches 0.4 in its last evaluation, the fast one halfway between two; the first has 8 completions a
     step, the other says how many it drew."""
-    slow = [{"step": 0, "eval/pass@1": 0.2, "eval/distinct": 1.0}, {"step": 1}, {"step": 2},
-            {"step": 3, "eval/pass@1": 0.4, "eval/distinct": 3.0}]  # fmt: skip
-    fast = [{"step": 0, "eval/pass@1": 0.2, "eval/distinct": 1.0}, {"step": 1, "sampled": 20}, {"step": 2,
-             "sampled": 30, "eval/pass@1": 0.6, "eval/distinct": 2.0}]  # fmt: skip
+    slow = [{"step": 0, "eval/pass@1": 0.2, "eval/pass@8": 1.0}, {"step": 1}, {"step": 2},
+            {"step": 3, "eval/pass@1": 0.4, "eval/pass@8": 3.0}]  # fmt: skip
+    fast = [{"step": 0, "eval/pass@1": 0.2, "eval/pass@8": 1.0}, {"step": 1, "sampled": 20}, {"step": 2,
+             "sampled": 30, "eval/pass@1": 0.6, "eval/pass@8": 2.0}]  # fmt: skip
     runs = (write(tmp_path / "slow", slow, num_prompts=4, num_generations=2),
             write(tmp_path / "fast", fast, num_prompts=4, num_generations=2))  # fmt: skip
-    compare(Settings(runs, ("eval/distinct",)))
+    compare(Settings(runs, ("eval/pass@8",)))
     shown = [line.split() for line in capsys.readouterr().out.splitlines() if line]
-    a, b = "step {} samples {} eval/pass@1 {} eval/distinct {}".format, [" ".join(line[1:]) for line in shown]
+    a, b = "step {} samples {} eval/pass@1 {} eval/pass@8 {}".format, [" ".join(line[1:]) for line in shown]
     assert [" ".join(line) for line in shown[::3]] == ["at step 2", "at samples 24", "at eval/pass@1 0.4"]
     assert b[1:3] == [a(2, 16, 0.3333, 2.333), a(2, 50, 0.6, 2)]
     assert b[4:6] == [a(3, 24, 0.4, 3), a(0.96, 24, 0.392, 1.48)]

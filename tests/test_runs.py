@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ONLINE, SMALL, checkpoint, command_line, metrics, new_run, runs_in, start, weights
+from helpers import ONLINE, SMALL, checkpoint, command_line, metrics, new_run, runs_in, start, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import utils.lm
 import utils.rewards
-from algos import grpo, ppo_lm, sft
+from algos import grpo, ppo_lm, sft, vineppo
 from utils.core import plot
 from utils.data import load_task
 from utils.lm import TINY_MODEL, completion_logps, load_model, resolve, sample
@@ -210,6 +210,21 @@ def test_dropout_stays_in_the_configuration(tmp_path):
     run = new_run(grpo, tmp_path / "runs", *SMALL["grpo"], "--max-steps", 1, "--model", tmp_path / "model")
     assert metrics(run)[1]["sampler_gap"] < 1e-5
     assert json.loads((run / "model" / "config.json").read_text())["resid_pdrop"] == 0.1
+
+
+def test_states_with_their_continuations_stay_in_the_context(tmp_path):
+    """vineppo.py goes on from the end of a completion, which learned positions must reach."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=22, n_positions=24, n_embd=32, n_layer=2, n_head=2, eos_token_id=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(tmp_path / "model")
+    task = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": f"S{i}:"} for i in [*range(10, 30), *range(10**9, 10**9 + 9)]]
+    )
+    (tmp_path / "rewards.py").write_text("def one(completions, **_): return [1.0] * len(completions)")
+    flags = "--max-steps 1 --max-completion-length 10 --step-separator 1 2 3 4 5 6 7 8 9 0".split()
+    new_run(vineppo, tmp_path / "runs", *SMALL["vineppo"], *flags, "--model", tmp_path / "model", "--task", task,
+            "--reward", tmp_path / "rewards.py:one")  # fmt: skip
 
 
 def test_bfloat16_trains_float32_weights(finished, tmp_path):
