@@ -397,7 +397,8 @@ def load_teacher(tokenizer, task, args: Args, device: torch.device):
     if not (args.teacher_beta or args.teacher_beta_end):
         return None
     if args.teacher:
-        teacher, its_tokenizer = load_model(args, device, args.teacher, frozen=True)
+        theirs = replace(args, system_prompt="")  # prompts are those of the student's template: it needs none
+        teacher, its_tokenizer = load_model(theirs, device, args.teacher, frozen=True)
         if not tokenizer.get_vocab().items() <= its_tokenizer.get_vocab().items():
             wrong = f"--teacher {args.teacher} has other tokens than --model, and their probabilities are compared"
             raise UserError(f"{wrong}: give a teacher with the same tokenizer")

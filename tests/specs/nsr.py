@@ -75,6 +75,7 @@ SPEC = Spec(
     flags=PARENT.flags | dict(reward=("@rewards.py:sparse",)),
     special=PARENT.special | {
         "denominator": ({"positive_weight": 0.0}, "subset"), "reward": ({}, ()), "reward_weights": ({}, (0.0,)),
+        "combine": [],  # scores are not 0 and 1
     },
     noise=PARENT.noise | dict(reward=("@rewards.py:coins",)),
     bugs=parse_bugs(BUGS),
