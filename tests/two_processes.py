@@ -41,6 +41,7 @@ SETTINGS = {  # of the update, beside those of every script
     "nsr": dict(positive_weight=0.5),
     "reinforce_pp": dict(baseline="group"),
     "kto": dict(beta=0.5),
+    "vineppo": dict(whiten_advantages=True),
 }
 WAYS = ["alone", "replicas", "shards"]
 
@@ -73,7 +74,9 @@ def batch_of(module, model) -> tuple:
 
         if name == "kto":
             others = [[prompt, before[1]] for (prompt, _), before in zip(texts, texts[-1:] + texts[:-1])]
-            return (module.Batch(*scored(texts), torch.arange(len(texts)) % 2 == 0, *scored(others)),)
+            mismatched, ref = scored(others)
+            labels = torch.arange(len(texts)) % 2 == 0
+            return (module.Batch(*scored(texts), labels, mismatched, ref - 2.0 * mismatched.completion_mask),)  # z > 0
         return (module.Batch(*scored(texts)) if hasattr(module, "Batch") else scored(texts)[0],)
     lengths = torch.randint(1, T + 1, (rows,), generator=generator)
     lengths[0], lengths[2 * FIRST :] = T, lengths[2 * FIRST :].clamp(max=4)
