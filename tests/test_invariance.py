@@ -245,30 +245,6 @@ def test_a_long_completion_is_normalised_in_pieces(monkeypatch):
     assert max(sizes) == 4 * 16 and sum(sizes) == P * 10 * 16
 
 
-@pytest.mark.parametrize(
-    "kind, more",
-    [
-        ("Llama", {}),
-        ("Qwen2", {}),
-        ("Gemma2", dict(final_logit_softcapping=2.0, head_dim=8)),
-        ("Cohere", dict(logit_scale=0.3)),
-        ("Granite", dict(logits_scaling=4.0)),
-    ],
-)
-def test_the_output_layer_is_run_on_its_own(kind, more):
-    """With all that an architecture does to its logits."""
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=4, initializer_range=0.3, bos_token_id=1, eos_token_id=1, pad_token_id=0, **more,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    ids = torch.randint(0, 16, (2, 5))
-    with torch.no_grad():
-        logits = utils.lm.head(model, utils.lm.body(model, input_ids=ids)[0])
-        torch.testing.assert_close(logits, model(ids).logits, rtol=1e-4, atol=1e-5)
-
-
 def test_gradients_of_the_output_layer_are_added_in_float32(monkeypatch):
     """Under bfloat16, chunks of one token give the gradient of one chunk, but for the rounding of each of them."""
     model, ids, slopes = llama().float(), junk(torch.empty(4 * P, 32)), []
@@ -447,8 +423,8 @@ def test_masks_end_at_the_first_eos(eos):
     assert 0 < samples.ended.float().mean() < 1
 
 
-def share_of_weights_moved(dtype: torch.dtype) -> float:
-    """After 100 updates at rate 1e-6 on one group: which weights with a gradient are no longer what they were."""
+def share_of_weights_moved(dtype: torch.dtype, updates: int) -> float:
+    """After updates at rate 1e-6 on one group: which weights with a gradient are no longer what they were."""
     model = load_model(grpo.Args())[0].to(dtype)
     samples, rewards, _ = make_batch(model)
     samples = Samples(*(x[:1] for x in samples[:2]), *(x[:G] for x in samples[2:]))
@@ -456,7 +432,7 @@ def share_of_weights_moved(dtype: torch.dtype) -> float:
     before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0, fused=True)
     args = grpo.Args(num_generations=G, micro_batch_size=G, max_completion_length=T, precision="float32")
-    for step in range(100):
+    for step in range(updates):
         grpo.update(model, optimizer, batch, args)
         if step == 0:
             touched = torch.cat([p.grad.flatten() for p in model.parameters()]) != 0
@@ -466,5 +442,5 @@ def share_of_weights_moved(dtype: torch.dtype) -> float:
 
 def test_small_steps_move_float32_weights():
     """At learning rate 1e-6 float32 weights move; bfloat16 ones mostly round back, which is why we keep float32."""
-    assert share_of_weights_moved(torch.float32) > 0.99
-    assert share_of_weights_moved(torch.bfloat16) < 0.3
+    assert share_of_weights_moved(torch.float32, 10) > 0.99
+    assert share_of_weights_moved(torch.bfloat16, 100) < 0.3

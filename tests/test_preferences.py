@@ -177,11 +177,6 @@ def test_a_bad_row_of_a_file_is_dropped_and_named(load, rows, bad, tmp_path, cap
     assert_refused(["no row can be used", str(bad)[:20]], load, write_rows(tmp_path / "bad.jsonl", [bad] * 3), 1, 1)
 
 
-@pytest.mark.parametrize("spec, words", [("gsm8k", "no task gsm8k"), ("none.jsonl", "no file none.jsonl")])
-def test_sources_that_are_none(spec, words):
-    assert_refused(words.split(), load_pairs, spec, 1, 1)
-
-
 def test_tokens():
     """Prompt, completions each up to the first EOS; a chat prompt and what its template adds are no completion."""
     _, tokenizer = load_model(PolicyArgs())

@@ -34,7 +34,7 @@ from utils import data as data_of
 from utils.control import ReplayBuffer, RunningMeanStd, to_env, to_unit
 from utils.core import Run, UserError, crosses
 from utils.data import RowFault, as_pair, epochs, load_rows
-from utils.dist import Means, pad_left, positions
+from utils.dist import pad_left, positions
 from utils.lm import TokenLogps
 from utils.offline import Dataset
 from utils.rewards import make_scorer
@@ -536,14 +536,3 @@ def test_epochs(rows, seed):
     assert rows < 10 or len(set(map(tuple, orders))) == 3
     assert [epochs(range(rows))(i, seed) for i in reversed(range(3 * rows))][::-1] == sum(orders, [])
     assert rows < 10 or [stream(i, seed + 1) for i in range(rows)] != orders[0]
-
-
-@quick
-@given(tensors(6, 4), hnp.arrays(bool, (6, 4)), st.integers(1, 6))
-def test_means(values, mask, size):
-    mask = torch.from_numpy(mask)
-    means = Means()
-    for start in range(0, 6, size):
-        means.add(mask[start : start + size], x=values[start : start + size], twice=2 * values[start : start + size])
-    expected = values[mask].mean().item() if mask.any() else None
-    assert means.read() == ({"x": pytest.approx(expected), "twice": pytest.approx(2 * expected)} if mask.any() else {})

@@ -11,15 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from algos import grpo, sft
 from utils.core import UserError
-from utils.data import RowFault, encode_answers, load_task
+from utils.data import encode_answers, load_task
 from utils.dist import as_samples
 from utils.lm import TINY_MODEL, load_model
 from utils.rewards import evaluate
 
-CHAT = (
-    "{% for m in messages %}{{ 'C' if m.role == 'user' else 'S' }}{{ m.content }}<eos>+{% endfor %}"
-    "{% if add_generation_prompt %}S{% endif %}"
-)
 PAIRS = [([3, 4, 5], [6, 7, 1]), ([8], [9, 1]), ([5, 5, 5, 5, 2], [4, 4, 4, 4, 1]), ([7, 2], [1])]
 
 
@@ -66,23 +62,6 @@ def test_sft_loss_by_hand():
     logps = torch.tensor([[-1.0, -2.0, -4.0], [-8.0, -16.0, -32.0]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
     assert sft.sft_loss(logps, mask, torch.tensor(5)).item() == pytest.approx((1 + 2 + 8) / 5)
-
-
-def test_completions_end_with_their_first_eos():
-    """Plain text gets one EOS; a template's tokens after its EOS are dropped; a chat prompt is not part of it."""
-    tokenizer = load_model(grpo.Args())[1]
-
-    def encode_row(row):
-        return encode_answers(row, [row["completion"]], tokenizer, [tokenizer.eos_token_id])
-
-    prompt, completion = encode_row({"prompt": "S21:", "completion": "12"})
-    assert tokenizer.decode(prompt) == "S21:" and tokenizer.decode(completion) == "12<eos>"
-    tokenizer.chat_template = CHAT
-    prompt, completion = encode_row({"prompt": "21", "completion": "12"})
-    assert tokenizer.decode(prompt) == "C21<eos>+S" and tokenizer.decode(completion) == "12<eos>"
-    messages = [{"role": "user", "content": "21"}]
-    answer = [{"role": "assistant", "content": "12"}]
-    assert encode_row({"prompt": messages, "completion": answer}) == (prompt, completion)
 
 
 @pytest.mark.parametrize("lora_rank, limit", [(0, 32), (2, 512)])
@@ -150,38 +129,6 @@ def test_files_of_one_name_are_two_tasks_that_hold_out_for_each_other(tmp_path, 
     seen = [{row["prompt"] for row in task.rows} for task in (one, two)]
     assert not held & set.union(*seen) and held | set.union(*seen) == {f"S{i}:" for i in range(200)}
     assert {two.train(i, 1)["prompt"] for i in range(len(seen[1]))} == seen[1]
-
-
-TALK = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
-
-
-def test_the_last_answer_of_a_conversation_is_the_completion(tmp_path, own_cache):
-    """Where there is no column completion; what is behind that answer is left out."""
-    ended = [*TALK, {"role": "assistant", "content": "4"}]
-    for messages in (ended, [*ended, {"role": "user", "content": "5"}]):
-        row = sft.from_messages({"messages": messages})
-        assert row["prompt"] == TALK and row["completion"] == ended[3:]
-    for messages in (None, [], "1", TALK[:1], TALK[1:2]):
-        with pytest.raises(RowFault, match="messages"):
-            sft.from_messages({"messages": messages})
-    rows = [{"messages": [{"role": "user", "content": str(i)}, TALK[1]]} for i in range(9)]
-    task = sft.load_demonstrations(write_rows(tmp_path / "talks.jsonl", rows), "prompt")
-    assert len(task.rows) == 8 and all(row["completion"] == TALK[1:2] for row in task.rows)
-    both = [{"prompt": str(i), "completion": "7", "messages": TALK[:2]} for i in range(9)]
-    task = sft.load_demonstrations(write_rows(tmp_path / "both.jsonl", both), "prompt")
-    assert task.rows[0]["completion"] == "7"
-
-
-def test_rows_without_a_completion(tmp_path, own_cache):
-    """A missing column is the whole dataset's fault, a row that lacks what others have is dropped."""
-    rows = [{"prompt": str(i), "completion": "" if i == 3 else "7"} for i in range(9)]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    task = sft.load_demonstrations(path, "prompt")
-    assert {row["prompt"] for row in [*task.rows, *task.heldout]} == {*"012345678"} - {"3"}
-    path = write_rows(tmp_path / "prompts.jsonl", [{"question": str(i)} for i in range(9)])
-    for column, missing in (("prompt", "prompt"), ("question", "completion")):
-        with pytest.raises(UserError, match=f"no column '{missing}'"):
-            sft.load_demonstrations(path, column)
 
 
 def test_prompts_that_leave_no_room(tmp_path):

@@ -221,14 +221,6 @@ def test_gsm8k_score(gsm8k, gold, text, reward):
     assert gsm8k.score({"answer": f"work 1 2 3\n#### {gold}"}, text) == reward
 
 
-def test_epochs_visit_every_row_once_in_new_orders(gsm8k):
-    """30 rows: each once in 0..29, once in 30..59, in other orders; random access agrees with reading in order."""
-    first, second = ([gsm8k.train(i, 1)["prompt"] for i in range(e * 30, e * 30 + 30)] for e in (0, 1))
-    assert len(set(first)) == 30 and sorted(first) == sorted(second) and first != second
-    assert gsm8k.train(3, 1)["prompt"] == first[3] and gsm8k.train(33, 1)["prompt"] == second[3]
-    assert [gsm8k.train(i, 2)["prompt"] for i in range(30)] != first
-
-
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one?"}]
 
 
@@ -367,15 +359,6 @@ def test_one_bos(tmp_path):
     tok.chat_template = None
     prompt, completion = encode_answers({"prompt": "S21:"}, ["12"], tok, [tok.eos_token_id])
     assert prompt[0] == tok.bos_token_id and tok.bos_token_id not in completion
-
-
-def test_encoded_prompt_ends_where_the_answer_begins():
-    """Messages are rendered by the model's template with its generation prompt; text is as it is, without an EOS."""
-    tok = tokenizer(TEMPLATE)
-    messages = encode_prompt({"prompt": [{"role": "C", "content": "21:"}]}, tok)
-    assert tok.decode(messages) == "C21:S"
-    tok.chat_template = None
-    assert tok.decode(encode_prompt({"prompt": "S21:"}, tok)) == "S21:"
 
 
 @pytest.mark.parametrize(

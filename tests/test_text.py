@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import utils.lm
-from algos import dpo, grpo, kto, reward_model, sft
+from algos import grpo, reward_model, sft
 from algos.sft import from_messages, load_demonstrations
 from utils.core import UserError
 from utils.data import RowFault, encode_answers, encode_prompt, load_rows, load_task
@@ -29,17 +29,8 @@ ANSWER = {"role": "assistant", "content": "4"}
 
 def sentencepiece() -> PreTrainedTokenizerFast:
     """Llama-2's normalizer and decoder: a space is a mark, and every text begins with one."""
-    vocabulary = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        "\u2581",
-        *"Captil?Pars",
-        "\u2581Paris",
-        "\u2581Pa",
-        "\u2581Rome",
-        "\u2581Capital",
-    ]
+    vocabulary = ["<unk>", "<s>", "</s>", "\u2581", *"Captil?Pars"]
+    vocabulary += ["\u2581Paris", "\u2581Pa", "\u2581Rome", "\u2581Capital"]
     inner = Tokenizer(models.Unigram([(token, -1.0) for token in dict.fromkeys(vocabulary)], unk_id=0))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
@@ -285,6 +276,9 @@ def test_conversations(tmp_path, own_cache, capsys):
     assert "2 of 12 rows cannot be used and are dropped, the first because a row has no assistant's message" in (
         capsys.readouterr().out
     )
+    for messages in (None, [], "1"):
+        with pytest.raises(RowFault, match="messages"):
+            from_messages({"messages": messages})
     with pytest.raises(UserError, match="no row can be used, .* no assistant's message"):
         load_demonstrations(write_rows(tmp_path / "none.jsonl", [talk("user")] * 2), "prompt")
     path = write_rows(tmp_path / "both.jsonl", [{"prompt": f"{i}?", **rows[i]} for i in range(1, 9)])  # as in ultrachat
@@ -350,13 +344,6 @@ def test_long_prompts_are_left_out_before_the_first_step(tmp_path, own_cache, ca
     assert rewards[0] == rewards[1] and len(rewards[0]) == 4
 
 
-def test_where_all_prompts_are_too_long_the_run_ends(tmp_path, own_cache, capsys):
-    flags = online(tmp_path, "--task", dataset(tmp_path, [30] * 60), "--max-steps", 1, "--max-prompt-length", 20)
-    with user_error(capsys, "no row can be used", "30 tokens, and 20 are allowed"):
-        command_line(grpo, *flags, "--output-dir", tmp_path / "runs")
-    assert runs_in(tmp_path / "runs") == []
-
-
 def test_an_endless_task_drops_nothing(tmp_path, capsys):
     with user_error(capsys, "some prompts of sort have more than 5 tokens"):
         command_line(grpo, "--task", "sort", "--max-prompt-length", 5, "--output-dir", tmp_path)
@@ -395,13 +382,3 @@ def test_a_pair_that_the_template_refuses_is_dropped(tmp_path, own_cache, capsys
     new_run(reward_model, tmp_path / "runs", *flags, "--batch-size", 2, "--device", "cpu")
     out = capsys.readouterr().out
     assert "rows cannot be used and are dropped" in out and "no nines" in out
-
-
-@pytest.mark.parametrize("script", [dpo, kto], ids=["dpo", "kto"])
-def test_preferences_whose_prompts_leave_no_room_are_dropped(script, tmp_path, own_cache, capsys):
-    path = dataset(tmp_path, [9] * 59 + [20], chosen="12", rejected="21")
-    flags = ["--device", "cpu", "--task", path, "--batch-size", 4, "--max-steps", 2, "--max-length", 20]
-    new_run(script, tmp_path / "runs", *flags)
-    assert "has a prompt of 20 tokens, and 19 are allowed" in capsys.readouterr().out
-    with user_error(capsys, "no row can be used", "8 are allowed"):
-        command_line(script, *flags, "--max-length", 9, "--output-dir", tmp_path / "none")

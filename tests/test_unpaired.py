@@ -3,8 +3,7 @@
 import pytest
 from helpers import write_rows
 
-from utils.data import encode_answers, labelled, load_pairs, load_task, load_unpaired
-from utils.lm import PolicyArgs, load_model
+from utils.data import labelled, load_pairs, load_task, load_unpaired
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))
@@ -70,14 +69,3 @@ def test_forms(label, prompt, completion):
     row = labelled(dict(prompt=prompt, completion=completion, label=label, score=5))
     assert row == dict(prompt=prompt, completion=completion, label=bool(label), score=5)
     assert type(row["label"]) is bool
-
-
-def test_tokens():
-    """As those of a pair, of which both completions begin where the first of them does."""
-    _, tokenizer = load_model(PolicyArgs())
-    eos = [tokenizer.eos_token_id]
-    row = dict(prompt="S21:", chosen="12", rejected="2<eos>1")
-    prompt, chosen, rejected = encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos)
-    assert encode_answers(row, [row["chosen"]], tokenizer, eos) == (prompt, chosen)
-    assert encode_answers(row, [row["rejected"]], tokenizer, eos) == (prompt, rejected)
-    assert tokenizer.decode(rejected) == "2<eos>" and chosen[-1] == eos[0]
