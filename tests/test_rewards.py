@@ -302,7 +302,7 @@ def test_a_part_of_a_reward_is_no_right_answer(monkeypatch):
     monkeypatch.setattr("utils.rewards.sample_all", lambda model, prompts, count, *_: answers[count])
     monkeypatch.setattr("utils.rewards.decode", lambda texts, _: (texts, []))
     task, args = load_task("sort"), replace(EVALUATED, eval_prompts=2)
-    for part, columns in ((1.0, {"eval/greedy": 0.5, "eval/pass@1": 3 / 8, "eval/pass@4": 0.5}),
+    for part, columns in ((1.0, {"eval/greedy": 0.5, "eval/pass@1": 3 / 8, "eval/pass@4": 0.5, "eval/distinct": 1.0}),
                           (0.5, {"eval/greedy": 0.25, "eval/sampled": 3 / 16})):  # fmt: skip
         graded = task._replace(score=lambda _, text, part=part: part * (text in "ab"))
         assert evaluate(*load_model(args), graded, None, args) == columns

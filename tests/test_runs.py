@@ -119,7 +119,7 @@ def test_sft_run(tmp_path, monkeypatch):
     assert [row["step"] for row in rows] == list(range(1, 7)) and rows[-1]["loss"] < rows[0]["loss"]
     args = sft.Args(**json.loads((run / "config.json").read_text())["args"])
     scores = evaluate(*load_model(args, path=str(run / "model")), load_task("sort"), None, args)
-    assert {"eval/greedy", "eval/pass@1", "eval/pass@8"} == scores.keys()
+    assert {"eval/greedy", "eval/pass@1", "eval/pass@8", "eval/distinct"} == scores.keys()
     assert scores == {name: value for name, value in rows[-1].items() if name.startswith("eval/")}
     new_run(grpo, tmp_path, *SMALL["grpo"], "--max-steps", 1, "--model", run / "model")
 

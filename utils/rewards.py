@@ -200,28 +200,30 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 def evaluate(model, tokenizer, task: Task, score: Callable | None, args, step: int = 0) -> dict[str, float]:
     """Held-out prompts: eval/greedy, and of --eval-samples sampled answers eval/pass@1 and eval/pass@n, where an answer
-    is right with reward 1; where rewards are other numbers, eval/greedy and eval/sampled are mean rewards. The task's
-    own score judges; where it has none, `score`."""
+    is right with reward 1, and eval/distinct, the number of different right texts for a prompt. Where rewards are other
+    numbers, eval/greedy and eval/sampled are mean rewards. The task's own score judges; where it has none, `score`."""
     heldout, n = task.heldout[: args.eval_prompts], args.eval_samples
     own = share(heldout)
     rows = own or heldout[:1]  # who has none answers one that does not count
     prompts = [encode_prompt(row, tokenizer) for row in rows]
 
-    def rewards(count: int, temperature: float) -> list[list[float]]:
+    def answered(count: int, temperature: float) -> list[list[tuple[float, str]]]:
         texts, ids = decode(sample_all(model, prompts, count, args, temperature, "evaluation"), tokenizer)
         repeated = [row for row in rows for _ in range(count)]
         if task.score is not None:
             found = [task.score(row, text) for row, text in zip(repeated, texts)]
         else:
             found = score(repeated, texts, ids, step)[0].tolist()  # type: ignore[misc]
-        return gathered([found[i : i + count] for i in range(0, len(found), count)][: len(own)])
+        answers = list(zip(found, texts))
+        return gathered([answers[i : i + count] for i in range(0, len(answers), count)][: len(own)])
 
     before = rng_state()  # user code may draw from the global generators
-    greedy, sampled = rewards(1, 0.0), rewards(n, getattr(args, "temperature", 1.0))
+    greedy, sampled = answered(1, 0.0), answered(n, getattr(args, "temperature", 1.0))
     set_rng_state(before)
-    columns = {"eval/greedy": mean(sum(greedy, []))}
-    if {reward for group in sampled for reward in group} <= {0.0, 1.0}:
-        return columns | {
-            f"eval/pass@{k}": mean([pass_at_k(n, int(sum(g)), k) for g in sampled]) for k in sorted({1, n})
-        }
-    return columns | {"eval/sampled": mean(sum(sampled, []))}
+    columns = {"eval/greedy": mean([group[0][0] for group in greedy])}
+    if {reward for group in sampled for reward, _ in group} <= {0.0, 1.0}:
+        right = [[text for reward, text in group if reward] for group in sampled]
+        columns |= {f"eval/pass@{k}": mean([pass_at_k(n, len(texts), k) for texts in right]) for k in sorted({1, n})}
+        return columns | {"eval/distinct": mean([len(set(texts)) for texts in right])}
+    rewards = [reward for group in sampled for reward, _ in group]
+    return columns | {"eval/sampled": mean(rewards)}
