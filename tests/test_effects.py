@@ -9,7 +9,7 @@ from benchmarks import effects
 from benchmarks.curves import begun
 from benchmarks.effects import EFFECTS
 from tests.specs import Effect
-from utils.cli import saved_args
+from utils.core import saved_args
 
 
 def test_a_claim_is_counted_over_the_seeds_that_all_runs_have():
@@ -29,7 +29,7 @@ def test_a_run_begins_with_the_model_of_another(tmp_path):
     settings = dict(task="sort", max_steps=2, model=("grpo", dict(task="sort", max_steps=1)))
     found = begun(settings, dict(seed=3, output_dir=str(tmp_path), num_votes=4, **small))
     (run,) = tmp_path.iterdir()
-    args = saved_args(run)
+    args = saved_args(run, "grpo")
     assert found == settings | {"model": str(run / "model")} and (run / "model" / "model.safetensors").exists()
     assert run.name.startswith("grpo-sort") and args["seed"] != 3 and args["max_steps"] == 1
     assert begun(dict(model="ORG/NAME"), {}) == dict(model="ORG/NAME")

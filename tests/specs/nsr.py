@@ -33,8 +33,8 @@ rows-of-the-whole-step: right while there is one minibatch
 + counted.sum()
 
 rows-of-the-minibatch: what grpo.py counts
-- return mask / (rows * max_completion_length)
-+ return mask / (len(mask) * max_completion_length)
+- rows = total(rows).clamp(min=1)
++ rows = total(torch.tensor(len(mask)))
 
 tokens-of-all-rows: the mask is of the completions, not of those that count
 - token_weights((mask & counted)[within]

@@ -91,7 +91,7 @@ SPEC = Spec(
             "meta-llama/Llama-2-7b-chat-hf", "arXiv 2307.09288, section 3.2.2", preset="full",
             paper=dict(batch_size=512, learning_rate=1e-5, lr_schedule="cosine", weight_decay=0.1,
                        warmup_steps=30, use_margin=True, center_coef=0.0),
-            differs=dict(use_margin=(False, "--use-margin if the data has margins")),
+            differs=dict(use_margin=(False, "`--use-margin` if the data has margins")),
         ),
     ),
     flags=TRAINING | dict(num_pairs=12, batch_size=8), noise=JITTER,

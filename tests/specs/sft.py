@@ -14,9 +14,8 @@ micro-batch-mean:sft: the mean over the tokens at hand is right while there is o
 
 eos-not-trained:sft: the text is what is to be learnt: models then never learn to stop (huggingface/trl#6357; rasbt
 drops EOS, too)
--         return encode_answers(row, [row["completion"]], tokenizer, eos)
-+         prompt, completion = encode_answers(row, [row["completion"]], tokenizer, eos)
-+         return prompt, completion[:-1]
+- return encode_answers(row, [row["completion"]], tokenizer, eos)
++ return [ids[: len(ids) - i] for i, ids in enumerate(encode_answers(row, [row["completion"]], tokenizer, eos))]
 
 first-batch-left-out: steps count from 1, rows from 0
 - share(range((step - 1) * args.batch_size, step * args.batch_size))
