@@ -35,6 +35,7 @@ import importlib
 import json
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -60,6 +61,7 @@ from utils.machine import environment  # noqa: E402
 FOLDER = Path(__file__).resolve().parent / "curves"
 BUDGET = 0.01  # of false alarms in one run of the tests
 ALARMS = (0.01, 0.007, 0.005, 0.004, 0.003, 0.002, 0.001, 0.0005)  # how often a pair of fresh seeds falls below a band
+DRAWN = 240  # seconds of one core for changed curves in one run of the tests; the seven take 520
 ENOUGH = 8  # seeds: of fewer, a band is so wide that a run that learns nothing may lie in it
 SCALES = {  # on which numbers are compared, and back
     "plain": (float, float),
@@ -216,6 +218,21 @@ def unchanged_since(name: str) -> str:
     """The commit of the last green run, where nothing has changed that the curve depends on; else empty."""
     record = green(name)
     return record["commit"] or "an unknown commit" if record.get("proven") == proven(name) else ""
+
+
+def drawn(names: set[str]) -> set[str]:
+    """Of the curves whose code has changed, besides the best-known scripts', as many as learn in DRAWN seconds, in an
+    order that the commit draws: a change of utils/ would have all of them learn."""
+    changed = [
+        name for name in sorted(names) if not (learns_always(name) or CURVES[name].slow or unchanged_since(name))
+    ]
+    chosen, left = set(), DRAWN
+    for name in random.Random(fresh_seeds()[0]).sample(changed, len(changed)):
+        rows = recorded(name)
+        cost = 2 * sum(row["seconds"] for row in rows) / max(1, len(rows))
+        if cost <= left:
+            chosen, left = chosen | {name}, left - cost
+    return chosen
 
 
 def write_green(curves: dict[str, list[dict]]) -> None:

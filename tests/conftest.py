@@ -25,8 +25,8 @@ LONG = ("test_learning.py", "test_the_chain_runs", "test_a_sample_is_caught")
 def pytest_addoption(parser):
     parser.addoption("--script", action="append", default=[], metavar="X", help="only the tests of algos/X.py")
     parser.addoption("--learning", choices=("changed", "all", "known", "none"), default="changed",
-                     help="which curves learn on fresh seeds: one of each of the seven best-known scripts and what has "
-                     "changed since its last green run (default), all, the seven only, none")  # fmt: skip
+                     help="which curves learn on fresh seeds: one of each of the seven best-known scripts and some "
+                     "that have changed since their last green run (default), all, the seven only, none")  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)  # xdist may be off
@@ -71,17 +71,21 @@ def scripts_in(parameters: str) -> set[str]:
 def skip_learning(config, items) -> None:
     """Marks the curves that need not learn, and sets the level at which those that do stay within the budget."""
     mode, seeds = config.getoption("--learning"), []
-    for item in [item for item in items if item.get_closest_marker("learns")]:
-        from benchmarks.curves import CURVES, ENOUGH, learns_always, recorded, unchanged_since
+    items = [item for item in items if item.get_closest_marker("learns")]
+    if items:
+        from benchmarks.curves import CURVES, ENOUGH, drawn, learns_always, recorded, unchanged_since
 
+        chosen = drawn({item.get_closest_marker("learns").args[0] for item in items}) if mode == "changed" else set()
+    for item in items:
         (curve,) = item.get_closest_marker("learns").args
         known, reason = learns_always(curve), ""
         if len(recorded(curve)) < ENOUGH:
             reason = f"not run: {len(recorded(curve))} seeds of {curve} are recorded; of so few a band says nothing"
         elif mode == "none" or (mode == "known" and not known):
             reason = f"not run: --learning {mode}"
-        elif mode == "changed" and not known and not CURVES[curve].slow and (commit := unchanged_since(curve)):
-            reason = f"unchanged since {commit}"
+        elif mode == "changed" and not known and not CURVES[curve].slow and curve not in chosen:
+            commit, drawn_out = unchanged_since(curve), "not run: others that have changed were drawn (--learning all)"
+            reason = f"unchanged since {commit}" if commit else drawn_out
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
         elif item.originalname.startswith("test_fresh_seeds"):

@@ -1,6 +1,7 @@
 """benchmarks/curves.py: a run that was trained by its script gives the row that `record` would have given."""
 
 import json
+import statistics
 
 import pytest
 
@@ -46,3 +47,17 @@ def test_other_settings_and_unfinished_runs_are_refused(finished, monkeypatch):
     with pytest.raises(SystemExit, match="has other settings"):
         curves.add("short", finished)
     assert not curves.recorded("short")
+
+
+def test_a_change_of_utils_has_some_curves_learn(monkeypatch):
+    """As many as fit; another commit draws others, and over commits all have their turn."""
+    monkeypatch.setattr(curves, "unchanged_since", lambda name: "abc" if name == "kto-sort" else "")
+    short = {name for name in curves.CURVES if not curves.CURVES[name].slow}
+    eligible = {name for name in short if not curves.learns_always(name)} - {"kto-sort"}
+    seconds = {name: 2 * statistics.mean(row["seconds"] for row in curves.recorded(name)) for name in eligible}
+    turns = []
+    for commit in range(300):
+        monkeypatch.setattr(curves, "fresh_seeds", lambda commit=commit: [commit])
+        turns.append(curves.drawn(set(curves.CURVES)))
+        assert turns[-1] <= eligible and curves.DRAWN / 2 < sum(seconds[name] for name in turns[-1]) <= curves.DRAWN
+    assert set().union(*turns) == eligible and turns[0] != turns[1]

@@ -79,8 +79,8 @@ def with_rewards(monkeypatch, change, module=grpo) -> None:
     collect = module.collect
 
     def changed(*args):
-        samples, scored, *rest = collect(*args)
-        return samples, scored._replace(rewards=change(samples, scored.rewards)), *rest
+        samples, rewards, *rest = collect(*args)
+        return samples, change(samples, rewards), *rest
 
     monkeypatch.setattr(module, "collect", changed)
 
@@ -148,9 +148,9 @@ def test_a_reward_model_of_flipped_labels_hurts():
 def test_sft_learns_nothing_from_shuffled_completions(monkeypatch):
     update = sft.update
 
-    def changed(model, optimizer, batch, args):
-        completions = [completion for _, completion in batch]
-        return update(model, optimizer, [(p, c) for (p, _), c in zip(batch, completions[1:] + completions[:1])], args)
+    def changed(model, optimizer, samples, args):
+        others = {name: getattr(samples, name).roll(1, 0) for name in ("completion_ids", "completion_mask", "ended")}
+        return update(model, optimizer, samples._replace(**others), args)
 
     monkeypatch.setattr(sft, "update", changed)
     misses_all_bands("sft-sort")
