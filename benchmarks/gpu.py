@@ -247,7 +247,8 @@ def speed(record: Record, device: str, compiles: bool) -> None:
 
         def language(script: str, shape: str, flags: dict, *lengths: int, limit: float, steps: int = 2, **more) -> dict:
             """Figures of the last update, and of the sampling before it, whose length is the last of `lengths`."""
-            flags |= {"model": f"{name}/{shape}", "task": task, "precision": "bfloat16", "device": device,
+            flags = {"precision": "bfloat16"} | flags
+            flags |= {"model": f"{name}/{shape}", "task": task, "device": device,
                       "eval-every": 0, "eval-prompts": 1, "eval-samples": 1, "output-dir": f"{name}/runs"}  # fmt: skip
             found = worker("train", limit, script=script, flags=flags, lengths=lengths, steps=steps, **more)
             waited, took, tokens = found.pop("updates")[-1]
@@ -295,6 +296,11 @@ def speed(record: Record, device: str, compiles: bool) -> None:
 
         grpo = partial(language, "grpo")
         record.item("0.5B, sampling", 60, lambda limit: grpo("0.5B", online, short, limit=limit))
+        grow = ("env", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", sys.executable)
+        for what, flags, before in (("all in bfloat16", {"precision": "pure-bfloat16"}, (sys.executable,)),
+                                    ("memory that grows", {}, grow)):  # fmt: skip
+            work = partial(grpo, "0.5B", online | flags, short, before=before)
+            record.item(f"0.5B, sampling, {what}", 60, lambda limit, work=work: work(limit=limit))
         for cache in ("dynamic", "static"):
             more = dict(model=f"{name}/0.5B", prompts=prompts * group, tokens=short, cache=cache, device=device)
             record.item(f"0.5B, transformers' generate, {cache} cache", 90, partial(worker, "generate", **more))
@@ -614,8 +620,10 @@ def kernels(profiler, seconds: float, cuda: bool) -> dict:
     spent = {event.key[:100]: (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count)
              for event in profiler.key_averages()}  # fmt: skip
     most = sorted(spent.items(), key=lambda item: -item[1][0])[:10]
+    waits = sorted((event.self_cpu_time_total / 1000, event.count, event.key) for event in profiler.key_averages())
     idle = 1 - sum(micro for micro, _ in spent.values()) / 1e6 / seconds
-    return {"profiled, s": seconds, "idle share": idle, "kernels": {name: [t / 1000, n] for name, (t, n) in most}}
+    return {"profiled, s": seconds, "idle share": idle, "kernels": {name: [t / 1000, n] for name, (t, n) in most},
+            "host": {name: [t, n] for t, n, name in waits[-5:]}}  # fmt: skip
 
 
 def trl(model: str, task: str, reward: str, prompts: int, group: int, lengths: list[int], rate: float, device: str,
