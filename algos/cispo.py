@@ -46,8 +46,7 @@ Differences
     - The same name has other bounds elsewhere. TRL: min(rho, epsilon_high), a ratio as here; verl:
       1 - epsilon to 1 + epsilon_high, both from its configuration; open-instruct: at most 1 + clip_higher.
     - The authors of GPPO add 0.1 times a likelihood loss of right answers, and drop wrong tokens with a ratio above 10.
-    - beta is 0 for the tiny model, as in both papers, and 0.04 for others, as in grpo.py: then the loss has beta
-      k3_it, too.
+    - beta is 0 for the tiny model, as in both papers, and 0.04 for others, as in grpo.py.
 """
 
 import sys

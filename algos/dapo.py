@@ -12,30 +12,24 @@ KL penalty. Maximises
     J(theta) = E  1/sum_i T_i  sum_i sum_t min[ rho_it A_i, clip(rho_it, 1 - eps, 1 + eps_high) A_i ]
                over groups in which not all R_i are equal
 
-    x, y_i   a prompt, and the i-th of G completions that pi_old samples for it, with reward R_i
     R'_i     = R_i + max(-1, min(0, (L_max - L_cache - T_i) / L_cache))   reward with the overlong penalty
     A_i      = (R'_i - mean(R'_1..R'_G)) / std(R'_1..R'_G)            advantage, the same for every token of y_i
-    rho_it   = pi_theta(y_it | x, y_i,<t) / pi_old(y_it | x, y_i,<t)  probability ratio
-    T_i      number of tokens of y_i up to and including the first EOS
-    G, eps, eps_high   --num-generations, --epsilon, --epsilon-high
     L_max, L_cache     --max-completion-length, --overlong-buffer
+    x, y_i, R_i, rho_it, T_i, G, eps, eps_high   as in grpo.py
 
 With --scale-rewards none, --aggregation constant and no penalty, refilling divides the expected gradient by the share
-of all groups that are kept, so its direction stays. The gain is a larger batch, the price is more samples.
+of groups that are kept, so its direction stays.
 
 Run
     python algos/dapo.py                                                            the tiny model learns countdown
-    python algos/dapo.py --task sort --keep-accuracy 0.2 0.8                        neither easy nor hard prompts
-                                                                                    (Bae et al., arXiv 2504.03380)
+    python algos/dapo.py --task sort --keep-accuracy 0.2 0.8        neither easy nor hard prompts (arXiv 2504.03380)
     python algos/dapo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
     The paper's settings: algos/README.md.
 
 Expect
     The default run takes 1.5 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8
     0.43 to greedy 0.55, pass@1 0.52, pass@8 0.66 (seed 1, 128 prompts). grpo.py ends at 0.50-0.58, 0.47-0.53, 0.65-0.67
-    (8 seeds, 256 prompts).
-    At equal steps it is a little better: all trained groups teach. At equal completions nothing is gained: it samples
-    126,000 in 100 steps, grpo.py 51,200. Clip and penalty do next to nothing here: rho is 1, few answers are long.
+    (8 seeds, 256 prompts), with 51,200 completions where this samples 126,000: at equal ones nothing is gained.
     --max-completion-length 14 --overlong-buffer 2 shows the penalty: 0.25 of the answers are cut off in step 1, 0.17 in
     steps 6 to 10; with --overlong-buffer 0 0.25, then 0.34 (seed 1).
 
@@ -44,17 +38,15 @@ Metrics
     reward         mean over all sampled completions, without the penalty
     sampled        completions sampled in the step; num_prompts * num_generations of them are trained on
     frac_zero_std  share of trained groups with equal rewards: 0 if --max-sampling-rounds were enough
-    overlong_penalty  mean over the trained completions, also of groups where it is left out; towards 0
+    overlong_penalty  mean over the trained completions; towards 0
 
 Differences
-    - The paper takes 16 optimizer steps on each batch; here it is one. The clip needs --num-minibatches or
-      --num-iterations above 1. Advantages are those of the whole batch, denominators those of a minibatch.
+    - The paper takes 16 optimizer steps on each batch; here it is one, with --num-minibatches more: then the clip acts.
     - The paper samples until the batch is full. Here it is at most --max-sampling-rounds times; groups with equal
       rewards fill the rest. They have no penalty, so they teach nothing.
-    - Groups are judged by their rewards before the penalty. The paper's rewards are 1 and -1. The tasks' own are 1 and
-      0, so the penalty weighs twice as much.
+    - Groups are judged by rewards without the penalty. The paper's are 1 and -1, the tasks' 1 and 0: the penalty weighs
+      twice as much.
     - The formula divides by the tokens of each group; this script, TRL and verl by those of a minibatch.
-    - --mask-truncated-completions is the paper's overlong filtering. Masked completions still count in their group.
 """
 
 import sys

@@ -46,8 +46,7 @@ Differences
     - Their dp_actor.py holds r within 0.02 and 0.98, and log rho below 10. Here neither is held.
     - It sums over tokens and completions and divides by 1000. Here the sum is divided by B * max_completion_length, as
       for Dr. GRPO; --aggregation has grpo.py's other means.
-    - Models above 10 million parameters take the authors' 16 minibatches a step, the tiny one 4. beta is 0, as in
-      their script.
+    - Models above 10 million parameters take the authors' 16 minibatches a step, the tiny one 4. beta is 0, as there.
 """
 
 import sys

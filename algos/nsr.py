@@ -46,8 +46,7 @@ Differences
       does not, so the two are not on one scale. NSR makes fewer and smaller steps there as wrong answers get rare.
     - Of the methods that the authors compare, GRPO has a KL penalty of 0.001 in the loss and PPO one in the reward; the
       others have none. Their scripts keep verl's entropy bonus of 0.001; here there is none.
-    - beta is 0 for the tiny model and 0.04 for others, as in grpo.py: then the loss has beta k3_it, too.
-      Rewards other than 0 and 1 are refused.
+    - beta is 0 for the tiny model and 0.04 for others, as in grpo.py. Rewards other than 0 and 1 are refused.
 """
 
 import sys

@@ -44,10 +44,9 @@ Differences
     - c is 0.01 as in Eisenstein et al.; TRL's default is none. Without it each member of an ensemble has a constant of
       its own for each prompt, so their scores could not be compared. Ziegler et al. (2019) normalise scores instead.
     - The sequence of a text is prompt, completion and EOS; online, TRL scores text without EOS. That of a conversation
-      is all that the chat template makes of it.
+      is all that the chat template makes of it. Beyond --max-length it is cut, but keeps its last token.
     - Pooling is the model's own: at the last token that is not padding. So padding that is EOS is replaced by another
       special token. GPT-2 has none: it is read one token before EOS.
-    - Sequences beyond --max-length are cut but keep their last token; TRL drops them. Dropout is off.
 """
 
 import math

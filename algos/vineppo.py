@@ -2,11 +2,10 @@ r"""VinePPO: a value for each step of reasoning, by sampling on from there.
 
 Kazemnejad et al. 2024, "VinePPO: Refining Credit Assignment in RL Training of LLMs" (arXiv 2410.01679, section 4).
 
-Parent: grpo.py. Each step of a completion has its own advantage, by fresh continuations of the states before and behind
-it.
+Parent: grpo.py. Each step has its own advantage, by fresh continuations of the states before and behind it.
 
-A text can be continued from anywhere, so the value of half an answer needs no critic: sample it to the end K times and
-take the mean reward. A step is reinforced by how much it raised that value. Maximises
+The value of half an answer needs no critic: sample it to the end K times and take the mean reward. A step is reinforced
+by how much it raised that value. Maximises
 
     J(theta) = E  1/(G L_max) sum_i sum_t { min[ rho_it A_it, clip(rho_it, 1 - eps, 1 + eps_high) A_it ] - beta k3_it }
 
@@ -17,14 +16,11 @@ take the mean reward. A step is reinforced by how much it raised that value. Max
     K, steps --num-continuations, --step-separator: a step ends behind each token that holds one of these strings
     x, y_i, R_i, G, rho_it, eps, eps_high, beta, k3_it, pi_old   as in grpo.py
 
-At rho = 1 and beta = 0 the expected gradient is exactly that of E[R], divided by L_max, for every K from 1 on: a
-continuation knows nothing of the completion but its state. The advantages of a completion's steps add up to R - V(x).
-With one step, this is REINFORCE with K more samples for a baseline. Whitening, the mean over tokens and more than one
-update on a batch add a bias.
+At rho = 1 and beta = 0 the expected gradient is exactly that of E[R], divided by L_max, for every K from 1 on. A text's
+advantages add up to R - V(x). Whitening, the mean over tokens and more than one update on a batch add a bias.
 
 Run
     python algos/vineppo.py                                                          the tiny model learns countdown
-    python algos/vineppo.py --num-continuations 3 --max-steps 20                     a smaller one
     python algos/vineppo.py --step-separator ,                                       coarser steps: the two equations
     python algos/vineppo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --lora-rank 32 --gradient-checkpointing
     The authors' settings: algos/README.md.
@@ -32,32 +28,25 @@ Run
 Expect
     The default run: held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8 0.43 to greedy 0.43, pass@1 0.33,
     pass@8 0.75 after 20 steps and 0.47, 0.41, 0.69 after 60 (seed 1, 128 prompts), in 130 CPU seconds. A step trains on
-    128 completions and samples 2,300 at first, 1,500 at the end, as states repeat. grpo.py reaches 0.58, 0.53, 0.69
-    with half as many in all: where sampling is all that costs, step values do not pay here.
-    `python benchmarks/credit.py`: correlation with the true advantages of steps (by 256 continuations) of a fixed
-    policy, mean of three sets of prompts with Student's 95 % interval: K = 9 0.85 +- 0.03, K = 3 0.74 +- 0.08, GRPO's
-    advantage 0.45 +- 0.06, the critic of ppo_lm.py after 20 batches 0.21 +- 0.21 (GAE: 0.38 +- 0.10). Continuations of
-    other states: 0.02 +- 0.08.
+    128 completions and samples 2,300 at first, 1,500 at the end. grpo.py reaches 0.58, 0.53, 0.69 with half as many.
+    `python benchmarks/credit.py`: correlation with the true advantages of steps of a fixed policy, with 95 % intervals
+    over prompts: K = 9 0.85 +- 0.03, K = 3 0.74 +- 0.08, GRPO's advantage 0.45 +- 0.06, the critic of ppo_lm.py after 20
+    batches 0.21 +- 0.21 (GAE: 0.38 +- 0.10). Continuations of other states: 0.02 +- 0.08.
     Better credit is no faster learning here: with K = 3, 25 steps, the mean reward of the last half is 0.34 +- 0.02,
     grpo.py 0.35 +- 0.01, one step 0.33 +- 0.01, grpo.py with as many samples 0.44 +- 0.005 (10 seeds; vineppo-credit).
 
 Metrics
     As in grpo.py, without frac_zero_std, and
     reward_std     over the batch
-    steps          of a completion, mean. 1: no separator was found, and V(x) is but a baseline
+    steps          of a completion, mean. 1: V(x) is but a baseline
     sampled        completions and continuations of the step: what it cost. sampled_tokens: their tokens
 
 Differences
     - The advantages are not whitened, and the denominator is constant: both identities hold. The authors' code whitens
-      over the tokens of all processes' micro-batches, and takes the mean over those of one (McGill-NLP/VinePPO,
-      src/treetune/trainers/ppo_trainer.py). nano-aha-moment (nano_r1_script.py) does not whiten either.
-    - A step ends behind a token, and what comes later does not move that end. The authors cut the text where a sentence
-      or line ends, which they see in what follows, and merge short parts; V there is then not quite the expected
-      reward (src/treetune/tasks/math_extract_steps_inplace.py). nano-aha-moment cuts behind every 100 tokens.
-    - Continuations have the tokens that the completion had left, as in nano-aha-moment. One that is cut off keeps its
-      reward, less --missing-eos-penalty, as a completion does; the authors give all of these a fixed one.
-    - The authors sample with top-p 0.9 and score without it; here there is none. Their k3 is clipped to 0 to 10 and
-      summed over a completion, with beta 1e-4; here beta is 0 for the tiny model, 0.04 for others, as in grpo.py.
+      over all processes' micro-batches, and takes the mean over the tokens of one (McGill-NLP/VinePPO, ppo_trainer.py).
+    - A step ends behind a token. The authors see in what follows where a sentence ends, which biases V a little.
+    - A continuation that is cut off keeps its reward, less --missing-eos-penalty; the authors give a fixed one.
+    - The authors sample with top-p 0.9 and score without it; here there is none. Their beta is 1e-4, here as in grpo.py.
 """
 
 import sys

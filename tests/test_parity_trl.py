@@ -15,11 +15,10 @@ import torch
 
 from algos import grpo
 from benchmarks.peers.make_trl_fixtures import CASES, LOSS_TYPES, MAX_LENGTH, PATH, TRL, G, P, make_inputs, make_trainer
-from utils.evaluation import decode
-from utils.lm import completion_logps, pad_left, sample
-from utils.models import TINY_MODEL, eos_ids, load_model
-from utils.tasks import load_task
-from utils.text import encode_prompt
+from utils.data import encode_prompt, load_task
+from utils.dist import pad_left
+from utils.lm import completion_logps, load_model, sample
+from utils.rewards import decode
 
 TOLERANCE = 1e-10  # float64
 
@@ -77,11 +76,11 @@ def test_live(needs_trl, tmp_path):
 
 def tiny_samples(temperature: float):
     """Model, tokenizer and samples of the embedded model for prompts of different lengths."""
-    model, tokenizer = load_model(TINY_MODEL)
+    model, tokenizer = load_model(grpo.Args())
     rows = [load_task("sort").train(i, 0) for i in range(P)]
     prompts = pad_left([encode_prompt(row, tokenizer) for row in rows], "cpu")
     generator = torch.Generator().manual_seed(0)
-    samples = sample(model, *prompts, G, MAX_LENGTH, eos_ids(model, tokenizer), temperature, generator)
+    samples = sample(model, *prompts, G, MAX_LENGTH, model.generation_config.eos_token_id, temperature, generator)
     return model, tokenizer, rows, samples
 
 

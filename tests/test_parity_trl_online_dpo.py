@@ -27,10 +27,9 @@ from benchmarks.peers.make_trl_online_dpo_fixtures import (
     halves,
     inputs,
 )
-from utils.lm import Samples, pad_left, sample
-from utils.models import TINY_MODEL, eos_ids, load_model
-from utils.tasks import load_task
-from utils.text import encode_prompt
+from utils.data import encode_prompt, load_task
+from utils.dist import Samples, pad_left
+from utils.lm import load_model, sample
 
 live = pytest.mark.usefixtures("needs_trl")
 
@@ -106,21 +105,21 @@ def test_a_whole_step(temperature):
     mask, ranks and sums against ours. The reference is another model than the policy, for else every loss would be at
     its simplest point."""
     task = load_task("countdown")
-    model, tokenizer = load_model(TINY_MODEL)
+    args = online_dpo.Args(beta=BETA, micro_batch_size=4, precision="float32", temperature=temperature,
+                           max_grad_norm=1e9)  # fmt: skip
+    model, tokenizer = load_model(args)
     some = sorted((encode_prompt(task.train(i, 0), tokenizer) for i in range(8 * P)), key=len)
     prompts = pad_left(some[::8], "cpu")
-    samples = sample(model, *prompts, 2, 20, eos_ids(model, tokenizer), temperature, torch.Generator().manual_seed(0))
+    eos, generator = model.generation_config.eos_token_id, torch.Generator().manual_seed(0)
+    samples = sample(model, *prompts, 2, 20, eos, temperature, generator)
     assert not prompts[1].all() and not samples.completion_mask.all()
-    (ours, _), (theirs, _), (ref, _) = (load_model(TINY_MODEL) for _ in range(3))
+    (ours, _), (theirs, _), (ref, _) = (load_model(args) for _ in range(3))
     torch.manual_seed(0)
     with torch.no_grad():
         for p in ref.parameters():
             p.add_(0.02 * torch.randn_like(p))
     rewards = inputs()["rewards"]
-    args = online_dpo.Args(beta=BETA, micro_batch_size=4, precision="float32", temperature=temperature,
-                           max_grad_norm=1e9)  # fmt: skip
-    batch = online_dpo.Batch(samples, rewards, None)
-    batch = batch._replace(ref_logps=online_dpo.reference_logps(ours, ref.eval(), batch, args))
+    batch = online_dpo.Batch(samples, rewards, online_dpo.reference_logps(ours, ref.eval(), samples, args))
     metrics = online_dpo.update(ours, torch.optim.SGD(ours.parameters(), 0.0), batch, args)
 
     trainer = bare_trainer("sigmoid", halves(rewards), ref_model=ref)
@@ -131,6 +130,6 @@ def test_a_whole_step(temperature):
     gap = ((gradients[0] - gradients[1]).norm() / gradients[1].norm()).item()
     if temperature == 1.0:
         assert gap < 1e-4 and metrics["margin"] == pytest.approx(trainer.stats["rewards/margins"][0], rel=1e-3)
-        assert metrics["accuracy"] == trainer.stats["rewards/accuracies"][0]
+        assert metrics["accuracy"] == pytest.approx(trainer.stats["rewards/accuracies"][0], rel=1e-6)  # TRL: float32
     else:
         assert gap > 0.1

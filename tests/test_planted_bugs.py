@@ -16,6 +16,7 @@ from benchmarks.curves import fresh_seeds
 from benchmarks.planted_bugs import BUGS, SAME, planted, read_rows
 from tests.specs import SPECS, parent_of, sources
 from tests.specs.utils_bugs import BUGS as UTILS_BUGS
+from tests.specs.utils_bugs import TESTS
 
 ROOT = Path(__file__).resolve().parents[1]
 AT_HOME = [(script, bug) for script, spec in SPECS.items() for bug in spec.bugs]
@@ -71,7 +72,7 @@ def test_it_stands_in_a_line_that_the_parent_lacks(script, bug):
 def test_names_are_unique_and_say_why():
     names = [bug.name for bug in BUGS + list(SAME)]
     assert len(set(names)) == len(names) and all(bug.why for bug in BUGS)
-    assert all(any(file.startswith("utils/") for file in bug.files()) for bug in UTILS_BUGS)
+    assert all(any(file in TESTS for file in bug.files()) for bug in UTILS_BUGS)
 
 
 def test_a_sample_is_caught(tmp_path):

@@ -82,7 +82,7 @@ class Bug:
         return self.name.partition(":")[0]
 
     def files(self) -> list[str]:
-        """The scripts and files of utils/ that hold the text once."""
+        """The files that hold the text once."""
         return [name for name, text in sources().items() if text.count(self.old) == 1]
 
     def apply(self, text: str) -> str:
@@ -128,8 +128,9 @@ class Spec:
 
 @cache
 def sources() -> dict[str, str]:
-    """Path -> text of every script and every file of utils/."""
-    paths = sorted(ROOT.glob("algos/*.py")) + sorted(ROOT.glob("utils/*.py"))
+    """Path -> text of every script, every environment and every file of utils/."""
+    folders = ("algos", "algos/environments", "utils")
+    paths = [path for folder in folders for path in sorted(ROOT.glob(f"{folder}/*.py"))]
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
 
 

@@ -1,8 +1,9 @@
-"""Planted bugs of utils/, edits that change nothing, and the fast tests that guard each file of utils/."""
+"""Planted bugs of utils/ and of from_trl.py, edits that change nothing, and the fast tests that guard each file."""
 
 from tests.specs import parse_bugs
 
 TESTS = {  # as Spec.tests
+    "algos/environments/from_trl.py": "tools",
     "utils/control.py": "envs exact_ppo exact_sac parity_sb3 properties::test_replay_buffer",
     "utils/core.py": "resume_control command_line_control envs",
     "utils/builtin.py": "tasks properties preferences sft",
