@@ -30,8 +30,8 @@ Expect
     pass@8 0.75 after 20 steps and 0.47, 0.41, 0.69 after 60 (seed 1, 128 prompts), in 130 CPU seconds. A step trains on
     128 completions and samples 2,300 at first, 1,500 at the end. grpo.py reaches 0.58, 0.53, 0.69 with half as many.
     `python benchmarks/credit.py`: correlation with the true advantages of steps of a fixed policy, with 95 % intervals
-    over prompts: K = 9 0.85 +- 0.03, K = 3 0.74 +- 0.08, GRPO's advantage 0.45 +- 0.06, the critic of ppo_lm.py after 20
-    batches 0.21 +- 0.21 (GAE: 0.38 +- 0.10). Continuations of other states: 0.02 +- 0.08.
+    over prompts: K = 9 0.85 +- 0.03, K = 3 0.74 +- 0.08, GRPO's advantage 0.45 +- 0.06, the critic of ppo_lm.py after
+    20 batches 0.21 +- 0.21 (GAE: 0.38 +- 0.10). Continuations of other states: 0.02 +- 0.08.
     Better credit is no faster learning here: with K = 3, 25 steps, the mean reward of the last half is 0.34 +- 0.02,
     grpo.py 0.35 +- 0.01, one step 0.33 +- 0.01, grpo.py with as many samples 0.44 +- 0.005 (10 seeds; vineppo-credit).
 
@@ -46,7 +46,7 @@ Differences
       over all processes' micro-batches, and takes the mean over the tokens of one (McGill-NLP/VinePPO, ppo_trainer.py).
     - A step ends behind a token. The authors see in what follows where a sentence ends, which biases V a little.
     - A continuation that is cut off keeps its reward, less --missing-eos-penalty; the authors give a fixed one.
-    - The authors sample with top-p 0.9 and score without it; here there is none. Their beta is 1e-4, here as in grpo.py.
+    - The authors sample with top-p 0.9 and score without it; here there is none. Their beta is 1e-4.
 """
 
 import sys
