@@ -12,7 +12,7 @@ from filelock import FileLock
 from helpers import LANGUAGE, REPO, SMALL, metrics, new_run
 from two_processes import WAYS
 
-from utils.dist import Means, averaged, equal_passes, moments, share, start, total
+from utils.dist import Means, averaged, equal_passes, moments, share, start, stream, total
 from utils.lm import resolve
 
 CASES = [*(f"{script}, float64" for script in LANGUAGE), "grpo, by tokens", "grpo, token", "grpo, constant",
@@ -76,8 +76,10 @@ def ranks(monkeypatch, count: int):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_every_prompt_is_drawn_once(monkeypatch, count):
+    """And each process samples with random numbers of its own."""
     shares = [list(share(range(16))) for _ in ranks(monkeypatch, count)]
     assert sorted(sum(shares, [])) == list(range(16)) and max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert len({stream("cpu", 1, "train", 1).initial_seed() for _ in ranks(monkeypatch, count)}) == count
 
 
 def test_one_process_needs_no_others(monkeypatch):

@@ -196,14 +196,13 @@ def refilled(results: dict, base) -> None:
 
 def carried_over(results: dict, base) -> None:
     """What one way saves, every way loads: the same state, and the same next update."""
-    batch, saved = batch_of(grpo, base)[0], {}
+    (batch,) = batch_of(grpo, base)
 
-    def run(way: str, path: Path | None) -> dict | None:
-        """One update, from scratch or from what is in `path`; what it has then."""
-        inner = alone() if way == "alone" else contextlib.nullcontext()
+    def run(way: str, path: Path | None = None, rounds: int = 1) -> dict | None:
+        """Updates, from scratch or from what is in `path`; what it has then."""
         if way == "alone" and rank() > 0:
             return None
-        with inner:
+        with alone() if way == "alone" else contextlib.nullcontext():
             model = copy.deepcopy(base)
             model = shard(model, False) if way == "shards" else model
             optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -211,21 +210,22 @@ def carried_over(results: dict, base) -> None:
             if path is not None:
                 trained.load_state_dict(torch.load(path, weights_only=True))
             mine = batch if way == "alone" else part_of(batch, rank())
-            grpo.update(model, optimizer, mine, arguments(grpo, fsdp=way == "shards"))
+            for _ in range(rounds):
+                grpo.update(model, optimizer, mine, arguments(grpo, fsdp=way == "shards"))
             return trained.state_dict()
 
     def numbers(state: dict) -> list[torch.Tensor]:
         moments = [tensor for entry in state["optimizer"]["state"].values() for tensor in entry.values()]
         return [*state["model"].values(), *moments]
 
-    for way in WAYS:
-        saved[way] = run(way, None)
-        if rank() == 0:
-            torch.save(saved[way], FOLDER / f"{way}.pt")
+    expected = run("alone", rounds=2)
     for began in WAYS:
+        saved = run(began)
+        if rank() == 0:
+            torch.save(saved, FOLDER / f"{began}.pt")
         torch.distributed.barrier()
         for went_on in WAYS:
-            after, expected = run(went_on, FOLDER / f"{began}.pt"), run("alone", FOLDER / "alone.pt")
+            after = run(went_on, FOLDER / f"{began}.pt")
             if rank() == 0:
                 pairs = list(zip(numbers(after), numbers(expected), strict=True))
                 far = max((a - b).abs().max().item() for a, b in pairs)
