@@ -226,6 +226,12 @@ def test_last_and_best_are_both_reported(trained):
         assert rows[-1]["eval/best_return"] == max(row["eval/return"] for row in rows) and len(rows) >= 3
 
 
+def test_a_short_run_is_evaluated_five_times(tmp_path):
+    """Without --eval-every."""
+    rows = metrics(new_run(ppo, tmp_path, *SMALL["ppo"], "--eval-every", None))
+    assert sum("eval/return" in row for row in rows) == 5
+
+
 def test_a_transformer_can_be_asked_for_other_returns(trained, capsys):
     found = score(dt, trained("dt"), capsys, "--target-returns", -100, 50.5)
     assert {"eval/return_at_-100", "eval/return_at_50.5", "eval/slope", "eval/return"} == found.keys()

@@ -313,7 +313,7 @@ variance-of-a-sample-of-members:utils: NumPy's default is ddof 0, torch's 1
 - raw.std(1, correction=0)
 + raw.std(1)
 
-variance-for-deviation: ensembles of the paper subtract the variance; it has not the units of a score
+variance-for-deviation:ensemble: ensembles of the paper subtract the variance; it has not the units of a score
 - raw.std(1, correction=0)
 + raw.var(1, correction=0)
 
@@ -426,8 +426,8 @@ rows-that-were-never-written: buffers are allocated whole
 +         index
 
 evaluation-with-training-noise: one sampler for both
-- greedy, sampled = rewards(1, 0.0),
-+ greedy, sampled = rewards(1, getattr(args, "temperature", 1.0)),
+- (1, 0.0),
++ (1, getattr(args, "temperature", 1.0)),
 
 evaluation-moves-the-training-noise: one generator for everything: how often one evaluates changes what is learnt
 - set_rng_state(before)
