@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 EOS, VOCAB, T_MAX = 1, 3, 2
 PROMPTS = [[7], [8, 9]]  # ids that no completion holds; the shorter one is padded on the left
@@ -95,6 +95,7 @@ class TabularLM(torch.nn.Module):
     """Logits are looked up by (prompt, completion so far) in `table`. Also checks the position ids that it is given."""
 
     config = PreTrainedConfig(vocab_size=VOCAB)
+    generation_config = GenerationConfig(eos_token_id=[EOS])
 
     def __init__(self, table: np.ndarray):
         super().__init__()

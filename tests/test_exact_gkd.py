@@ -5,6 +5,7 @@ p is the student, q the teacher. At rate 1 an update adds minus the gradient of 
 
 import dataclasses
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -12,13 +13,15 @@ import torch
 from groups import GROUPS, OTHER, REWARDS, TABLE, P, batches, close, expectation, make_batch, rewards_of
 from helpers import command_line, metrics, new_run, user_error, write_rows
 from tabular import EOS, OUTSIDE, PREFIXES, TabularLM, gradients, log_probs, log_softmax, probability
+from test_invariance import llama
 from tiny_runs import result
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from algos import gkd, grpo
 from tests.specs import SPECS
-from utils.models import TINY_MODEL, load_model
-from utils.rewards import Scored
-from utils.tasks import load_task
+from utils.data import load_task
+from utils.dist import pad_left
+from utils.lm import load_model, positions
 
 L_MAX, B = 5, 0.3
 KINDS = ["reverse", "forward", "jsd"]
@@ -252,6 +255,78 @@ def test_answers_that_were_not_sampled_have_no_old_policy():
     assert found["sampler_gap"] == found["approx_kl"] == 0 and all(map(math.isfinite, found.values()))
 
 
+COMPARED = dict(temperature=0.7, divergence="jsd", jsd_beta=B, precision="float32")
+
+
+@float64
+@pytest.mark.parametrize("elements", [1, 10**6])
+def test_compared_logits_are_those_of_whole_passes(elements, monkeypatch):
+    """Of student and teacher, in chunks of one token or in one: values at each token, and the student's gradient."""
+    monkeypatch.setattr(gkd, "CHUNK", elements)
+    student, teacher = llama(), llama()
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(-2)
+    teacher.requires_grad_(False)
+    args, own = gkd.Args(**COMPARED), torch.tensor([[True] * 3, [True, False, False], [True, True, False], [True] * 3])
+    inputs = *pad_left([[2, 3, 4], [5]], "cpu"), torch.arange(12).view(4, 3) + 2, own
+    ids, mask = (torch.cat([a.repeat_interleave(2, 0), b], 1) for a, b in zip(inputs[:2], inputs[2:]))
+
+    def whole(model):
+        return model(ids, attention_mask=mask.long(), position_ids=positions(mask)).logits[:, -4:-1][own]
+
+    weights, slopes, values = torch.linspace(-1, 1, 3 * own.sum()).view(3, -1), [], []
+    for found in ([x[own] for x in gkd.compare(student, teacher, inputs, args)],
+                  gkd.at_tokens(inputs[2][own], whole(student), whole(teacher), args)):  # fmt: skip
+        student.zero_grad()
+        (torch.stack(found) * weights).sum().backward()
+        slopes.append(torch.cat([p.grad.flatten() for p in student.parameters()]))
+        values.append(torch.stack(found).detach())
+    torch.testing.assert_close(*values, rtol=0, atol=1e-10)
+    torch.testing.assert_close(*slopes, rtol=0, atol=1e-10)
+    assert slopes[0].abs().max() > 1e-3
+    assert not gkd.compare(student, teacher, inputs, args)[2][~own].any()
+
+
+class Logits(TorchDispatchMode):
+    """Counts the elements of the living tensors as wide as a vocabulary, but for weights, which have `other` rows."""
+
+    def __init__(self, width: int, other: int):
+        super().__init__()
+        self.width, self.other, self.now, self.most, self.seen = width, other, 0, 0, set()
+
+    def drop(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            shape = tuple(getattr(tensor, "shape", ()))
+            if len(shape) == 2 and shape[1] == self.width and shape[0] != self.other:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.seen:
+                    self.seen.add(storage._cdata)
+                    self.now += tensor.numel()
+                    self.most = max(self.most, self.now)
+                    weakref.finalize(storage, self.drop, storage._cdata, tensor.numel())
+        return out
+
+
+def test_compared_logits_are_held_in_chunks(monkeypatch):
+    """However many tokens there are: CHUNK / 4 of each model, times the copies that `at_tokens` makes."""
+    config = llama().config
+    config.vocab_size = 1000
+    student, teacher, peaks = type(llama())(config), type(llama())(config).requires_grad_(False), []
+    monkeypatch.setattr(gkd, "CHUNK", 16 * 1000)  # four tokens
+    for length in 8, 64:
+        ids = torch.zeros(2, length, dtype=torch.long)
+        with Logits(1000, config.hidden_size) as counted:
+            inputs = *pad_left([[1, 2], [3]], "cpu"), ids, ids == 0
+            gkd.compare(student, teacher, inputs, gkd.Args(**COMPARED))[2].sum().backward()
+        peaks.append(counted.most)
+    assert 2 * 4 * 1000 <= peaks[0] == peaks[1] <= 24 * 4 * 1000
+
+
 def test_the_whole_run_without_a_teacher_is_grpo_s():
     """KDRL with --teacher-beta 0; rows, weights, evaluation."""
     flags = SPECS["gkd"].flags | dict(beta=0.0)
@@ -269,7 +344,7 @@ def test_the_weight_falls_linearly():
 
 def test_given_answers_are_laid_out_like_sampled_ones():
     """Prompts padded on the left, answers on the right, EOS behind them unless they are cut."""
-    _, tokenizer = load_model(TINY_MODEL)
+    _, tokenizer = load_model(gkd.Args())
     rows = [{"prompt": "S21:", "solution": "12"}, {"prompt": "S4321:", "solution": "1234"}]
     samples = gkd.given(rows, "solution", tokenizer, [1], 4, "cpu")
     ids = tokenizer.get_vocab()
@@ -284,19 +359,19 @@ def test_given_answers_are_laid_out_like_sampled_ones():
 def test_whose_answers_a_step_has(share):
     """A coin for each step, tossed by seed and step alone. A step of the dataset's has as many rows as completions, and
     the next such step other ones."""
-    model, tokenizer = load_model(TINY_MODEL)
+    model, tokenizer = load_model(gkd.Args())
     task, own, seen = load_task("sort"), [], []
 
-    def score(rows, prompts, texts, *_) -> Scored:
-        return Scored(torch.tensor([float(t == row["completion"]) for row, t in zip(rows, texts)]), {}, {})
+    def score(rows, texts, *_) -> tuple[torch.Tensor, dict]:
+        return torch.tensor([float(t == row["completion"]) for row, t in zip(rows, texts)]), {}
 
     args = gkd.Args(task="sort", num_prompts=2, num_generations=3, max_completion_length=9, student_share=share,
                     sample_batch_size=6, precision="float32")  # fmt: skip
     for step in range(1, 41):
-        samples, scored = gkd.collect(model, tokenizer, task, score, step, args)
+        samples, rewards, _ = gkd.collect(model, tokenizer, task, score, step, args)
         own.append(not samples.logps.isnan().any())
         assert len(samples.prompt_ids) == (2 if own[-1] else 6) and len(samples.completion_ids) == 6
-        assert own[-1] or scored.rewards.tolist() == [1.0] * 6
+        assert own[-1] or rewards.tolist() == [1.0] * 6
         seen += [] if own[-1] else [task.train((step - 1) * 6 + i, 1)["prompt"] for i in range(6)]
     assert abs(sum(own) / 40 - share) < 0.25 * (share == 0.5) + 1e-9
     assert len(set(seen)) >= 0.9 * len(seen)
@@ -314,14 +389,14 @@ def test_a_step_on_data_learns_from_the_dataset(tmp_path):
 def test_the_default_teacher_is_right_and_made_again():
     """SFT on solutions: more right than the start, and a function of the seed alone."""
     args = gkd.Args(task="sort", teacher_steps=8, max_completion_length=20, precision="float32")
-    _, tokenizer = load_model(TINY_MODEL)
+    _, tokenizer = load_model(gkd.Args())
     task = load_task("sort")
     one, two = (gkd.load_teacher(tokenizer, task, args, torch.device("cpu")) for _ in range(2))
     assert all(torch.equal(p, q) and not p.requires_grad for p, q in zip(one.parameters(), two.parameters()))
     other = gkd.load_teacher(tokenizer, task, dataclasses.replace(args, seed=2), torch.device("cpu"))
     assert any(not torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters()))
     samples = gkd.given(task.heldout[:64], "solution", tokenizer, [1], 20, "cpu")
-    start, _ = load_model(TINY_MODEL)
+    start, _ = load_model(gkd.Args())
     with torch.no_grad():
         before, after = (gkd.completion_logps(m, *samples[:4])[0].sum(1).exp().mean().item() for m in (start, one))
     assert after > before + 0.2
@@ -345,20 +420,19 @@ def test_the_teacher_is_evaluated_beside_the_start(tmp_path):
         (["--student-share", "0.5", "--estimator", "sampled"], ["--estimator sampled", "--student-share 1"]),
         (["--estimator", "sampled", "--divergence", "jsd"], ["--estimator sampled", "jsd"]),
         (["--reward-weight", "1", "--num-generations", "1"], ["--num-generations"]),
-        (["--jsd-beta", "1"], ["--jsd-beta", "above 0 and below 1"]),
-        (["--teacher", "/nowhere/model"], ["--teacher /nowhere/model", "config.json"]),
+        (["--teacher", "/nowhere/model"], ["cannot load the model /nowhere/model"]),
         (["--teacher", "OTHER"], ["--teacher", "other tokens than --model", "same tokenizer"]),
-        (["--teacher", "NARROW"], ["10 tokens, and 3 are allowed", "lower --max-completion-length"]),
+        (["--teacher", "NARROW"], ["has a prompt of 6 tokens, and 3 are allowed"]),
         (["--model", "COPY"], ["--teacher is missing"]),
         (["--task", "rows.jsonl", "--reward", "r.py:one"], ["--teacher is missing"]),
-        (["--task", "rows.jsonl", "--reward", "r.py:one", "--student-share", "0"], ["no completion"]),
+        (["--task", "rows.jsonl", "--reward", "r.py:one", "--student-share", "0"], ["needs a completion"]),
     ],
 )
 def test_wrong_input_is_one_sentence(arguments, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "rows.jsonl", [{"prompt": f"S{i}:"} for i in range(10, 30)])
     (tmp_path / "r.py").write_text("def one(completions, **_):\n    return [1.0] * len(completions)\n")
-    model, tokenizer = load_model(TINY_MODEL)
+    model, tokenizer = load_model(gkd.Args())
     if "COPY" in arguments:
         model.save_pretrained("COPY")
         tokenizer.save_pretrained("COPY")
