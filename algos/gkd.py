@@ -6,8 +6,7 @@ Agarwal et al. 2023, "On-Policy Distillation of Language Models: Learning from S
 Parent: grpo.py. A teacher's whole distribution at every token takes the place of the reward.
 
 The student answers, and a teacher says at every token of that answer what it would have written. So the student learns
-from states that it meets itself, its mistakes among them, and one answer teaches as much as its tokens do: a reward is
-one number. Minimises
+from states that it meets itself, its mistakes among them, and every token teaches. Minimises
 
     L(theta) = E  1/T sum_t D( q(. | x, y_<t), p_theta(. | x, y_<t) )  -  w J_GRPO(theta)
 
@@ -17,58 +16,34 @@ one number. Minimises
     lambda, b  --student-share, --jsd-beta. D has the weight --teacher-beta
     w          --reward-weight: 0 is GKD; above 0 is KDRL, where the teacher's weight falls to --teacher-beta-end
 
-No gradient goes through the sampling: what a token does to later states is left out. --estimator sampled looks at the
-student's token alone. Its loss, k2 = (log p - log q)^2 / 2, has the same expected gradient as the reverse divergence of
-every state, and more noise. It needs no logits of the whole vocabulary.
+No gradient goes through the sampling. --estimator sampled looks at the student's token alone: its loss, k2 = (log p -
+log q)^2 / 2, has the same expected gradient as the reverse divergence of every state, and more noise.
 
 Run
-    python algos/gkd.py                                                             the tiny model learns countdown
-    python algos/gkd.py --task sort --max-steps 15 --num-prompts 8 --num-generations 2          16 answers a step
-    python algos/gkd.py --task sort --estimator sampled --max-steps 15              on the student's tokens alone
-    python algos/gkd.py --task sort --student-share 0.5 --divergence jsd            half of the steps on demonstrations
-    python algos/gkd.py --task sort --teacher-steps 3 --reward-weight 1 --teacher-beta-end 0 --max-steps 30 \
-        --num-prompts 8 --num-generations 2
-                                                                                    KDRL: past a teacher half trained
+    python algos/gkd.py                                                     the tiny model learns countdown
+    python algos/gkd.py --task sort --estimator sampled --max-steps 15      on the student's tokens alone
+    python algos/gkd.py --task sort --student-share 0.5 --divergence jsd    half of the steps on demonstrations
     python algos/gkd.py --model Qwen/Qwen2.5-0.5B-Instruct --teacher Qwen/Qwen2.5-7B-Instruct --task gsm8k
-                                                                                    real models, on a GPU
-
-    Without --teacher the run first makes one of the tiny model, by SFT on right answers (column `solution`), in a
-    few seconds. RUN/model of grpo.py does as well.
+    Without --teacher the run first makes one of the tiny model, by SFT on right answers. KDRL: algos/README.md.
 
 Expect
     The default run takes 143 CPU seconds. Its teacher has greedy 0.46, pass@1 0.36, pass@8 0.87 on held-out countdown.
-    The student goes from 0.01, 0.08, 0.43 to 0.45, 0.34, 0.84 (seed 1, 128 prompts; about there after 20 steps).
-    grpo.py ends at 0.58, 0.53, 0.69: it goes on past this teacher, and loses in pass@8 what the student keeps.
-    With 512 answers a step grpo.py is as fast in the first ten steps. With 16 on sort the student has pass@1 0.94 +-
-    0.01 after 20 steps, grpo.py 0.86 +- 0.05 after 60, behind it in 9 of 10 seeds (10 seeds, 95 % intervals;
-    benchmarks/effects.py, gkd-sort). Wrong demonstrations do no harm: 0.95 with --student-share 0, because a right
-    teacher corrects each state of a wrong answer. A teacher that is the start itself (--teacher-steps 0) teaches
-    nothing: 0.40.
-    With a teacher that is better than the start but not good (--teacher-steps 3) the student ends at 0.72 after 30 of
-    these steps, KDRL at 0.85 and grpo.py alone at 0.85 (10 seeds; kdrl-sort): KDRL passes this student in
-    all ten, and the teacher has not helped.
+    The student goes from 0.01, 0.08, 0.43 to 0.45, 0.34, 0.84; grpo.py ends at 0.58, 0.53, 0.69: past this teacher, but
+    without the pass@8 that the student keeps. With 16 answers a step on sort the student has pass@1 0.94 +- 0.01 after
+    20 steps, grpo.py 0.86 +- 0.05 after 60 (benchmarks/effects.py, gkd-sort). KDRL equals grpo.py there: 0.85.
 
 Metrics
-    As in grpo.py, but
     teacher/*      the teacher's own scores on the held-out prompts, at step 0. The student rarely passes them
     divergence     mean of D over tokens, in nats; of log p - log q with --estimator sampled. Falls towards 0
-    reward         not trained on, unless --reward-weight is above 0
-    frac_zero_std  with --reward-weight only
-    On a step whose answers are the dataset's, reward, length and entropy are those of these answers, and approx_kl,
-    clip_fraction and sampler_gap are 0: nobody sampled them.
+    reward         not trained on, unless --reward-weight is above 0; frac_zero_std only then
+    A step on the dataset's answers has their reward, length and entropy, and nothing about the sampler.
 
 Differences
-    - jsd goes to 0 where b goes to 0 or 1, so both are refused. TRL's GKDTrainer takes the forward divergence at 0 and
-      the reverse one at 1 (trl/experimental/gkd/gkd_trainer.py). Its b is `beta`, 0.5, and lambda is 0.5.
-    - Student and teacher are compared at the temperature that samples. TRL's GKDTrainer samples at 0.9, compares at 1.
+    - jsd goes to 0 where b goes to 0 or 1. TRL takes the forward divergence at 0 and the reverse one at 1.
+    - Student and teacher are compared at the temperature that samples. TRL samples at 0.9 and compares at 1.
     - The mean is over each answer's tokens, then answers, as in the paper. TRL's is that of --aggregation token.
-    - tinker-cookbook (tinker_cookbook/distillation/train_on_policy.py) makes an advantage of log q - log p of the
-      sampled token and multiplies it by a ratio to the sampling policy. At its first update that is --estimator
-      sampled. Its discount, with which a token also answers for later ones, is 0 by default; here there is none.
-    - KDRL here has one schedule and no masks on right answers. k2 has no ratio to the sampling policy on stale data.
-    - The teacher gets the student's tokens, chat template included. Its vocabulary must hold the student's, and logits
-      beyond the narrower of the two, which pad a vocabulary, are cut.
-    - A reward or a task that scores is needed all the same, for evaluation. beta and the reference of grpo.py are gone.
+    - The teacher gets the student's tokens, chat template included. Logits beyond the narrower vocabulary are cut.
+    - KDRL has one schedule and no masks on right answers. k2 has no ratio to the sampling policy.
 """
 
 import math

@@ -11,73 +11,40 @@ step on DPO's loss (arXiv 2305.18290, equation 7) it answers anew. Minimises
     L(theta) = - mean over pairs  log sigmoid( beta [ h(x, y_w) - h(x, y_l) ] )
 
     y_w, y_l  of y_1 and y_2, the preferred and the other answer to the prompt x
-    h(x, y)   = log pi_theta(y | x) - log pi_ref(y | x)   log-ratio, each log-probability the sum over the tokens of y
-                                                          up to and including the first EOS
+    h(x, y)   = log pi_theta(y | x) - log pi_ref(y | x)   sums over the tokens of y up to and including the first EOS
     pi_ref    the policy as it was before the first step
     beta      --beta: how strongly the policy is held to pi_ref
 
 --loss ipo has (h(x, y_w) - h(x, y_l) - 1/(2 beta))^2 instead. XPO (alpha = --xpo-alpha above 0) samples y_2 from the
-reference, and its loss is
-
-    L(theta) + alpha mean over pairs  log pi_theta(y_2 | x)
-
-The added term makes the reference's answers less likely. It is -alpha E_x KL(pi_ref || pi_theta) plus a constant: a
-bonus for leaving the reference, with gradient 0 where the two are equal.
-
-Where pi_theta = pi_ref the expected gradient of L is -2 beta (ipo: -4/beta) times the policy gradient of P(y beats y'),
-y' an independent sample, ties half. For rewards 0 and 1 that is -beta (ipo: -2/beta) times the policy gradient of the
-mean reward: the first step is REINFORCE.
+reference and adds alpha mean over pairs log pi_theta(y_2 | x): a bonus of alpha KL(pi_ref || pi_theta).
+At pi_theta = pi_ref the expected gradient of L is -2 beta times the policy gradient of P(y beats y'), y' a sample, ties
+half. For rewards 0 and 1 that is -beta times the policy gradient of the mean reward: the first step is REINFORCE.
 
 Run
-    python algos/online_dpo.py                                                      the tiny model learns countdown
-    python algos/online_dpo.py --task sort --max-steps 16                           a smaller task
-    python algos/online_dpo.py --xpo-alpha 1e-3                                     XPO
-    python algos/online_dpo.py --model ORG/NAME --task prompts.jsonl --reward rewards.py:accuracy --num-prompts 128 \
-        --learning-rate 5e-7 --warmup-steps 150 --temperature 0.9
-                                                                                    the paper's hyper-parameters
+    python algos/online_dpo.py                                    the tiny model learns countdown
+    python algos/online_dpo.py --task sort --max-steps 16         a smaller task
+    python algos/online_dpo.py --xpo-alpha 1e-3                   XPO
     python algos/online_dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k      a real model, on a GPU
 
 Expect
     The default run takes a minute on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8 0.43 to
-    greedy 0.54, pass@1 0.47, pass@8 0.70 (seed 1, 128 prompts). Most of it comes in the first 20 steps. After that the
-    policy sharpens. --num-prompts 256, in twice the time: 0.55, 0.47, 0.67. grpo.py, also with 512 completions a step:
-    0.58, 0.53, 0.69.
-    --task sort --max-steps 16: greedy 0.23 to 0.99, pass@1 0.40 to 0.94, pass@8 0.88 to 1.00, in about 12 seconds.
-    --loss ipo: 1.00, 0.95, 1.00. --xpo-alpha 1e-3: 0.90, 0.77, 0.98; 1e-2: 0.66, 0.56, 0.84. Half of XPO's
-    completions are the reference's, and sort needs no exploration. A real model: not measured.
+    0.54, 0.47, 0.70 (seed 1); grpo.py: 0.58, 0.53, 0.69. --task sort --max-steps 16, 12 seconds: greedy 0.23 to 0.99,
+    --loss ipo 1.00, --xpo-alpha 1e-3 0.90: half of XPO's completions are the reference's, and sort needs none.
 
 Metrics
-    reward         mean over the policy's completions; rises. Columns of single functions include the reference's
-                   completions where there are any
-    accuracy       share of pairs with a preference whose y_w has the larger h, before the step; equal h count
-                   half. The first step's is rounding. It does not go to 1 as in dpo.py: samples are new, and it
-                   measures what the policy still gets wrong. margin: mean of beta [h(y_w) - h(y_l)]
-    frac_ties      share of pairs without a preference, which teach nothing; below 0.9. frac_zero_std: share of prompts
-                   whose rewards are all equal, the same for two completions a prompt
-    kl             mean of h over the policy's completions, nats; grows
-    reward/task    the task's own score, where --reward is given. A fall while reward rises is over-optimisation
-    eval/greedy, eval/pass@1, eval/pass@8   held-out accuracy: the likeliest answer, a sample, the best of eight. If
-                   pass@1 rises and greedy stays, the policy only sharpens. A rise of greedy does not rule that out
-    eval/distinct  different right texts among a prompt's --eval-samples; falls as the policy sharpens
-    grad_norm      before clipping; falls as frac_ties rises. ipo's is 1/beta in size, so always clipped
-    sampler_gap    mean |log pi_theta - log pi_old|, old as sampled; 1e-6 in float32, more means a bug
-    engine/weight, engine/above_2, engine/ess   with --sampler, over tokens: mean of pi_theta / pi_engine, its share
-                   above 2, effective sample size over the number of tokens; about 1, 0 and 1
-    entropy        nats per token; falls, should not reach 0. length: tokens. truncated: share without EOS; below 0.9
+    reward      mean over the policy's completions. Columns of single functions include the reference's completions
+    accuracy    share of pairs with a preference whose y_w has the larger h, before the step; equal h count half. It
+                stays below 1: samples are new. margin: mean of beta [h(y_w) - h(y_l)]
+    frac_ties   share of pairs without a preference, which teach nothing; below 0.9. frac_zero_std: share of prompts
+                whose rewards are all equal. kl: mean of h over the policy's completions, nats; grows
 
 Differences
-    - OAIF asks a language model which answer is better. Here rewards decide: functions, reward models or the task's
-      score. Only their order counts.
-    - Two completions a prompt by default. More are G/2 disjoint pairs. open-instruct compared the best of G with
-      the worst, until it dropped this script.
-    - Pairs without a preference (equal rewards, or None from all functions) give no gradient, but count in L's
-      denominator. accuracy and margin leave them out. TRL prefers the first of equal ones, so noise counts as a
-      preference; unknown rewards count as 0. XPO's term counts every pair, as in the paper.
-    - The reference stays the starting policy. One optimizer step on each batch. XPO's algorithm 1 minimises over all
-      pairs so far, and its guarantee is for that. oat takes one step, too.
+    - OAIF asks a language model which answer is better. Here rewards decide; only their order counts.
+    - More than two completions a prompt are G/2 disjoint pairs.
+    - Pairs without a preference give no gradient, but count in L's denominator. TRL prefers the first of equal ones,
+      so noise counts as a preference. XPO's term counts every pair, as in the paper.
+    - The reference stays the starting policy. XPO minimises over all pairs so far; here one step, as in oat.
     - Sampling and scoring both divide logits by --temperature. TRL scores at temperature 1.
-    - TRL's positions count padding. That matters for learned positions (GPT-2), not for rotary ones.
-    - Dropout is off, as in TRL. AdamW, as in TRL; the paper uses Adafactor.
 """
 
 import sys

@@ -50,20 +50,20 @@ reward-always-trained: the parent's loss stays
 + loss = loss
 
 unknown-is-zero: a tensor of zeros is made for log-probabilities that nobody has
-- torch.full(ids.shape, torch.nan, device=device)
-+ torch.zeros(ids.shape, device=device)
+- torch.full_like(samples.logps, torch.nan)
++ torch.zeros_like(samples.logps)
 
 cut-off-counts-as-ended: the end of a given answer is its last token
-- [len(answer) <= limit for answer in answers]
-+ [True for answer in answers]
+- [len(answer) <= limit for _, answer in pairs]
++ [True for _ in pairs]
 
 coin-turned-round: a chance of one or of the other
-- if random.Random(f"{args.seed}/{step}").random() >= args.student_share:
-+ if random.Random(f"{args.seed}/{step}").random() < args.student_share:
+- if random.Random(f"{args.seed}/{step}").random() < args.student_share:
++ if random.Random(f"{args.seed}/{step}").random() >= args.student_share:
 
 one-coin-for-the-run: a generator is made anew for each step
-- if random.Random(f"{args.seed}/{step}").random() >= args.student_share:
-+ if random.Random(args.seed).random() >= args.student_share:
+- if random.Random(f"{args.seed}/{step}").random() < args.student_share:
++ if random.Random(args.seed).random() < args.student_share:
 
 demonstrations-for-solutions: the column of every other task
 - samples = given(rows, "solution", tokenizer,

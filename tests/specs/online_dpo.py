@@ -22,11 +22,11 @@ skipped-reward-is-zero:online_dpo: NaN is silenced where it first hurts (TRL's o
 + first, second = rewards.nan_to_num(0.0).view(-1, 2).unbind(1)
 
 denominator-without-ties: a mean over what is trained: steps grow as ranked pairs become few
-- (counts * loss.sum() / len(label)).backward()
-+ (loss.sum() / decided.sum().clamp(min=1)).backward()
+- (loss.sum() / count).backward()
++ (loss.sum() / (label != 0).sum().clamp(min=1)).backward()
 
 micro-batch-mean:online_dpo: the mean at hand is right while there is one micro-batch (huggingface/trl#2617)
-- (counts * loss.sum() / len(label)).backward()
+- (loss.sum() / count).backward()
 + loss.mean().backward()
 
 beta-missing:online_dpo: a log-ratio is taken for the reward, which is beta times it
@@ -47,12 +47,12 @@ them, DPO does not
 + log_ratio = ((logps - batch.ref_logps[rows, :width]) * valid).sum(1) / valid.sum(1)
 
 temperature-in-scoring-only:online_dpo: the sampler has its own default
-- args.max_completion_length, eos, args.temperature,
-+ args.max_completion_length, eos, 1.0,
+- args.num_generations, args, args.temperature,
++ args.num_generations, args, 1.0,
 
 temperature-in-scoring-only:reference: the temperature is thought of as a setting of the policy's sampler
-- args.max_completion_length, eos, args.temperature,
-+ args.max_completion_length, eos, args.temperature if of is model else 1.0,
+- replace(args, sampler=""), args.temperature,
++ replace(args, sampler=""), 1.0,
 
 exploration-rewarded-for-staying: a log-probability in a loss nearly always has a minus sign
 - loss = loss + args.xpo_alpha * (logps
@@ -63,29 +63,29 @@ exploration-term-of-the-policy-s-sample: two completions a prompt, in an order t
 + (logps * valid).sum(1)[::2]
 
 both-samples-are-the-policy-s: one name for two models of the same kind: at first they are equal
-- theirs = some(ref_model or model,
-+ theirs = some(model,
+- theirs = sample_all(reference or model,
++ theirs = sample_all(model,
 
 groups-interleaved:xpo: two batches are joined one behind the other: pairs then are of two prompts
 - device=model.device).view(2, -1).T.flatten()
 + device=model.device).view(2, -1).flatten()
 
 divergence-of-the-wrong-sign: log pi - log pi_ref and its negative are both called the log-ratio
-- "kl": from_policy(log_ratios, args)
-+ "kl": -from_policy(log_ratios, args)
+- kl=from_policy(log_ratio, args)
++ kl=-from_policy(log_ratio, args)
 
 divergence-over-the-reference-s-samples: an estimate of a divergence is a mean over the policy's samples, not over all
-- "kl": from_policy(log_ratios, args)
-+ "kl": log_ratios
+- means.add(torch.ones_like(from_policy(log_ratio, args)), kl=from_policy(log_ratio, args))
++ means.add(torch.ones_like(log_ratio), kl=log_ratio)
 
 reward-of-the-reference-too: the mean over the batch is the policy's in every other script
-- "reward": from_policy(batch.rewards, args)
-+ "reward": batch.rewards
+- "reward": from_policy(rewards, args)
++ "reward": rewards
 
 last-micro-batch-only:online_dpo: zero_grad stands before backward everywhere else
--         (counts * loss.sum() / len(label)).backward()
+-         (loss.sum() / count).backward()
 +         optimizer.zero_grad(set_to_none=True)
-+         (counts * loss.sum() / len(label)).backward()
++         (loss.sum() / count).backward()
 """
 
 SPEC = Spec(
