@@ -56,7 +56,7 @@ from algos import reward_model  # noqa: E402
 from benchmarks.seeds import side_by_side  # noqa: E402
 from tests.specs import SPECS  # noqa: E402
 from utils.eject import eject  # noqa: E402
-from utils.machine import environment  # noqa: E402
+from benchmarks.machine import environment  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "curves"
 BUDGET = 0.01  # of false alarms in one run of the tests

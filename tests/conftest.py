@@ -31,7 +31,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(optionalhook=True)  # xdist may be off
 def pytest_xdist_auto_num_workers():
-    from utils.machine import cores
+    from benchmarks.machine import cores
 
     return cores()
 
