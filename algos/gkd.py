@@ -143,7 +143,7 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     epsilon_high: float | None = None
     """upper clip of the ratio: 1 + epsilon_high; None: epsilon"""
     teacher: str = ""
-    """folder or hub name of the teacher, with the tokenizer of --model; none: the shipped model, trained here on right
+    """folder or hub name of the teacher, with the tokenizer of --model; none: the tiny model, trained here on right
     answers (countdown and sort only)"""
     teacher_steps: int = 40
     """optimizer steps of that training: fewer make a worse teacher"""

@@ -15,9 +15,9 @@ EJECTED = {  # all lines
     "dpo": (1820, 1250), "rloo": (1850, 1250), "grpo": (1890, 1300),
 }  # fmt: skip
 CODE = {  # lines of code of all Python files in a folder, of which those of another are another's
-    "utils": (1700, 1400), "tests": (23000, 20000), "benchmarks": (2900, 2900), "benchmarks/peers": (2900, 2900),
+    "utils": (1670, 1400), "tests": (22500, 20000), "benchmarks": (2900, 2900), "benchmarks/peers": (2900, 2900),
 }  # fmt: skip
-LARGEST = {"lm": 293, "data": 240}  # of a file in utils; the aim is 230
+LARGEST = {"lm": 274, "data": 240}  # of a file in utils; the aim is 230
 
 
 @cache
