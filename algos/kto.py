@@ -172,7 +172,7 @@ def label_metrics(ratios: Tensor, labels: Tensor, beta: float) -> dict[str, floa
 def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     """One optimizer step. Returns metrics."""
     samples, ref_logps, labels, *mismatched = batch
-    z = moments(score_examples(model, *mismatched, args))[0].clamp(min=0)
+    z = moments(score_examples(model, *mismatched, args))[0].clamp(min=0)  # type: ignore[call-arg, arg-type]
     count, ratios = total(torch.tensor(len(labels))), torch.zeros_like(ref_logps[:, 0])
     optimizer.zero_grad(set_to_none=True)
     for rows, inputs in micro_batches(samples, args):

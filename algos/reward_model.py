@@ -358,7 +358,7 @@ def train(args: Args) -> list[dict]:
         updated = []
         for model, optimizer, stream, seed in zip(members, optimizers, streams, seeds):
             rate = set_rate(optimizer, step, args)
-            batch = [encode(labelled(stream(number, seed))) for number in numbers]
+            batch = [encode(labelled(stream(number, seed))) for number in numbers]  # type: ignore[arg-type]
             updated.append(update(model, optimizer, batch, args))
         columns = {name: sum(some[name] for some in updated) / len(updated) for name in updated[0]}
         columns |= {"learning_rate": rate, "time/step": time.perf_counter() - begun}

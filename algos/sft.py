@@ -260,7 +260,7 @@ def train(args: Args) -> list[dict]:
     for task in tasks.values():
         if task.score is None:
             rows = task.heldout[: args.eval_prompts]
-            heldout_samples[task.name] = make_samples(share(rows) or rows[:1])
+            heldout_samples[task.name] = make_samples(share(rows) or rows[:1])  # type: ignore[arg-type]
 
     def evaluation() -> dict[str, float]:
         columns = {}

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.curves import CURVES, ROOT, SCRIPT_OF, band, run_once
 from benchmarks.curves import recorded as right_rows
-from tests.specs import SPECS, Bug, sources
 from benchmarks.machine import environment
+from tests.specs import SPECS, Bug, sources
 
 RESULTS = ROOT / "benchmarks/results/bug_hunt.jsonl"
 SEEDS = (1, 2, 3)

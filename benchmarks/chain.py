@@ -25,10 +25,10 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from algos import grpo  # noqa: E402
+from benchmarks.machine import environment  # noqa: E402
 from utils.data import encode_prompt, load_task  # noqa: E402
 from utils.dist import Samples, pad_left  # noqa: E402
 from utils.lm import completion_logps, load_model, sample  # noqa: E402
-from benchmarks.machine import environment  # noqa: E402
 from utils.rewards import decode, evaluate  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/chain.json"

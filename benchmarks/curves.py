@@ -53,10 +53,10 @@ from scipy.stats import t as student
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from algos import reward_model  # noqa: E402
+from benchmarks.machine import environment  # noqa: E402
 from benchmarks.seeds import side_by_side  # noqa: E402
 from tests.specs import SPECS  # noqa: E402
 from utils.eject import eject  # noqa: E402
-from benchmarks.machine import environment  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "curves"
 BUDGET = 0.01  # of false alarms in one run of the tests

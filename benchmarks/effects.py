@@ -24,8 +24,8 @@ from scipy.stats import t as student
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.curves import begun, quiet_folder  # noqa: E402
-from tests.specs import SPECS, Effect  # noqa: E402
 from benchmarks.machine import environment  # noqa: E402
+from tests.specs import SPECS, Effect  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "effects"
 EFFECTS = {name: effect for spec in SPECS.values() for name, effect in spec.effects.items()}

@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import effects, published  # noqa: E402
 from benchmarks.curves import ENOUGH, band, recorded  # noqa: E402
+from benchmarks.machine import environment  # noqa: E402
 from tests import family  # noqa: E402
 from tests.specs import FAMILIES, SPECS, line_of, parent_of  # noqa: E402
-from benchmarks.machine import environment  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 SHOWN = {  # column of the metrics -> how the table calls it

@@ -35,8 +35,8 @@ import tyro
 from scipy.stats import t as student
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils.core import UserError  # noqa: E402
 from benchmarks.machine import cores  # noqa: E402
+from utils.core import UserError  # noqa: E402
 
 OURS = ("seed", "output-dir", "resume")  # set for each seed, so not to be given
 

@@ -313,7 +313,7 @@ def load_unpaired(spec: str, num_pairs: int, seed: int) -> Pairs:
     sides = (("chosen", True), ("rejected", False))
     parts = ([row | {"completion": row[side], "label": label} for row in rows for side, label in sides]
              if "chosen" in rows[0] else rows for rows in (data.train, data.heldout))  # fmt: skip
-    return Pairs(data.name, *parts, data.task)
+    return Pairs(data.name, *parts, data.task)  # type: ignore[call-arg, arg-type]
 
 
 def labelled(row: dict) -> dict:

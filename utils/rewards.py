@@ -147,17 +147,17 @@ def make_scorer(task: Task, args, tokenizer, device) -> Callable:
     def score(rows: list[dict], texts: list[str], completion_ids: list, step: int) -> tuple[Tensor, dict[str, float]]:
         own = torch.tensor([task.score(row, text) for row, text in zip(rows, texts)]) if task.score else None
         if not specs:
-            return own, {}
+            return own, {}  # type: ignore[return-value]
         prompts, logged = [present(row, tokenizer) for row in rows], {}
         chat = not isinstance(prompts[0], str)
         keywords = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
         keywords |= {
-            "prompts": prompts,
+            "prompts": prompts,  # type: ignore[dict-item]
             "completions": [[{"role": "assistant", "content": text}] if chat else text for text in texts],
             "completion_ids": completion_ids,
-            "trainer_state": SimpleNamespace(global_step=step, max_steps=args.max_steps),
-            "log_metric": lambda name, value: logged.setdefault(name, []).append(float(value)),
-            "log_extra": lambda name, values: None,
+            "trainer_state": SimpleNamespace(global_step=step, max_steps=args.max_steps),  # type: ignore[dict-item]
+            "log_metric": lambda name, value: logged.setdefault(name, []).append(float(value)),  # type: ignore[dict-item]
+            "log_extra": lambda name, values: None,  # type: ignore[dict-item]
         }
         returned = [f(rows, texts) if isinstance(f, RewardModel) else f(**keywords) for f in functions]
         if any(map(inspect.isawaitable, returned)):
