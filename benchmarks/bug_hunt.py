@@ -1,4 +1,4 @@
-"""The bug hunt of the site: twelve planted bugs of the specs, and the curves that their scripts then have.
+"""The bug hunt of the site: planted bugs of the specs, and the curves that their scripts then have.
 
 `python benchmarks/site.py hunt` calls `record`. Rows are appended to results/bug_hunt.jsonl; what is there is skipped.
 """
@@ -42,7 +42,6 @@ HUNTS = (  # from the plain to the hard
     Hunt("groups-interleaved", "grpo-sort"),
     Hunt("divergence-rewarded:rloo", "rloo-sort"),
     Hunt("reward-on-padding", "ppo_lm-sort"),
-    Hunt("observations-are-trained", "grpo_multiturn-guess"),
 )
 
 

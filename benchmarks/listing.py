@@ -70,8 +70,10 @@ def commands(script: str) -> list[tuple[str, str]]:
         elif found:
             found[-1][1] = f"{found[-1][1]} {' '.join([command, *comment])}".strip()
     published = (family.ROOT / "algos/README.md").read_text().partition("### Recipes that others publish")[2]
-    published = published.partition("###")[0].splitlines()
-    found += [[line, ""] for line in published if line.startswith(f"python algos/{script}.py ")]
+    for line in re.sub(r"\\\n\s*", "", published.partition("\n## ")[0]).splitlines():
+        if line.startswith(f"python algos/{script}.py "):
+            command, _, comment = line.partition("  # ")
+            found.append([command.strip(), comment.strip()])
     return [(command, comment) for command, comment in found]
 
 

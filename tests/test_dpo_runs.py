@@ -30,7 +30,7 @@ def test_a_run_of_a_child(name, tmp_path):
     for row in rows:
         wanted = {"step"} | ({*step, "grad_norm", "learning_rate", "truncated"} if row["step"] else set())
         if row["step"] % 2 == 0:
-            wanted |= {*scores, "eval/greedy", "eval/pass@1", "eval/pass@8"}
+            wanted |= {*scores, "eval/greedy", "eval/pass@1", "eval/pass@8", "eval/distinct"}
         assert row.keys() == wanted
     assert rows[6]["margin"] > rows[1]["margin"] and (run / "curve.png").stat().st_size > 10_000
     load_model(MODULES[name].Args(model=str(run / "model")))

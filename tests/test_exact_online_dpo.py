@@ -295,12 +295,13 @@ def test_xpo_pairs_the_policy_s_with_the_reference_s(generations):
 def test_the_reference_s_samples_have_the_reference_s_probabilities():
     """Sampled log-probabilities are those of the model that sampled, at the temperature, from one generator."""
     policy, reference = TabularLM(TABLE), TabularLM(OTHER)
-    args = online_dpo.Args(num_generations=200, xpo_alpha=0.1, max_completion_length=2, temperature=0.5,
-                           sample_batch_size=512)  # fmt: skip
-    samples = online_dpo.draw(policy, reference, PROMPTS, 1, args)
-    for i, (ids, mask) in enumerate(zip(samples.completion_ids, samples.completion_mask)):
-        completion = tuple(ids[mask].tolist())
-        close(samples.logps[i][mask], log_probs((TABLE, OTHER)[i % 2] / 0.5, i // 200, completion))
+    args = online_dpo.Args(num_generations=200, max_completion_length=2, temperature=0.5, sample_batch_size=512)
+    for alpha, other in (0.0, TABLE), (0.1, OTHER):
+        args.xpo_alpha = alpha
+        samples = online_dpo.draw(policy, reference, PROMPTS, 1, args)
+        for i, (ids, mask) in enumerate(zip(samples.completion_ids, samples.completion_mask)):
+            completion = tuple(ids[mask].tolist())
+            close(samples.logps[i][mask], log_probs((TABLE, other)[i % 2] / 0.5, i // 200, completion))
     for k, table in enumerate((TABLE, OTHER)):
         share = (samples.completion_ids[k:200:2, 0] == EOS).double().mean().item()
         p = np.exp(log_probs(table / 0.5, 0, (EOS,))).item()

@@ -9,11 +9,7 @@ from helpers import ONLINE, assert_same_result, checkpoint, copied_at
 from tiny_runs import result, same, train
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from algos import grpo
 from tests.specs import SPECS
-from utils.data import load_task
-from utils.lm import load_model
-from utils.rewards import evaluate
 
 LANGUAGE = [algo for algo in NAMES if "lora_rank" in options(algo)]
 
@@ -99,18 +95,3 @@ def test_the_policy_begins_as_its_reference(average):
 
 
 ARGS = dict(eval_prompts=2, eval_samples=4, max_completion_length=4, sample_batch_size=64, precision="float32")
-
-
-def test_right_answers_are_counted_once(monkeypatch):
-    """Two prompts, four samples each: of the first "a" is right twice and "b" once, of the second nothing. An answer
-    with a part of the reward is not right."""
-    answers = {1: ["a", "c"], 4: ["a", "a", "b", "c", "c", "c", "c", "c"]}
-    monkeypatch.setattr("utils.rewards.sample_all", lambda *inputs: inputs[2])
-    monkeypatch.setattr("utils.rewards.decode", lambda count, _: (answers[count], []))
-    for part in (0.0, 0.5):
-        task = load_task("sort")._replace(score=lambda _, text: float(text in "ab") or part)  # noqa: B023
-        columns = evaluate(*load_model(grpo.Args()), task, None, grpo.Args(**ARGS))
-        if part:
-            assert columns == {"eval/greedy": 0.75, "eval/sampled": 11 / 16}
-        else:
-            assert columns == {"eval/greedy": 0.5, "eval/pass@1": 3 / 8, "eval/pass@4": 0.5}

@@ -79,6 +79,7 @@ last-micro-batch-only:preferences: zero_grad stands before backward everywhere e
 SPEC = Spec(
     "DPO, arXiv 2305.18290, ten more losses",
     "Language models: preferences and demonstrations",
+    aliases=("IPO",),
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
     tests="exact_dpo parity_trl_dpo wiring::test_dropout_of_the_model_is_off "

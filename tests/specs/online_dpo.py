@@ -47,8 +47,8 @@ them, DPO does not
 + log_ratio = ((logps - batch.ref_logps[rows, :width]) * valid).sum(1) / valid.sum(1)
 
 temperature-in-scoring-only:online_dpo: the sampler has its own default
-- args.num_generations, args, args.temperature,
-+ args.num_generations, args, 1.0,
+- return sample_all(model, prompts, args.num_generations, args, args.temperature,
++ return sample_all(model, prompts, args.num_generations, args, 1.0,
 
 temperature-in-scoring-only:reference: the temperature is thought of as a setting of the policy's sampler
 - replace(args, sampler=""), args.temperature,
