@@ -16,8 +16,8 @@ by how much it raised that value. Maximises
     K, steps --num-continuations, --step-separator: a step ends behind each token that holds one of these strings
     x, y_i, R_i, G, rho_it, eps, eps_high, beta, k3_it, pi_old   as in grpo.py
 
-At rho = 1 and beta = 0 the expected gradient is exactly that of E[R], divided by L_max, for every K from 1 on. A text's
-advantages add up to R - V(x). Whitening, the mean over tokens and more than one update on a batch add a bias.
+At rho = 1 and beta = 0 the expected gradient is exactly that of E[R], divided by L_max, for every K from 1 on. A
+completion's advantages add up to R - V(x). Whitening, the mean over tokens and several updates on a batch add a bias.
 
 Run
     python algos/vineppo.py                                                          the tiny model learns countdown

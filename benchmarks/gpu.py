@@ -97,6 +97,14 @@ class Record:
         out.mkdir(parents=True, exist_ok=True)
         old = json.loads(self.path.read_text()) if self.path.exists() else {}
         self.done = old.get("items", {}) if old.get("smoke") == smoke else {}
+        self.last = self.done.pop("machine", {})
+
+    def on(self, machine: dict) -> dict:
+        """Forgets what another card has done: figures of two are not mixed. Other items keep their commit."""
+        self.done = self.done if self.last.get("gpu") == machine.get("gpu") else {}
+        for found in self.done.values():
+            found.setdefault("commit", self.last.get("commit"))
+        return machine
 
     def item(self, name: str, limit: float, work: Callable[[float], dict]) -> dict:
         """What `work` finds in `limit` seconds, with which it is called, or in what is left; empty where it fails."""
@@ -389,11 +397,7 @@ def main(part: str, out: Path, smoke: bool = False) -> None:
         smoke: tiny sizes, on any machine
     """
     record = Record(part, out, smoke)
-    last = record.done.pop("machine", {})
-    machine = record.item("machine", 60, partial(worker, "machine", smoke=smoke))
-    record.done = record.done if last.get("gpu") == machine.get("gpu") else {}  # figures of two cards are not mixed
-    for found in record.done.values():
-        found.setdefault("commit", last.get("commit"))
+    machine = record.on(record.item("machine", 60, partial(worker, "machine", smoke=smoke)))
     device = machine.get("device", "cpu")
     if device == "cpu" and not smoke:
         sys.exit("error: there is no CUDA GPU here: add --smoke to try the command without one")
@@ -616,14 +620,15 @@ def peak() -> float:
 
 
 def kernels(profiler, seconds: float, cuda: bool) -> dict:
-    """Share of the time in which the device does nothing, and what takes most of the rest: ms, calls."""
+    """Share of the time in which the device does nothing, what takes most of the rest, and most of the host's time: ms,
+    calls."""
     spent = {event.key[:100]: (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count)
              for event in profiler.key_averages()}  # fmt: skip
     most = sorted(spent.items(), key=lambda item: -item[1][0])[:10]
-    waits = sorted((event.self_cpu_time_total / 1000, event.count, event.key) for event in profiler.key_averages())
+    waits = sorted((event.self_cpu_time_total / 1000, event.count, event.key) for event in profiler.key_averages())[-5:]
     idle = 1 - sum(micro for micro, _ in spent.values()) / 1e6 / seconds
     return {"profiled, s": seconds, "idle share": idle, "kernels": {name: [t / 1000, n] for name, (t, n) in most},
-            "host": {name: [t, n] for t, n, name in waits[-5:]}}  # fmt: skip
+            "host": {name: [t, n] for t, n, name in waits}}  # fmt: skip
 
 
 def trl(model: str, task: str, reward: str, prompts: int, group: int, lengths: list[int], rate: float, device: str,

@@ -245,6 +245,7 @@ def gpu() -> str:
         idle = sum("not run" in found for found in items.values())
         ratios = "".join(f", {name} {value:.2f}" for name, value in data["ratios"].items())
         failed = f", failed: {', '.join(wrong)}" if wrong else ""
+        failed += "" if "end" in data["items"] else ", stopped before the others"
         lines.append(f"  `{part}` on one {data['machine']['gpu']} at commit {data['machine']['commit']}: "
                      f"{len(items) - len(wrong) - idle} of {len(items)} items{ratios}{failed};")  # fmt: skip
     return (

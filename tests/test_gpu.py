@@ -50,6 +50,19 @@ def test_an_item_that_fails_is_recorded_and_the_next_one_runs(tmp_path):
     assert list(read()) == ["wrong", "right", "late"] and read()["right"]["limit"] == 9
 
 
+def test_a_second_run_does_what_is_left(tmp_path):
+    """On the same card alone: figures of two are not mixed."""
+    record = gpu.Record("check", tmp_path, smoke=True)
+    record.item("machine", 9, lambda limit: {"gpu": "A", "commit": "old"})
+    record.item("right", 9, lambda limit: {"x": 1})
+    record.item("wrong", 9, lambda limit: {"x": 1 / 0})
+    for card, expected in ("A", {"right": 1, "wrong": 2}), ("B", {"right": 2, "wrong": 2}):
+        again = gpu.Record("check", tmp_path, smoke=True)
+        again.on(again.item("machine", 9, lambda limit, card=card: {"gpu": card, "commit": "new"}))
+        assert {name: again.item(name, 9, lambda limit: {"x": 2})["x"] for name in expected} == expected
+        assert again.data["items"]["right"].get("commit") == ("old" if card == "A" else None)
+
+
 def test_a_command_that_takes_too_long_ends_with_what_it_started(tmp_path):
     script = f"import subprocess, time; subprocess.Popen(['sh', '-c', 'sleep 2; touch {tmp_path}/late']); time.sleep(9)"
     with pytest.raises(RuntimeError, match="longer than 1 s"):
@@ -77,8 +90,9 @@ def test_the_page_says_what_was_seen(tmp_path, monkeypatch):
     (tmp_path / "gpu/check.json").write_text(json.dumps(found))
     assert "one H100 at commit abc: 1 of 4 items, sac 1.50, failed: grpo, sac;" in page.gpu()
     assert "real language models" in page.gpu()
-    (tmp_path / "gpu/learn.json").write_text(json.dumps(found))
+    (tmp_path / "gpu/learn.json").write_text(json.dumps(found | {"items": {"grpo": {}}}))
     assert "real language models" not in page.gpu()
+    assert "1 of 1 items, sac 1.50, stopped before the others;" in page.gpu()
     (tmp_path / "gpu/learn.json").unlink()
     (tmp_path / "gpu/check.json").write_text(json.dumps(found | {"smoke": True}))
     assert "neither CUDA" in page.gpu()
