@@ -28,7 +28,7 @@ Run
 
 Expect
     The default run takes 143 CPU seconds. Its teacher has greedy 0.46, pass@1 0.36, pass@8 0.87 on held-out countdown.
-    The student goes from 0.01, 0.08, 0.43 to 0.45, 0.34, 0.84; grpo.py ends at 0.58, 0.53, 0.69: past this teacher, but
+    The student goes from 0.01, 0.09, 0.45 to 0.45, 0.34, 0.81; grpo.py ends at 0.56, 0.51, 0.69: past this teacher, but
     without the pass@8 that the student keeps. With 16 answers a step on sort the student has pass@1 0.94 +- 0.01 after
     20 steps, grpo.py 0.86 +- 0.05 after 60 (benchmarks/effects.py, gkd-sort). With a teacher half trained, 30 of these
     steps end at 0.72, KDRL at 0.85 and grpo.py alone at 0.85 (kdrl-sort).

@@ -24,8 +24,8 @@ Run
     Dr. GRPO, Lite PPO and the paper's own run: algos/README.md.
 
 Expect
-    The default run takes 1 to 3 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8
-    0.43 to greedy 0.58, pass@1 0.53, pass@8 0.69. --task sort --max-steps 16: greedy 0.23 to 1.00 in about 10 seconds.
+    The default run takes 1 to 3 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.09, pass@8
+    0.45 to greedy 0.56, pass@1 0.51, pass@8 0.69. --task sort --max-steps 16: greedy 0.23 to 1.00 in about 10 seconds.
     First the policy unlearns answers that are one too high; then pass@1 nears greedy and pass@8 falls: it sharpens.
 
 Metrics

@@ -28,7 +28,7 @@ Run
     Llama 2's settings: algos/README.md.
 
 Expect
-    The default run takes 20 seconds on 2 CPU cores. Held-out pairs of countdown ranked right go from 0.54 to 1.00. The
+    The default run takes 40 seconds on 2 CPU cores. Held-out pairs of countdown ranked right go from 0.54 to 1.00. The
     ensemble, with a quarter of 256 labels flipped: after 20 steps one member ranks 0.94 right and the mean of four
     0.95; after 100 steps 0.86 and 0.88. By then the members know the wrong labels by heart, and disagree most.
 

@@ -26,8 +26,8 @@ Run
     The paper's own run: algos/README.md.
 
 Expect
-    The default run takes 20 seconds on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8 0.43
-    to greedy 0.41, pass@1 0.24, pass@8 0.79; dpo.py: 0.41, 0.24, 0.75. --task sort --max-steps 40: greedy 0.23 to 0.92.
+    The default run takes 40 seconds on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.09, pass@8 0.45
+    to greedy 0.41, pass@1 0.22, pass@8 0.70; dpo.py: 0.41, 0.25, 0.73. --task sort --max-steps 40: greedy 0.23 to 0.92.
     With --learning-rate 3e-5 greedy sort ends at 0.10, for chosen answers become less likely; --sft-coef 1: 0.88.
 
 Metrics

@@ -27,7 +27,7 @@ Run
 
 Expect
     The default run, in about 30 seconds on a CPU: the reward rises from 0.79 to 0.93, and held-out pass@1 falls from
-    0.40 to 0.20, pass@8 from 0.88 to 0.30. The shipped model's likeliest answer is wrong by design. From the model that
+    0.40 to 0.21, pass@8 from 0.86 to 0.33. The shipped model's likeliest answer is wrong by design. From the model that
     grpo.py leaves after 5 steps, pass@1 rises by 0.07 to 0.12 in nine of ten seeds, and falls by 0.31 in one: there the
     majority went wrong on the way. With labels, grpo.py gains 0.48 to 0.55 (benchmarks/effects.py, ttrl-start).
 
