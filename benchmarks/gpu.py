@@ -304,11 +304,6 @@ def speed(record: Record, device: str, compiles: bool) -> None:
 
         grpo = partial(language, "grpo")
         record.item("0.5B, sampling", 60, lambda limit: grpo("0.5B", online, short, limit=limit))
-        grow = ("env", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", sys.executable)
-        for what, flags, before in (("all in bfloat16", {"precision": "pure-bfloat16"}, (sys.executable,)),
-                                    ("memory that grows", {}, grow)):  # fmt: skip
-            work = partial(grpo, "0.5B", online | flags, short, before=before)
-            record.item(f"0.5B, sampling, {what}", 60, lambda limit, work=work: work(limit=limit))
         for cache in ("dynamic", "static"):
             more = dict(model=f"{name}/0.5B", prompts=prompts * group, tokens=short, cache=cache, device=device)
             record.item(f"0.5B, transformers' generate, {cache} cache", 90, partial(worker, "generate", **more))

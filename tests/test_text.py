@@ -350,7 +350,7 @@ def test_an_endless_task_drops_nothing(tmp_path, capsys):
 
 
 def test_prompts_need_room(tmp_path, capsys):
-    with user_error(capsys, "--max-completion-length must be below 128"):
+    with user_error(capsys, "the model's 128 tokens leave no room for prompts: lower --max-completion-length"):
         command_line(grpo, "--max-completion-length", 128, "--output-dir", tmp_path)
 
 

@@ -166,7 +166,7 @@ def usable(task: Task, model, tokenizer, args) -> Task:
     """The task with the prompts that leave room for --max-completion-length in the model's context."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     if (room := context - args.max_completion_length) < 1:
-        raise UserError(f"--max-completion-length must be below {context}, the model's context: prompts need room, too")
+        raise UserError(f"the model's {context} tokens leave no room for prompts: lower --max-completion-length")
     limit = min(room, args.max_prompt_length or math.inf)
     return keep_rows(task, lambda row: [encode_prompt(row, tokenizer)], limit, "lower --max-completion-length")
 

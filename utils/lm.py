@@ -74,6 +74,7 @@ def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen:
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its attention plans anew for each new length, for 0.1 s
     path = str(Path(path or args.model).expanduser())
     args.precision = args.precision or ("bfloat16" if args.fsdp else None)
     half = args.precision == "pure-bfloat16" or ((frozen or args.lora_rank) and args.precision != "float32")
