@@ -368,7 +368,6 @@ def alarm(gap: float | None, run, args) -> None:
     wrong = f"sampler_gap is {gap:.2g} nats a token, and {limit:g} is the limit: "
     if not args.sampler:
         raise UserError(wrong + "tokens are not scored as they were sampled, so give another model or --precision")
-    before = [row.get("sampler_gap", math.inf) > limit for row in run.history if row["step"] > 0][-2:]
-    if before == [True, True]:
+    if [row.get("sampler_gap", math.inf) > limit for row in run.history if row["step"] > 0][-2:] == [True, True]:
         raise UserError(wrong + f"{args.sampler} does not follow the model, so restart it and --resume the run")
     run.print(f"warning: {wrong}the server may have kept old weights")
