@@ -214,7 +214,7 @@ class Agent(nn.Module):
         super().__init__()
         self.actor = Actor(obs_size, action_size, args)
         self.critics = Critics(obs_size, action_size, args)
-        self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha or 1.0)))
+        self.log_alpha = nn.Parameter(torch.tensor(1.0 if args.alpha is None else args.alpha).log())
         self.eval()
 
 

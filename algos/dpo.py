@@ -336,7 +336,7 @@ def train(args: Args) -> list[dict]:
         samples = as_samples([encode(row) for row in rows], args.max_length, device)
         return Batch(samples, reference_logps(model, reference, samples, args))
 
-    longest = min(args.max_prompt_length or args.max_length, args.max_length - 1)
+    longest = min(n for n in (args.max_prompt_length, args.max_length - 1) if n is not None)
     pairs, heldout = (keep(rows, encode, longest) for rows in (data.train, data.heldout))
     stream, heldout = epochs(pairs), list(islice(heldout, args.eval_prompts))
     run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "eval/pair_accuracy", "eval/greedy"))

@@ -612,11 +612,13 @@ def train(args: Args) -> list[dict]:
     if "" in args.stop:
         raise UserError("--stop has an empty text, which would end every turn: leave it out")
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if (args.max_total_length or 0) > context:
+    if args.max_total_length is None:
+        args.max_total_length = int(min(context, 4096))
+    if args.max_total_length > context:
         raise UserError(f"--max-total-length {args.max_total_length} is beyond the {context} tokens that --model takes")
-    args.max_total_length = args.max_total_length or int(min(context, 4096))
     room = args.max_total_length - args.max_completion_length
-    task = usable(task, model, tokenizer, replace(args, max_prompt_length=min(args.max_prompt_length or room, room)))
+    longest = min(n for n in (args.max_prompt_length, room) if n is not None)
+    task = usable(task, model, tokenizer, replace(args, max_prompt_length=longest))
     reference = load_model(args, device, frozen=True)[0] if args.beta and not args.lora_rank else None
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate,
                                   betas=(0.9, args.adam_beta2), weight_decay=args.weight_decay, fused=True)  # fmt: skip

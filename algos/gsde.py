@@ -199,12 +199,13 @@ class Critics(nn.ModuleDict):
 class Agent(nn.Module):
     """What is saved: actor, critics, target critics and log alpha. `critics`: count, layer_norm, dropout."""
 
-    def __init__(self, obs_size: int, action_size: int, hidden_size: int, alpha: float, log_std_init: float, **critics):
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int, alpha: float | None, log_std_init: float,
+                 **critics):  # fmt: skip
         super().__init__()
         self.actor = Actor(obs_size, action_size, hidden_size, log_std_init)
         self.critics = Critics(obs_size, action_size, hidden_size, **critics)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-        self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
+        self.log_alpha = nn.Parameter(torch.tensor(1.0 if alpha is None else alpha).log())
 
 
 def critic_loss(agent: Agent, batch: Transitions, noise: Tensor, gamma: float,
@@ -307,7 +308,7 @@ def train(args: Args) -> list[dict]:
     action_size = math.prod(space.shape)
     if args.target_entropy is None:
         args.target_entropy = -float(action_size)
-    agent = Agent(obs_size, action_size, args.hidden_size, args.alpha or 1.0, args.log_std_init,
+    agent = Agent(obs_size, action_size, args.hidden_size, args.alpha, args.log_std_init,
                   count=args.num_critics, layer_norm=args.layer_norm, dropout=args.dropout).to(device)  # fmt: skip
     score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space), args, device)
     if args.evaluate:

@@ -233,7 +233,7 @@ def train(args: Args) -> list[dict]:
         ref_logps, other_logps = (reference_logps(model, reference, x, args) for x in (samples, mismatched))
         return Batch(samples, ref_logps, labels, mismatched, other_logps)
 
-    longest = min(args.max_prompt_length or args.max_length, args.max_length - 1)
+    longest = min(n for n in (args.max_prompt_length, args.max_length - 1) if n is not None)
     examples, heldout = (keep(rows, encode, longest) for rows in (data.train, data.heldout))
     stream, heldout = epochs(examples), list(islice(heldout, args.eval_prompts))
     desirable = sum(row["label"] for row in examples)

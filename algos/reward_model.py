@@ -240,7 +240,7 @@ def with_noise(rows: Sequence[dict], share: float, seed: int) -> Callable[[int],
 
 def cut_to(ids: list[int], max_length: int) -> list[int]:
     """The last token, where the score is read, stays."""
-    return ids[: max_length - 1] + ids[-1:] if len(ids) > max_length else ids
+    return ids[: max_length - 1] + ids[-1:] if len(ids) > max_length > 0 else ids[:max_length]
 
 
 def encode_pair(row: dict, tokenizer, args: Args) -> Pair:

@@ -180,12 +180,12 @@ class Critics(nn.ModuleDict):
 class Agent(nn.Module):
     """What is saved: actor, critics, target critics and log alpha. `critics`: count, layer_norm."""
 
-    def __init__(self, obs_size: int, action_size: int, hidden_size: int, alpha: float, **critics):
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int, alpha: float | None, **critics):
         super().__init__()
         self.actor = Actor(obs_size, action_size, hidden_size)
         self.critics = Critics(obs_size, action_size, hidden_size, **critics)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-        self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
+        self.log_alpha = nn.Parameter(torch.tensor(1.0 if alpha is None else alpha).log())
 
 
 def critic_loss(agent: Agent, batch: Transitions, noise: Tensor, gamma: float,
@@ -300,8 +300,9 @@ def train(args: Args) -> list[dict]:
     action_size = math.prod(space.shape)
     if args.target_entropy is None:
         args.target_entropy = -action_size / 2
-    args.policy_frequency = args.policy_frequency or args.utd_ratio
-    agent = Agent(obs_size, action_size, args.hidden_size, args.alpha or 1.0, count=args.num_critics,
+    if args.policy_frequency is None:
+        args.policy_frequency = args.utd_ratio
+    agent = Agent(obs_size, action_size, args.hidden_size, args.alpha, count=args.num_critics,
                   layer_norm=args.layer_norm).to(device)  # fmt: skip
     score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space), args, device)
     if args.evaluate:

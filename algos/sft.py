@@ -237,7 +237,7 @@ def train(args: Args) -> list[dict]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate,
                                   weight_decay=args.weight_decay, fused=True)  # fmt: skip
     eos = model.generation_config.eos_token_id
-    longest = min(args.max_prompt_length or args.max_length, args.max_length - 1)
+    longest = min(n for n in (args.max_prompt_length, args.max_length - 1) if n is not None)
 
     def encode(row: dict) -> tuple[list[int], ...]:
         return encode_answers(row, [row["completion"]], tokenizer, eos)
@@ -249,11 +249,16 @@ def train(args: Args) -> list[dict]:
         tasks[spec] = keep_rows(task, encode, longest, "raise --max-length")
         if task.rows is not None:
             settings += f"\n{task.name}: {len(tasks[spec].rows)} rows, {len(tasks[spec].heldout)} held-out ones"
-    turns = [tasks[spec] for spec in args.task]
+
+    def row(i: int) -> dict:
+        turn, place = divmod(i, len(args.task))
+        spec = args.task[place]  # one that is named twice gives two rows a turn
+        return tasks[spec].train(turn * args.task.count(spec) + args.task[:place].count(spec), args.seed)
+
     name = "+".join(task.name for task in tasks.values())
     run = Run(args, NAME, name, args.max_steps, ("loss", "eval/loss", "eval/pass@1", "eval/sort/pass@1"))
     run.print(settings)
-    first = make_samples([turns[0].train(0, args.seed)])
+    first = make_samples([row(0)])
     for part, ids in ("prompt", first.prompt_ids[0]), ("completion", first.completion_ids[0]):
         run.print(f"{part:11} {tokenizer.decode(ids)!r}")
     heldout_samples = {}
@@ -282,7 +287,7 @@ def train(args: Args) -> list[dict]:
 
         # update
         numbers = share(range((step - 1) * args.batch_size, step * args.batch_size))
-        samples = make_samples([turns[i % len(turns)].train(i // len(turns), args.seed) for i in numbers])
+        samples = make_samples([row(i) for i in numbers])
         columns = update(model, optimizer, samples, args)
         columns |= {"learning_rate": rate, "time/step": time.perf_counter() - begun}
 

@@ -293,7 +293,8 @@ def collect(model, tokenizer, task, score, step: int, args: Args) -> tuple[Sampl
     their rewards, and columns."""
     rows = [task.train(i, args.seed) for i in share(range((step - 1) * args.num_prompts, step * args.num_prompts))]
     prompts = [encode_prompt(row, tokenizer) for row in rows]
-    votes, size = args.num_votes or args.num_generations, args.num_generations
+    size = args.num_generations
+    votes = size if args.num_votes is None else args.num_votes
     samples = sample_all(model, prompts, votes, args, args.temperature, "train", step)
     rows, (texts, ids) = [row for row in rows for _ in range(votes)], decode(samples, tokenizer)
     truth, columns = score(rows, texts, ids, step)

@@ -184,11 +184,11 @@ def step_ends(ids: Tensor, mask: Tensor, separators: Tensor) -> Tensor:
 def advantages(rewards: Tensor, values: Tensor, ends: Tensor) -> Tensor:
     """V behind a token's step minus V before it, R for V behind the last step: arXiv 2410.01679, section 4.
 
-    rewards (B,), values (B, S), ends (B, T) -> (B, T). Tokens of a step share it. 0 where one of the two is NaN.
+    rewards (B,), values (B, S), ends (B, T) -> (B, T). Tokens of a step share it. NaN where one of the two is.
     """
     step, last = ends.cumsum(1) - ends.long(), ends.sum(1, keepdim=True)
     behind = pad(values[:, 1:], (0, 1)).scatter(1, last, rewards[:, None].to(values))
-    return (behind - values).gather(1, step).nan_to_num(0.0)
+    return (behind - values).gather(1, step)
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -233,7 +233,8 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
     if args.mask_truncated_completions:
         mask = mask & samples.ended[:, None]
     if args.whiten_advantages:
-        advantage = whiten(advantage, mask)
+        advantage = whiten(advantage, mask & ~advantage.isnan())
+    advantage = advantage.nan_to_num(0.0)  # what is unknown teaches nothing
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     numbers = torch.arange(len(mask)).view(-1, args.num_generations)  # of the rows
     gap, norms = Means(), []

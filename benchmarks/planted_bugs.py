@@ -38,7 +38,7 @@ from tests.specs.utils_bugs import SAME, TESTS  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "planted_bugs.jsonl"
 LIMIT = 120  # seconds of one bug in one file
 BUGS = [bug for spec in SPECS.values() for bug in spec.bugs] + list(UTILS_BUGS)
-TESTS = TESTS | {f"algos/{script}.py": spec.tests for script, spec in SPECS.items()}
+TESTS = TESTS | {f"algos/{script}.py": f"{spec.tests} flags" for script, spec in SPECS.items()}
 STORED = ("test_the_shipped_model_is_what_readme_says",)  # tests that compare with what we have written down ourselves
 IGNORED = shutil.ignore_patterns("runs", ".git", ".venv", "__pycache__", ".*_cache", "wandb", "curves")
 

@@ -16,6 +16,13 @@ EXEMPT = {
     "fsdp": "needs several processes; test_distributed.py shows that it acts",
     "sampler": "needs a server; test_engine.py shows that it acts",
 }
+DEFAULT = {  # flags whose None is not resolved in args -> what it stands for
+    "epsilon_high": lambda args: args["epsilon"],
+    "ratio_low": lambda args: {"cispo": 0.0, "gppo": 0.8}[args["bounds"]],
+    "ratio_high": lambda args: {"cispo": 5.0, "gppo": 1.28}[args["bounds"]],
+    "num_votes": lambda args: args["num_generations"],
+    "teacher_beta_end": lambda args: args["teacher_beta"],
+}
 MEMORY = {  # flags that must leave results equal -> what shows that they act (tiny_runs.Counts)
     "micro_batch_size": "passes",
     "micro_batch_tokens": "passes",

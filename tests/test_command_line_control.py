@@ -239,7 +239,7 @@ def test_a_transformer_can_be_asked_for_other_returns(trained, capsys):
 
 def test_the_smallest_top_fraction_keeps_the_best_trajectory(tmp_path, capsys):
     folder = new_run(bc, tmp_path, *SMALL["bc"], "--dataset", pendulum(tmp_path / "d.hdf5"), "--top-fraction", 1e-9)
-    assert metrics(folder)[-1]["step"] == 160 and "40 transitions taken of 240" in capsys.readouterr().out
+    assert metrics(folder)[-1]["step"] == 160 and ", 40 transitions taken of 240" in capsys.readouterr().out
 
 
 def test_a_model_of_raw_observations_has_no_statistics(trained, tmp_path):

@@ -137,6 +137,8 @@ def test_groups_outside_the_band_are_replaced_and_teach_nothing(float64):
     assert samples.prompt_ids.flatten().tolist() == [2, 0]
     assert kept[:2].tolist() == [0.75, 0.75] and kept[2:].isnan().all()
     assert not rewards.isnan().any() and not dapo.advantages(kept.view(2, 2), "group").any()
+    more, _ = fake_rounds([[torch.nan, torch.nan], [1.0, 0.0]], [[0.5, 0.5], [0.5, 0.5]])  # skipped: no mean at all
+    assert dapo.refill(more, 0, args)[0].prompt_ids.flatten().tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("band", [(0.8, 0.2), (-0.1, 0.5), (0.5, 1.5)])

@@ -244,6 +244,14 @@ def test_train_takes_every_update(a_run):
             assert not torch.equal(tensor, weights(folder)[name.replace("q.", "target.", 1)])
 
 
+@with_function("dqn", "act", "network")
+def test_each_environment_tosses_its_own_coin():
+    """With probability epsilon it takes a uniform action, else the best."""
+    agent = SimpleNamespace(q=lambda obs: torch.tensor([[0.0, 1.0, 0.0]]).expand(len(obs), 3), num_actions=3)
+    counts = np.bincount(dqn.act(agent, np.zeros((6000, 1)), 0.3, torch.Generator().manual_seed(0))[:, 0])
+    assert stats.chisquare(counts, [600, 4800, 600]).pvalue > 0.01
+
+
 @without_goals
 def test_train_explores_less_and_less_and_evaluates_greedily(tmp_path, monkeypatch):
     """What `act` is given: epsilon by the schedule and the observation that is stored with its action; in evaluation

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from control import WALK, close, float64, mlp, named, randomise
-from helpers import new_run
+from helpers import command_line, new_run
 from scipy import stats
 
 from algos import gsde
@@ -137,9 +137,10 @@ def test_a_matrix_is_kept_for_so_many_steps_of_each_environment(tmp_path, monkey
     monkeypatch.setattr(gsde, "act", listening)
     settings = ("--device cpu --total-timesteps 60 --num-envs 2 --learning-starts 10 --hidden-size 8 --batch-size 4 "
                 "--eval-every 0 --eval-episodes 1 --sde-sample-freq 4").split() + WALK  # fmt: skip
-    new_run(gsde, tmp_path, *settings)
-    kept, evaluated = given[:25], given[25:]  # steps 5, 6, .. 29 of each environment
-    assert all(x is None for x in evaluated) and len(evaluated) > 0
+    folder = new_run(gsde, tmp_path, *settings)
+    command_line(gsde, "--resume", folder, "--total-timesteps", 64)
+    kept, evaluated = given[:25], [x for x in given[25:] if x is None]  # steps 5, 6, .. 29 of each environment
+    assert 0 < len(evaluated) == len(given) - 25 - 2  # a resumed run begins with a matrix
     changes = [step for step, (x, y) in enumerate(zip(kept, kept[1:]), 6) if not torch.equal(x, y)]
     assert changes == [8, 12, 16, 20, 24, 28]
     assert all(x.shape == (2, 8, 1) for x in kept)

@@ -30,13 +30,12 @@ from control import (
 )
 from environments import Probe
 from every_script import script
-from helpers import command_line, metrics, new_run, weights
+from helpers import metrics, new_run, weights
 from scipy import integrate, stats
 from torch import nn
 
 from algos import crossq, gsde, her_sac, rlpd, sac
 from utils.control import ReplayBuffer
-from utils.core import Run
 
 D, A, H, B = 3, 2, 8, 16  # observations, actions, hidden units, rows of a minibatch
 GAMMA, TAU, RATE, ENTROPY = 0.9, 0.1, 1e-2, -1.5
@@ -634,28 +633,11 @@ def test_train_explores_uniformly_then_acts(algo, tmp_path, monkeypatch):
     assert {"actor", "critics"} == {"actor", "critics", "alpha"} & checkpoint(folder).keys()
 
 
-@pytest.mark.parametrize("algo", [*MODULES, *CHILDREN, "ddpg", "td3"])
-def test_what_waits_for_the_next_row_comes_back(algo, tmp_path, monkeypatch):
-    """Where a run was stopped between two rows: episodes that had ended since the first of them, and metrics of the
-    newest update that moved the actor."""
-    (module, args), given, end_step = script(algo, tmp_path), [], Run.end_step
-
-    def stopping(run, step, parts):
-        run.signal = 15 if step == 94 else 0
-        end_step(run, step, parts)
-
-    monkeypatch.setattr(Run, "end_step", stopping)
-    monkeypatch.setattr(module, "episode_columns", lambda episodes: given.append(episodes) or {})
-    delay = [] if algo == "ddpg" else ["--policy-frequency", 40]
-    args += ["--env-kwargs", "max_episode_steps=10", "--log-every", 48, "--eval-every", 0, "--utd-ratio", 1, *delay]
-    with pytest.raises(SystemExit, match="143"):
-        new_run(module, tmp_path / "runs", *args)
-    (folder,), given[:] = (tmp_path / "runs").iterdir(), []
-    waiting = [tuple(episode) for episode in checkpoint(folder)["episodes"]]
-    command_line(module, "--resume", folder)
-    assert len(waiting) == 4 == len(given[0]) and [tuple(episode) for episode in given[0]] == waiting
-    moved = "q_policy" if algo in ("ddpg", "td3") else "entropy"
-    assert [row["step"] for row in metrics(folder) if moved in row] == [48, 96, 144, 160]
+@pytest.mark.parametrize("algo", [*MODULES, *CHILDREN])
+def test_a_temperature_of_zero_is_no_other(algo, tmp_path):
+    module, args = script(algo, tmp_path)
+    rows = metrics(new_run(module, tmp_path / "runs", *args, "--alpha", 0))
+    assert {row["alpha"] for row in rows if "alpha" in row} == {0.0}
 
 
 def test_act_samples_the_policy():

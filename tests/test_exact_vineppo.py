@@ -252,13 +252,17 @@ def test_advantages_of_steps_add_up_to_reward_minus_value():
 def test_what_is_unknown_teaches_nothing():
     nan, ends = math.nan, torch.tensor([[True, True, False]] * 2)
     found = vineppo.advantages(torch.tensor([nan, 1.0]), torch.tensor([[0.5, 0.25, 1.0], [0.5, nan, 0.75]]), ends)
-    close(found, [[-0.25, 0.75, 0.0], [0.0, 0.0, 0.25]])
+    close(found, [[-0.25, 0.75, nan], [nan, nan, 0.25]])
 
 
-def test_whitening(values_of):
-    """Over the tokens that are trained; a constant denominator then gives another gradient than the policy's."""
+@pytest.mark.parametrize("unknown", [[], [0]])
+def test_whitening(values_of, unknown):
+    """Over the tokens that are trained and of which all is known. A constant denominator then gives another gradient
+    than the policy's."""
     batch = with_values(GROUPS, DRAWN, values_of, [0])
-    rows = [(p, c) for p, group in enumerate(GROUPS) for c in group if EOS in c]
+    batch.rewards[unknown], batch.values[unknown] = math.nan, math.nan
+    rows = [(p, c) for p, group in enumerate(GROUPS) for c in group]
+    rows = [(p, c) for i, (p, c) in enumerate(rows) if EOS in c and i not in unknown]
     kept = np.concatenate([own_advantages(p, c, DRAWN, [0]) for p, c in rows])
     expected = np.zeros_like(TABLE)
     for p, c in rows:

@@ -14,7 +14,7 @@ import torch
 from every_script import NAMES
 from tiny_runs import Result, result, same
 
-from tests.flags import EXEMPT, MEMORY, SPECIAL
+from tests.flags import DEFAULT, EXEMPT, MEMORY, SPECIAL
 from tests.specs import SPECS, parent_of, sources
 
 ROUNDED = 1e-3, 1e-4  # how far a flag of memory may change results, relative and absolute: sums in another order
@@ -99,6 +99,47 @@ def test_every_flag_matters(algo, flag):
                 assert_only_rounded(before, after)
             else:
                 assert not same(before, after), f"--{flag} {value} of {algo} changes neither metrics nor weights"
+
+
+def numbers(algo: str, flag: str) -> bool:
+    """Whether its values are numbers or None, and the script itself fills in None: not PRESETS or the run's length."""
+    module = importlib.import_module(f"algos.{algo}")
+    parts = typing.get_args(typing.get_type_hints(module.Args)[flag])
+    filled = flag == "eval_every" or any(flag in row for row in getattr(module, "PRESETS", {}).values())
+    return not filled and bool({int, float} & {*parts}) and (type(None) in parts or ... in parts)
+
+
+NUMBERS = [case for case in CASES if numbers(*case.values)]
+
+
+def written_out(run: Result, flag: str):
+    """The flag's value in a run, also where it was None."""
+    value = run.args[flag]
+    return DEFAULT[flag](run.args) if value is None and flag in DEFAULT else value
+
+
+@pytest.mark.parametrize("algo, flag", NUMBERS)
+def test_zero_is_not_the_default(algo, flag):
+    """A flag at 0 does something else than left alone, or is refused."""
+    base = changes(algo, flag)[0][0]
+    default = importlib.import_module(f"algos.{algo}").Args.__dataclass_fields__[flag].default
+    alone, zero = result(algo, base | {flag: default}), (0.0,) if isinstance(default, tuple) else 0
+    if written_out(alone, flag) == zero:
+        return
+    try:
+        at_zero = result(algo, base | {flag: zero})
+    except Exception:  # whoever raises it, nobody takes that for a result
+        return
+    assert not same(at_zero, alone), f"--{flag} {zero} does what {default} does"
+
+
+@pytest.mark.parametrize("algo, flag", NUMBERS)
+def test_a_default_may_be_written_out(algo, flag):
+    """What None stands for changes nothing where it is given as a number."""
+    settings = {name: value for name, value in changes(algo, flag)[0][0].items() if name != flag}
+    default = result(algo, settings)
+    if (value := written_out(default, flag)) is not None:
+        assert same(default, result(algo, settings | {flag: value}))
 
 
 @pytest.mark.parametrize("algo", NAMES)

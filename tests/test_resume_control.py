@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from control import CONTROL, OFFLINE, WALK, checkpoint, stored_rows, walk
+from every_script import options, script
 from helpers import SMALL, assert_same_result, command_line, metrics, new_run, runs_in, start, wait_for
 from small_data import pendulum
 
@@ -65,6 +66,35 @@ def test_a_resumed_run_equals_the_uninterrupted_one(case, tmp_path):
     assert_same_result(tmp_path / "stopped", whole)
     one, other = (checkpoint(folder) for folder in (tmp_path / "stopped", whole))
     assert one.keys() == other.keys() and one["step"] == other["step"]
+
+
+@pytest.mark.parametrize("algo", [algo for algo in CONTROL if {"log_every", "num_envs"} <= options(algo)])
+def test_what_waits_for_the_next_row_comes_back(algo, tmp_path, monkeypatch):
+    """Each episode is in one row, also where a run was stopped between two, and so is the newest update that moved the
+    actor."""
+    (module, args), ended, given, end_step = script(algo, tmp_path), [], [], Run.end_step
+
+    def stepping(*inputs, function=module.step_vector):
+        found = function(*inputs)
+        ended.extend(found[-1])
+        return found
+
+    def stopping(run, step, parts):
+        run.signal = 15 if step == 94 else 0
+        end_step(run, step, parts)
+
+    monkeypatch.setattr(Run, "end_step", stopping)
+    monkeypatch.setattr(module, "step_vector", stepping)
+    monkeypatch.setattr(module, "episode_columns", lambda episodes: given.append(episodes) or {})
+    args += ["--env-kwargs", "max_episode_steps=10", "--log-every", 48, "--eval-every", 0]
+    args += ["--policy-frequency", 40] if "policy_frequency" in options(algo) else []
+    with pytest.raises(SystemExit, match="143"):
+        new_run(module, tmp_path / "runs", *args)
+    (folder,) = runs_in(tmp_path / "runs")
+    command_line(module, "--resume", folder)
+    assert len(given) == 4 and [tuple(x) for episodes in given for x in episodes] == [tuple(x) for x in ended] != []
+    moved = {"ddpg": "q_policy", "td3": "q_policy"}.get(algo, "q" if "exploration" in dir(module) else "entropy")
+    assert [row["step"] for row in metrics(folder) if moved in row] == [48, 96, 144, 160]
 
 
 @pytest.mark.parametrize("algo", ["rainbow", "her", "her_sac"])

@@ -111,6 +111,7 @@ def test_tasks_take_turns_row_by_row(tmp_path, own_cache, monkeypatch):
     assert first == load_task("sort").train(0, 1)["prompt"]
     for ids in seen:
         assert [sort if sort in row else other for row in ids.tolist()] == [sort, sort, other] * 2
+        assert len(ids.unique(dim=0)) == 6  # and each time with another row
     assert {"eval/sort/greedy", "eval/sort/pass@8", "eval/mine/loss"} <= metrics(folder)[-1].keys()
 
 

@@ -1,6 +1,8 @@
 """Lines that a script needs and whose loss no curve shows, in whole runs of every script that has them."""
 
+import contextlib
 import importlib
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tiny_runs import result, same, train
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.specs import SPECS
+from utils.lm import load_model
 
 LANGUAGE = [algo for algo in NAMES if "lora_rank" in options(algo)]
 
@@ -57,6 +60,27 @@ def test_the_update_scores_as_the_sampler_did(algo):
     """At the temperature of the settings, which is not 1."""
     rows = result(algo, SPECS[algo].flags).rows[1:]
     assert rows and max(row["sampler_gap"] for row in rows) < 1e-5
+
+
+@pytest.mark.parametrize("algo", [algo for root in ("grpo", "dpo") for algo in sharing(root, "reference_logps")
+                                  if algo != "prorl"])  # fmt: skip
+def test_without_its_adapters_the_policy_is_the_reference(algo, tmp_path, monkeypatch):
+    """Under --lora-rank, which prorl.py refuses. The frozen model is loaded here for comparison."""
+    pytest.importorskip("peft", reason="not run: peft is not installed")
+    module, apart = importlib.import_module(f"algos.{algo}"), []
+
+    def compared(model, reference, samples, args, function=module.reference_logps):
+        if reference is not None:  # gspo.py scores the policy so
+            return function(model, reference, samples, args)
+        found, scores = (function(model, x, samples, args) for x in (None, load_model(args, frozen=True)[0]))
+        torch.testing.assert_close(found, scores)
+        with mock.patch.object(type(model), "disable_adapter", contextlib.nullcontext):
+            apart.append((found - function(model, None, samples, args)).abs().max().item())
+        return found
+
+    monkeypatch.setattr(module, "reference_logps", compared)
+    train(algo, SPECS[algo].flags | {"lora_rank": 2, "precision": "float32"}, tmp_path)
+    assert apart[-1] > 1e-4  # after a step
 
 
 @pytest.mark.parametrize("algo", sharing("ppo", "collect"))

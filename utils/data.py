@@ -167,7 +167,7 @@ def usable(task: Task, model, tokenizer, args) -> Task:
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     if (room := context - args.max_completion_length) < 1:
         raise UserError(f"the model's {context} tokens leave no room for prompts: lower --max-completion-length")
-    limit = min(room, args.max_prompt_length or math.inf)
+    limit = min(n for n in (room, args.max_prompt_length) if n is not None)
     return keep_rows(task, lambda row: [encode_prompt(row, tokenizer)], limit, "lower --max-completion-length")
 
 

@@ -46,10 +46,9 @@ SPEC = Spec(
     "PSR, NSR and W-REINFORCE, arXiv 2506.01347",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_nsr expected_gradients parity_verl wiring::test_the_update_scores_as_the_sampler_did "
-          "invariance::test_reference_logps_are_the_scorers "
+    tests="exact_nsr expected_gradients parity_verl wiring invariance::test_reference_logps_are_the_scorers "
           "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
-          "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
+          "resume::test_from_a_checkpoint_in_the_middle",
     curves={
         "nsr-sort": Curve(
             dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",

@@ -69,7 +69,7 @@ SPEC = Spec(
     small="--device cpu --num-envs 2 --num-steps 16 --total-timesteps 96 --num-minibatches 2 --update-epochs 2 "
           "--hidden-size 8 --eval-every 64 --eval-episodes 1 --save-every 32 --env-kwargs "
           "max_num_frames_per_episode=200",
-    tests="atari exact_ppo parity_sb3_atari wiring::test_statistics_are_given_back resume_control",
+    tests="atari exact_ppo parity_sb3_atari wiring resume_control",
     needs="ale_py",
     walk="environments:Pixels-v0",
     curves={

@@ -61,11 +61,10 @@ SPEC = Spec(
     small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
           "2 --save-every 2",
     aliases=("RLHF",),
-    tests="exact_ppo_lm exact_grpo parity_verl wiring::test_the_update_scores_as_the_sampler_did "
-          "invariance::test_reference_logps_are_the_scorers "
+    tests="exact_ppo_lm exact_grpo parity_verl wiring invariance::test_reference_logps_are_the_scorers "
           "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
           "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too "
-          "wiring::test_dropout_of_the_model_is_off resume::test_from_a_checkpoint_in_the_middle",
+          "resume::test_from_a_checkpoint_in_the_middle",
     curves={
         "ppo_lm-sort": Curve(
             dict(task="sort", max_steps=8, eval_every=0, eval_prompts=256), "reward",

@@ -59,7 +59,7 @@ SPEC = Spec(
     "TTRL, arXiv 2504.16084",
     PARENT.family,
     small=f"{PARENT.small} --num-votes 4",
-    tests="exact_ttrl exact_grpo parity_verl wiring::test_the_update_scores_as_the_sampler_did "
+    tests="exact_ttrl exact_grpo parity_verl wiring "
           "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
           "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too "
           "resume::test_from_a_checkpoint_in_the_middle",
