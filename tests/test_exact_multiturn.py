@@ -30,6 +30,7 @@ from algos.grpo_multiturn import (
     until_stop,
     update,
 )
+from tests.specs import SPECS
 from utils.builtin import countdown_score
 from utils.core import UserError
 from utils.dist import Samples, pad_left
@@ -295,6 +296,26 @@ def test_what_is_trained_is_what_was_sampled(tokenizer):
         pieces = parts_of(episodes, i)
         assert [own for own, _ in pieces] == [n % 2 == 0 for n in range(2 * turns - 1)]
         assert all(tokens[-1] == 1 for own, tokens in pieces[:-1] if own)  # a turn's EOS is the policy's own
+
+
+def test_each_row_has_its_own_frame(tokenizer, monkeypatch):
+    """Its template's arguments may be its own."""
+    monkeypatch.setattr(grpo_multiturn, "around", lambda row, *_: ("<eos>" + row["prompt"][0], ""))
+    episodes = played(tokenizer, [("+", 0.0, False)], max_turns=2, max_completion_length=3, num_generations=16)
+    for i, letter in enumerate(16 * "C" + 16 * "S"):
+        seen = [tokenizer.decode(tokens, skip_special_tokens=True) for own, tokens in parts_of(episodes, i) if not own]
+        assert set(seen) <= {f"{letter}+"}
+    assert 2 in episodes.turns[:16] and 2 in episodes.turns[16:]
+
+
+def test_observations_are_counted_without_padding(tmp_path, monkeypatch):
+    collect, made = grpo_multiturn.collect, []
+    monkeypatch.setattr(grpo_multiturn, "collect", lambda *inputs: made.append(collect(*inputs)) or made[-1])
+    rows = tiny_train("grpo_multiturn", SPECS["grpo_multiturn"].flags, tmp_path)[0]
+    found = [row["observation_tokens"] for row in rows if "observation_tokens" in row]
+    masks = [(episodes.samples.completion_mask.sum(1), episodes.own.sum(1)) for episodes in made]
+    assert found == pytest.approx([(whole - own).float().mean().item() for whole, own in masks]) and any(found)
+    assert any(len(whole.unique()) > 1 for whole, _ in masks)
 
 
 def test_three_truncations_are_told_apart(tokenizer):

@@ -38,10 +38,10 @@ def test_rewards_and_metrics_by_hand():
     """Three prompts of four votes, of which two are trained. The label of the first comes from votes that are not; the
     second has a tie; nobody votes for the third, so nobody is right there."""
     answers = ["a", "b", "b", "b", *["c", "d", "d", "c"], *[None] * 4]
-    truth = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, *[0.0] * 4])
+    truth = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, *[0.0] * 4])
     rewards, columns = ttrl.judged(answers, truth, 4, 2)
     close(rewards, [0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
-    assert columns == pytest.approx({"label_accuracy": 1 / 3, "majority_share": 5 / 12, "reward/true": 5 / 12})
+    assert columns == pytest.approx({"label_accuracy": 2 / 3, "majority_share": 5 / 12, "reward/true": 5 / 12})
 
 
 def test_unknown_truth_is_left_out():

@@ -138,6 +138,15 @@ def test_prompts_that_leave_no_room(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_long_prompts_are_dropped_and_what_is_left_is_counted(tmp_path, own_cache, capsys):
+    rows = [{"prompt": f"S{'1' * (i if i < 30 else 1)}{i}:", "completion": "1"} for i in range(60)]
+    flags = ["--max-prompt-length", 9, "--max-steps", 1, "--batch-size", 2, "--eval-prompts", 1, "--device", "cpu"]
+    new_run(sft, tmp_path / "runs", *flags, "--task", write_rows(tmp_path / "rows.jsonl", rows))
+    out = capsys.readouterr().out
+    dropped = int(re.search(r"(\d+) of 57 rows cannot be used", out)[1])
+    assert 15 < dropped < 25 and f"rows: {57 - dropped} rows, " in out, out
+
+
 def test_the_shipped_model_is_what_readme_says():
     """Small, ordinary, and a warm start with room above it: what it thinks likeliest is mostly wrong, what it samples
     is right more often (on countdown half of the prompts in eight samples)."""
