@@ -34,7 +34,7 @@ FLAGS = {name: [*SMALL[name], *"--max-steps 11 --save-every 1".split()] for name
 FLAGS["sft"] += "--batch-size 32 --lr-schedule constant --warmup-steps 3".split()
 for name in MODULES:
     FLAGS[name] += "--lr-schedule constant --num-pairs 100".split() if "--num-pairs" in FLAGS[name] else []
-FLAGS["reward_model"] += "--label-noise 0.25".split()
+FLAGS["reward_model"] += "--label-noise 0.25 --ensemble 2".split()
 every_root = pytest.mark.parametrize("algo", [name for name in MODULES if parent_of(name) is None])
 
 
