@@ -2,8 +2,7 @@
 
 tests/test_eject.py compares two runs of every script, in two processes with random hash seeds of their own and from two
 folders; tests/test_resume*.py compare interrupted and uninterrupted ones. Here is what they leave:
-what is looked at and written during a run changes nothing in it, nor does what ran in the process before; and, slow,
-two named hash seeds.
+what is looked at and written during a run changes nothing in it, nor does what ran in the process before.
 
 Exceptions, all of them:
     another --threads       sums are added in another order
@@ -17,10 +16,9 @@ Exceptions, all of them:
 import random
 
 import numpy as np
-import pytest
 import torch
 from every_script import every_script, options, script
-from helpers import metrics, new_run, runs_in, start, weights
+from helpers import metrics, new_run, weights
 
 
 def trained(folder) -> list[dict]:
@@ -52,20 +50,3 @@ def test_what_is_looked_at_does_not_change_the_run(algo, tmp_path, monkeypatch):
     assert [row for row in ours if row["step"] in shared] == theirs and len(theirs) > 1
     ours, theirs = weights(often), weights(never)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-@pytest.mark.slow
-@every_script
-def test_two_processes(algo, tmp_path):
-    """Each with its own hash seed, hence its own order of sets, and its own current folder."""
-    _, args = script(algo, tmp_path)
-    folders = []
-    for seed in ("0", "1"):
-        (tmp_path / seed).mkdir()
-        process = start(algo, *args, "--output-dir", "runs", cwd=tmp_path / seed, PYTHONHASHSEED=seed)
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, out + err
-        folders += runs_in(tmp_path / seed / "runs")
-    ours, theirs = map(weights, folders)
-    assert metrics(folders[0]) == metrics(folders[1]) and ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

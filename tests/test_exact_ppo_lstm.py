@@ -358,3 +358,14 @@ def test_images_go_through_the_encoder_of_ppo_atari(shape):
     close(features, ours.lstm(theirs.features(obs))[0].detach(), 1e-6)
     statistics = ppo_lstm.Statistics(shape, 2, 0.99, True)
     assert np.array_equal(statistics.observe(obs[0].numpy(), count=True), obs[0]) and not statistics.weights()
+
+
+def test_without_memory_nothing_is_remembered(tmp_path, monkeypatch):
+    """In rollouts and evaluation: each step begins with an empty state."""
+    begins, act = [], ppo_lstm.Agent.act
+    monkeypatch.setattr(ppo_lstm.Agent, "act", lambda *inputs: begins.append(inputs[3]) or act(*inputs))
+    new_run(ppo_lstm, tmp_path, *SMALL["ppo_lstm"], "--no-memory")
+    assert all(x.all() for x in begins)
+    begins.clear()
+    new_run(ppo_lstm, tmp_path, *SMALL["ppo_lstm"])
+    assert not all(x.all() for x in begins)

@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 import torch
 from every_script import NAMES, options, sharing
-from helpers import ONLINE, assert_same_result, checkpoint, copied_at
-from tiny_runs import result, same, train
+from helpers import ONLINE, assert_same_result, checkpoint, copied_at, weights
+from safetensors.torch import load_file
+from tiny_runs import result, same, train, world
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.specs import SPECS
@@ -83,6 +84,23 @@ def test_without_its_adapters_the_policy_is_the_reference(algo, tmp_path, monkey
     assert apart[-1] > 1e-4  # after a step
 
 
+@pytest.mark.parametrize("algo", [algo for algo in NAMES if "mask_truncated_completions" in options(algo)
+                                  if algo != "grpo_multiturn"])  # fmt: skip
+def test_cut_completions_teach_nothing(algo, tmp_path, monkeypatch):
+    """With --mask-truncated-completions: where all are cut, no weight moves."""
+    module = importlib.import_module(f"algos.{algo}")
+
+    def cut(*inputs, function=module.sample_all):
+        samples = function(*inputs)
+        return samples._replace(ended=torch.zeros_like(samples.ended))
+
+    monkeypatch.setattr(module, "sample_all", cut)
+    more = {"mask_truncated_completions": True, "weight_decay": 0.0}
+    train(algo, SPECS[algo].flags | more, tmp_path)
+    for name, tensor in weights(next(tmp_path.iterdir())).items():
+        assert torch.equal(tensor, load_file(world() / "model/model.safetensors")[name])
+
+
 @pytest.mark.parametrize("algo", sharing("ppo", "collect"))
 def test_statistics_are_given_back(algo, tmp_path, monkeypatch):
     """To a run that goes on and to an evaluation, whatever a script keeps in them."""
@@ -104,18 +122,3 @@ def test_long_completions_are_cut_at_the_end(algo):
         for name in ("long", "other-end", "other-start")
     )
     assert same(long, other_end) and not same(long, other_start)
-
-
-@pytest.mark.parametrize("average", [False, True])
-def test_the_policy_begins_as_its_reference(average):
-    """Its log-probabilities are averaged or summed as the reference's are, or no log-ratio would be 0 at the start."""
-    ratios = [
-        value
-        for row in result("dpo", SPECS["dpo"].flags | {"average_logps": average}).rows[:2]
-        for name, value in row.items()
-        if name.endswith("logratio")
-    ]
-    assert len(ratios) == 4 and ratios == pytest.approx([0.0] * 4, abs=1e-5)
-
-
-ARGS = dict(eval_prompts=2, eval_samples=4, max_completion_length=4, sample_batch_size=64, precision="float32")

@@ -43,9 +43,9 @@ actor-never-in-training-mode: its statistics stay those of no data
 +         loss, logps
 
 new-agent-in-training-mode: modules are made in it; random actions hide it until the first evaluation
--         self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha or 1.0)))
+-         self.log_alpha = nn.Parameter(torch.tensor(1.0 if args.alpha is None else args.alpha).log())
 -         self.eval()
-+         self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha or 1.0)))
++         self.log_alpha = nn.Parameter(torch.tensor(1.0 if args.alpha is None else args.alpha).log())
 
 momentum-of-the-old: the authors' momentum, 0.99, is that of the old statistics
 - self.mean.lerp_(mean, MOMENTUM)

@@ -72,7 +72,7 @@ SPEC = Spec(
     "DDPG, arXiv 1509.02971",
     "Control",
     small=SMALL,
-    tests="exact_ddpg exact_sac::test_what_waits_for_the_next_row_comes_back "
+    tests="exact_ddpg "
           "parity_sb3_td3 command_line_control resume_control",
     curves={
         "ddpg-pendulum": Curve(PENDULUM, "eval/return",

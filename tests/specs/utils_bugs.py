@@ -502,8 +502,8 @@ alarm-that-nan-passes: a comparison with NaN is false
 + if gap is None or not gap > limit:
 
 alarm-of-a-server-that-never-stops: the rows that are looked at are those since the last evaluation
-- if before == [True, True]:
-+ if before == [True, True, True]:
+- [-2:] == [True, True]:
++ [-2:] == [True, True, True]:
 
 deviation-of-one-process: the mean is that of all, the squares are one's own
 - (total((known - mean).square().sum())

@@ -69,8 +69,8 @@ unknown-spoils-the-state: a mean over what is there needs nanmean
 + rewards.view(-1, kept).mean(1)
 
 whitened-over-all-tokens: the mask of the completions for the one that is trained
-- advantage = whiten(advantage, mask)
-+ advantage = whiten(advantage, samples.completion_mask)
+- whiten(advantage, mask & ~advantage.isnan())
++ whiten(advantage, samples.completion_mask & ~advantage.isnan())
 
 advantages-of-the-first-minibatch: rows are counted within the minibatch there and within the batch here
 - advantage[rows, :width], args.epsilon, high)
