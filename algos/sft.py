@@ -11,13 +11,13 @@ The model imitates given completions token by token. It sees the prompt but is n
     N          number of completion tokens in the optimizer step
 
 Run
-    python algos/sft.py --threads 1                             makes the model of utils/tiny_model from nothing
+    python algos/sft.py --threads 1                             makes a model like utils/tiny_model from nothing
     python algos/sft.py --model ORG/NAME --task pairs.jsonl     a real model, columns prompt and completion, or messages
     python algos/sft.py --model ORG/NAME --task ORG/DATASET --lora-rank 32 --gradient-checkpointing
     The paper's own run: algos/README.md.
 
 Expect
-    The default run makes the tiny model, in 3 to 5 minutes on one CPU core. Held out, greedy / pass@1 / pass@8 of the
+    The default run makes a model like the tiny one, in 3 to 5 minutes on one CPU core. Held out, greedy / pass@1 / pass@8 of the
     one that ships: countdown 0.01 / 0.08 / 0.43, sort 0.23 / 0.40 / 0.88. That is meant to be low: three in four
     demonstrations of both tasks are wrong (utils/data.py), so that RL has something to learn beyond sharpening.
 

@@ -276,7 +276,8 @@ def test_first_margins_are_exactly_zero(lora, average, tmp_path, monkeypatch):
     monkeypatch.setattr(dpo, "update", lambda *args: batches.append(args[2]) or update(*args))
     history = dpo.train(dpo.Args(task="sort", num_pairs=20, batch_size=8, micro_batch_size=6, max_steps=6,
                                  eval_prompts=6, eval_every=0, eval_samples=1, threads=1, device="cpu",
-                                 average_logps=average, lora_rank=2 * lora, learning_rate=1e-3 if lora else 1e-5, precision="float32",
+                                 average_logps=average, lora_rank=2 * lora, precision="float32",
+                                 learning_rate=1e-3 if lora else 1e-5,
                                  micro_batch_tokens=0, eval_max_new_tokens=12, output_dir=str(tmp_path)))  # fmt: skip
     first, after = history[0], history[1]
     assert first["eval/pair_margin"] == 0.0 and first["eval/pair_accuracy"] == 0.5

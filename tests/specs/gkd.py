@@ -109,7 +109,7 @@ SPEC = Spec(
         "teacher_steps": ({"model": TINY_MODEL, "teacher": "", "teacher_steps": 1}, 2),
         "jsd_beta": ({"divergence": "jsd"}, 0.3),
         "student_share": ({"reward_weight": 0.0}, 0.0),
-        "teacher_beta_end": ({}, 0.2),
+        "teacher_beta_end": [({}, 0.2), ({"teacher_beta": 0.0}, 0.2)],  # also where no teacher is wanted at first
     },
     noise=PARENT.noise,
     bugs=parse_bugs(BUGS),
