@@ -231,7 +231,7 @@ def gpu() -> str:
     """For README.md: what benchmarks/gpu.py has found on a GPU."""
     parts = {part: read(f"gpu/{part}") for part in ("check", "speed", "learn")}
     ran = {part: data for part, data in parts.items() if data and not data["smoke"]}
-    real = "\n- real language models. The tests run the commands for them on small models of the same kind;"
+    real = "\n- a real language model for a whole run;"
     if not ran:
         return (
             "- a GPU: neither CUDA nor Apple's MPS. `benchmarks/gpu.py` is ready to try one.\n"
@@ -243,15 +243,15 @@ def gpu() -> str:
         items = {name: found for name, found in data["items"].items() if name != "end"}
         wrong = [name for name, found in items.items() if "error" in found or not found.get("ok", True)]
         idle = sum("not run" in found for found in items.values())
-        ratios = "".join(f", {name} {value:.2f}" for name, value in data["ratios"].items())
-        failed = f", failed: {', '.join(wrong)}" if wrong else ""
+        ratios = "".join(f", `{name}` {value:.2f}" for name, value in data["ratios"].items())
+        failed = f", failed: `{'`, `'.join(wrong)}`" if wrong else ""
         failed += "" if "end" in data["items"] else ", stopped before the others"
-        lines.append(f"  `{part}` on one {data['machine']['gpu']} at commit {data['machine']['commit']}: "
-                     f"{len(items) - len(wrong) - idle} of {len(items)} items{ratios}{failed};")  # fmt: skip
+        well = len(items) - len(wrong) - idle
+        lines.append(f"  `{part}` on one {data['machine']['gpu']}: {well} of {len(items)} items{ratios}{failed};")
     return (
         "- a GPU, but for `benchmarks/gpu.py`, and never Apple's MPS:\n"
         + "\n".join(lines)
-        + real * ("learn" not in ran)
+        + real * ("greedy, ours" not in ran.get("learn", {"items": {}})["items"])
     )
 
 

@@ -215,6 +215,12 @@ def test_torchrun_itself_is_told_to_stop(project, undisturbed):
 
 
 @pytest.mark.slow
+def test_a_slow_reward_hits_no_timeout(project, undisturbed):
+    ended = Job(project, *flags(project, "slow"), FAULT="1 5 15").end()
+    continued(ended, runs_in(project / "slow")[0], undisturbed)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("words, sentence", [("--num-prompts 1", "--num-prompts must be at least 2"),
                                              ("--resume absent", "absent")])  # fmt: skip
 def test_wrong_input_is_said_before_what_torchrun_adds(words, sentence, tmp_path):

@@ -114,8 +114,7 @@ NUMBERS = [case for case in CASES if numbers(*case.values)]
 
 def written_out(run: Result, flag: str):
     """The flag's value in a run, also where it was None."""
-    value = run.args[flag]
-    return DEFAULT[flag](run.args) if value is None and flag in DEFAULT else value
+    return DEFAULT[flag](run.args) if run.args[flag] is None and flag in DEFAULT else run.args[flag]
 
 
 @pytest.mark.parametrize("algo, flag", NUMBERS)

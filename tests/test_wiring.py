@@ -95,8 +95,7 @@ def test_cut_completions_teach_nothing(algo, tmp_path, monkeypatch):
         return samples._replace(ended=torch.zeros_like(samples.ended))
 
     monkeypatch.setattr(module, "sample_all", cut)
-    more = {"mask_truncated_completions": True, "weight_decay": 0.0}
-    train(algo, SPECS[algo].flags | more, tmp_path)
+    train(algo, SPECS[algo].flags | {"mask_truncated_completions": True, "weight_decay": 0.0}, tmp_path)
     for name, tensor in weights(next(tmp_path.iterdir())).items():
         assert torch.equal(tensor, load_file(world() / "model/model.safetensors")[name])
 
