@@ -633,7 +633,7 @@ def test_train_explores_uniformly_then_acts(algo, tmp_path, monkeypatch):
     assert {"actor", "critics"} == {"actor", "critics", "alpha"} & checkpoint(folder).keys()
 
 
-@pytest.mark.parametrize("algo", [*MODULES, *CHILDREN])
+@pytest.mark.parametrize("algo", MODULES | CHILDREN)
 def test_a_temperature_of_zero_is_no_other(algo, tmp_path):
     module, args = script(algo, tmp_path)
     rows = metrics(new_run(module, tmp_path / "runs", *args, "--alpha", 0))
