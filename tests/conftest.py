@@ -19,14 +19,15 @@ for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE":
 os.environ.setdefault("HF_DATASETS_CACHE", os.path.join("/tmp", f"plainrl-datasets-{os.getuid()}-{os.getpid()}"))
 
 START = time.time()
-LONG = ("test_learning.py", "test_the_chain_runs", "test_a_sample_is_caught")
+LONG = ("test_learning.py", "test_the_chain_runs", "test_ejected_scripts_give_the_same_curves")
 
 
 def pytest_addoption(parser):
     parser.addoption("--script", action="append", default=[], metavar="X", help="only the tests of algos/X.py")
     parser.addoption("--learning", choices=("changed", "all", "known", "none"), default="changed",
-                     help="which curves learn on fresh seeds: one of each of the seven best-known scripts and some "
-                     "that have changed since their last green run (default), all, the seven only, none")  # fmt: skip
+                     help="which curves learn on fresh seeds: one of each of the seven best-known scripts, and some of "
+                     "the others and all controls that have changed since their last green run (default), all, the "
+                     "seven only, none")  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)  # xdist may be off
@@ -79,16 +80,19 @@ def skip_learning(config, items) -> None:
     for item in items:
         (curve,) = item.get_closest_marker("learns").args
         known, reason = learns_always(curve), ""
+        control = not item.originalname.startswith("test_fresh_seeds")
         if len(recorded(curve)) < ENOUGH:
             reason = f"not run: {len(recorded(curve))} seeds of {curve} are recorded; of so few a band says nothing"
         elif mode == "none" or (mode == "known" and not known):
             reason = f"not run: --learning {mode}"
-        elif mode == "changed" and not known and not CURVES[curve].slow and curve not in chosen:
-            commit, drawn_out = unchanged_since(curve), "not run: others that have changed were drawn (--learning all)"
-            reason = f"unchanged since {commit}" if commit else drawn_out
+        elif mode == "changed" and not CURVES[curve].slow:
+            if commit := (control or not known) and unchanged_since(curve):
+                reason = f"unchanged since {commit}"
+            elif not known and curve not in chosen:
+                reason = "not run: others that have changed were drawn (--learning all)"
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
-        elif item.originalname.startswith("test_fresh_seeds"):
+        elif not control:
             seeds += [len(recorded(curve))] * len(CURVES[curve].numbers)
     if seeds:
         from benchmarks.curves import alarm_level

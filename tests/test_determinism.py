@@ -17,8 +17,11 @@ import random
 
 import numpy as np
 import torch
-from every_script import every_script, options, script
-from helpers import metrics, new_run, weights
+from every_script import every_script, options
+from helpers import metrics, weights
+from tiny_runs import train
+
+from tests.specs import SPECS
 
 
 def trained(folder) -> list[dict]:
@@ -31,20 +34,16 @@ def trained(folder) -> list[dict]:
 def test_what_is_looked_at_does_not_change_the_run(algo, tmp_path, monkeypatch):
     """Evaluations and checkpoints at every opportunity, or none before the end; in another folder, after other uses of
     the process's random numbers."""
-    module, args = script(algo, tmp_path)
-    there, step = options(algo), 48
-    if "log_every" not in there and "total_timesteps" not in there:
-        args, step = [*args, "--max-steps", 3], 1
-    for name, value in {"eval_samples": 2, "eval_episodes": 1, "dropout": 0.1, "online_steps": 48}.items():
-        args += [f"--{name.replace('_', '-')}", value] if name in there else []
-    monkeypatch.chdir(tmp_path)
-    often = new_run(module, tmp_path / "often", *args, "--eval-every", step, "--save-every", step)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    random.seed(9)
-    np.random.seed(9)
-    torch.manual_seed(9)
-    never = new_run(module, tmp_path / "never", *args, "--eval-every", 0, "--save-every", 10**9)
+    step = 1 if {"log_every", "total_timesteps"}.isdisjoint(options(algo)) else 4
+    settings = SPECS[algo].flags | {"eval_samples": 2, "eval_episodes": 1, "dropout": 0.1, "online_steps": 48}
+    for name, every in ("often", (step, step)), ("never", (0, 10**9)):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        random.seed(name)
+        np.random.seed(len(name))
+        torch.manual_seed(len(name))
+        train(algo, settings | dict(zip(("eval_every", "save_every"), every)), tmp_path / name)
+    (often,), (never,) = ((tmp_path / name).iterdir() for name in ("often", "never"))
     ours, theirs = trained(often), trained(never)
     shared = {row["step"] for row in theirs}
     assert [row for row in ours if row["step"] in shared] == theirs and len(theirs) > 1

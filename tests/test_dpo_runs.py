@@ -36,24 +36,19 @@ def test_a_run_of_a_child(name, tmp_path):
     load_model(MODULES[name].Args(model=str(run / "model")))
 
 
-@every_child
-@pytest.mark.parametrize("flipped", [False, True])
-def test_a_child_learns(name, flipped, tmp_path, monkeypatch):
-    """In a few seconds the wrong answers of the demonstrations are no longer the likeliest. Flipped labels teach
-    nothing."""
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.learns(f"{name}-sort")) for name in MODULES])
+def test_flipped_labels_teach_nothing(name, tmp_path, monkeypatch):
+    """The control of the curves: wrong answers of the demonstrations stay the likeliest."""
     module = MODULES[name]
-    if flipped and name == "kto":
+    if name == "kto":
         loss = kto.kto_loss
         monkeypatch.setattr(kto, "kto_loss", lambda ratios, labels, z, args: loss(ratios, ~labels, z, args))
-    elif flipped:
+    else:
         encode = module.encode_answers
         monkeypatch.setattr(module, "encode_answers", lambda row, answers, *rest: encode(row, answers[::-1], *rest))
     flags = "--device cpu --task sort --max-steps 20 --batch-size 32 --num-pairs 640 --eval-every 0 --eval-samples 1"
     folder = new_run(module, tmp_path, *flags.split(), "--learning-rate", 1e-4 if name == "orpo" else 2e-5)
-    first, last = metrics(folder)[0], metrics(folder)[-1]
-    assert first["eval/greedy"] < 0.4
-    assert last["eval/greedy"] < 0.3 if flipped else last["eval/greedy"] > 0.7
-    assert flipped or name != "dpo" or last["eval/pair_accuracy"] > 0.95
+    assert metrics(folder)[0]["eval/greedy"] < 0.4 and metrics(folder)[-1]["eval/greedy"] < 0.3
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])

@@ -22,6 +22,7 @@ def test_a_part_runs_with_tiny_sizes(part, tmp_path):
     assert len(items) > 5 and not any({"error", "not run"} & found.keys() for found in items.values())
 
 
+@pytest.mark.slow
 def test_one_gradient_is_compared(tmp_path):
     """In a process of its own; on one machine both sides are equal."""
     words = "--device cpu --env-id Pendulum-v1 --learning-starts 20 --batch-size 8 --total-timesteps 40".split()

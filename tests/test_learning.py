@@ -1,8 +1,8 @@
 """Learning: fresh seeds, derived from the commit, reach the recorded band; controls that must not learn do not.
 
 benchmarks/curves.py says how the bands were recorded and what they catch. The first curve of each of the seven
-best-known scripts learns in every run; another one where something that it depends on has changed since its last green
-run, and with it its controls (`pytest --learning all` trains all of them).
+best-known scripts learns in every run; another one, and the controls of all, where something that they depend on has
+changed since the last green run (`pytest --learning all` trains all of them).
 """
 
 import importlib
@@ -19,10 +19,10 @@ from benchmarks.curves import (
     band,
     false_alarm,
     fresh_seeds,
-    learns_always,
     reached,
     recorded,
     run_once,
+    unchanged_since,
 )
 
 
@@ -48,7 +48,7 @@ def test_fresh_seeds_reach_the_band(name, alarm, record_property):
                   "probability")  # fmt: skip
             missed -= {number} if mean >= limits["lower"] else set()
         if not missed:
-            if not (CURVES[name].slow or learns_always(name)):
+            if not (CURVES[name].slow or unchanged_since(name)):
                 record_property("green", rows)  # tests/conftest.py writes it down
             return
     raise AssertionError(f"{name}: {', '.join(missed)} below the band twice")

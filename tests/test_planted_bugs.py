@@ -75,6 +75,7 @@ def test_names_are_unique_and_say_why():
     assert all(any(file in TESTS for file in bug.files()) for bug in UTILS_BUGS)
 
 
+@pytest.mark.slow
 def test_a_sample_is_caught(tmp_path):
     """Of the half that was caught fastest: two, and an edit that changes nothing and must not be."""
     there = {(bug.name, file) for bug, file in planted(BUGS)}

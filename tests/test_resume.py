@@ -1,5 +1,5 @@
-"""A run that was stopped, in whatever way, and resumed equals the run that was not, bit for bit on a CPU. Roots are
-stopped in every way; a child resumes from the middle, where all of its own state is far from where it began."""
+"""A run that was stopped, in whatever way, and resumed equals the run that was not, bit for bit on a CPU. Here roots are
+stopped in every way; test_wiring.py resumes every script from the middle."""
 
 import importlib
 import os
@@ -28,19 +28,18 @@ from helpers import (
 from algos import grpo
 from tests.specs import parent_of
 
-MODULES = {name: importlib.import_module(f"algos.{name}") for name in LANGUAGE}
+MODULES = {name: importlib.import_module(f"algos.{name}") for name in LANGUAGE if parent_of(name) is None}
 # 11 steps, so that the last one is evaluated out of turn
 FLAGS = {name: [*SMALL[name], *"--max-steps 11 --save-every 1".split()] for name in MODULES}
 FLAGS["sft"] += "--batch-size 32 --lr-schedule constant --warmup-steps 3".split()
 for name in MODULES:
     FLAGS[name] += "--lr-schedule constant --num-pairs 100".split() if "--num-pairs" in FLAGS[name] else []
-FLAGS["reward_model"] += "--label-noise 0.25 --ensemble 2".split()
-every_root = pytest.mark.parametrize("algo", [name for name in MODULES if parent_of(name) is None])
+every_root = pytest.mark.parametrize("algo", MODULES)
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """algo -> a run that nothing disturbed, and how a kill behind step 6 leaves it. Never to be changed."""
+    """algo -> a run that nothing disturbed, and how a kill in the middle leaves it. Never to be changed."""
     made = {}
 
     def make(algo: str):
@@ -53,7 +52,7 @@ def runs(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("algo", MODULES)
+@every_root
 def test_from_a_checkpoint_in_the_middle(algo, runs, tmp_path):
     """Every state that trains on is far from where it began: optimizer, critic, place in the data."""
     whole, stopped = runs(algo)
@@ -124,8 +123,8 @@ def test_finished_run(runs, tmp_path):
 
 def test_run_of_another_script_is_refused(runs, capsys):
     """Even where all its arguments are known to this one."""
-    with user_error(capsys, "a run of dapo.py, not of grpo.py"):
-        command_line(grpo, "--resume", runs("dapo")[0])
+    with user_error(capsys, "a run of reinforce_lm.py, not of grpo.py"):
+        command_line(grpo, "--resume", runs("reinforce_lm")[0])
     with user_error(capsys, "config.json"):
         command_line(grpo, "--resume", runs("grpo")[0].parent)
 

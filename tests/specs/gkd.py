@@ -82,8 +82,7 @@ SPEC = Spec(
     PARENT.family,
     small=PARENT.small + " --teacher-steps 2",
     tests="exact_gkd parity_trl_gkd wiring "
-          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
-          "resume::test_from_a_checkpoint_in_the_middle",
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them",
     curves={
         "gkd-sort": Curve(
             FEW | dict(max_steps=8), "reward", numbers={"mean reward": "plain", "eval/pass@1": "share"},

@@ -61,8 +61,7 @@ SPEC = Spec(
     small=f"{PARENT.small} --num-votes 4",
     tests="exact_ttrl exact_grpo parity_verl wiring "
           "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
-          "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too "
-          "resume::test_from_a_checkpoint_in_the_middle",
+          "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too",
     curves={
         "ttrl-sort": Curve(SORT | dict(model=RIGHT, eval_prompts=256), "reward/true", {"eval/pass@1": "share"}),
     },
