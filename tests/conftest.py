@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections import defaultdict
+from functools import cache
 
 import pytest
 
@@ -122,14 +123,16 @@ def in_order(items, workers: int) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_pictures():
-    """Curves are empty files in this process: to draw one takes longer than a tiny run. helpers.py can draw them."""
+def without_what_takes_long():
+    """Curves are empty files in this process (helpers.py can draw them), and a task's held-out rows are drawn once."""
     from unittest import mock
+
+    from utils import data
 
     def touch(history, curves, title, path):
         path.touch()
 
-    with mock.patch("utils.core.plot", touch):
+    with mock.patch("utils.core.plot", touch), mock.patch.object(data, "procedural", cache(data.procedural)):
         yield
 
 

@@ -101,15 +101,38 @@ def test_every_flag_matters(algo, flag):
                 assert not same(before, after), f"--{flag} {value} of {algo} changes neither metrics nor weights"
 
 
+def asked(node: ast.AST) -> list:
+    """The expressions whose truth a piece of code asks for: there 0 is taken for None."""
+    if isinstance(node, ast.BoolOp):
+        return node.values
+    if isinstance(node, ast.If | ast.IfExp | ast.While):
+        return [node.test]
+    return node.ifs if isinstance(node, ast.comprehension) else [node.operand] if isinstance(node, ast.UnaryOp) else []
+
+
+@cache
+def asked_for(algo: str) -> set[str]:
+    tree = ast.walk(ast.parse(sources()[f"algos/{algo}.py"]))
+    return {part.attr for node in tree for part in asked(node) if isinstance(part, ast.Attribute)}
+
+
 def numbers(algo: str, flag: str) -> bool:
-    """Whether its values are numbers or None, and the script itself fills in None: not PRESETS or the run's length."""
+    """Whether its values are numbers, and the script itself fills in None (not PRESETS or the run's length) or asks
+    whether it is true."""
     module = importlib.import_module(f"algos.{algo}")
-    parts = typing.get_args(typing.get_type_hints(module.Args)[flag])
+    kind = typing.get_type_hints(module.Args)[flag]
+    parts = typing.get_args(kind) or (kind,)
     filled = flag == "eval_every" or any(flag in row for row in getattr(module, "PRESETS", {}).values())
-    return not filled and bool({int, float} & {*parts}) and (type(None) in parts or ... in parts)
+    empty = not filled and (type(None) in parts or ... in parts)
+    return bool({int, float} & {*parts}) and (empty or flag in asked_for(algo))
 
 
 NUMBERS = [case for case in CASES if numbers(*case.values)]
+
+
+def settings_of(algo: str, flag: str) -> dict:
+    """In which the flag acts."""
+    return next(iter(changes(algo, flag)), (SPECS[algo].flags,))[0]
 
 
 def written_out(run: Result, flag: str):
@@ -120,7 +143,7 @@ def written_out(run: Result, flag: str):
 @pytest.mark.parametrize("algo, flag", NUMBERS)
 def test_zero_is_not_the_default(algo, flag):
     """A flag at 0 does something else than left alone, or is refused."""
-    base = changes(algo, flag)[0][0]
+    base = settings_of(algo, flag)
     default = importlib.import_module(f"algos.{algo}").Args.__dataclass_fields__[flag].default
     alone, zero = result(algo, base | {flag: default}), (0.0,) if isinstance(default, tuple) else 0
     if written_out(alone, flag) == zero:
@@ -135,7 +158,7 @@ def test_zero_is_not_the_default(algo, flag):
 @pytest.mark.parametrize("algo, flag", NUMBERS)
 def test_a_default_may_be_written_out(algo, flag):
     """What None stands for changes nothing where it is given as a number."""
-    settings = {name: value for name, value in changes(algo, flag)[0][0].items() if name != flag}
+    settings = {name: value for name, value in settings_of(algo, flag).items() if name != flag}
     default = result(algo, settings)
     if (value := written_out(default, flag)) is not None:
         assert same(default, result(algo, settings | {flag: value}))

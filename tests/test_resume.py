@@ -1,5 +1,5 @@
-"""A run that was stopped, in whatever way, and resumed equals the run that was not, bit for bit on a CPU. Here roots are
-stopped in every way; test_wiring.py resumes every script from the middle."""
+"""A run that was stopped, in whatever way, and resumed equals the run that was not, bit for bit on a CPU. Roots are
+stopped in every way here; test_wiring.py resumes every script from the middle."""
 
 import importlib
 import os
