@@ -130,9 +130,9 @@ def numbers(algo: str, flag: str) -> bool:
 NUMBERS = [case for case in CASES if numbers(*case.values)]
 
 
-def settings_of(algo: str, flag: str) -> dict:
+def settings_of(algo: str, flag: str) -> list[dict]:
     """In which the flag acts."""
-    return next(iter(changes(algo, flag)), (SPECS[algo].flags,))[0]
+    return [settings for settings, _ in changes(algo, flag)] or [SPECS[algo].flags]
 
 
 def written_out(run: Result, flag: str):
@@ -143,25 +143,27 @@ def written_out(run: Result, flag: str):
 @pytest.mark.parametrize("algo, flag", NUMBERS)
 def test_zero_is_not_the_default(algo, flag):
     """A flag at 0 does something else than left alone, or is refused."""
-    base = settings_of(algo, flag)
     default = importlib.import_module(f"algos.{algo}").Args.__dataclass_fields__[flag].default
-    alone, zero = result(algo, base | {flag: default}), (0.0,) if isinstance(default, tuple) else 0
-    if written_out(alone, flag) == zero:
-        return
-    try:
-        at_zero = result(algo, base | {flag: zero})
-    except Exception:  # whoever raises it, nobody takes that for a result
-        return
-    assert not same(at_zero, alone), f"--{flag} {zero} does what {default} does"
+    zero = (0.0,) if isinstance(default, tuple) else 0
+    for base in settings_of(algo, flag):
+        alone = result(algo, base | {flag: default})
+        if written_out(alone, flag) == zero:
+            continue
+        try:
+            at_zero = result(algo, base | {flag: zero})
+        except Exception:  # whoever raises it, nobody takes that for a result
+            continue
+        assert not same(at_zero, alone), f"--{flag} {zero} does what {default} does"
 
 
 @pytest.mark.parametrize("algo, flag", NUMBERS)
 def test_a_default_may_be_written_out(algo, flag):
     """What None stands for changes nothing where it is given as a number."""
-    settings = {name: value for name, value in settings_of(algo, flag).items() if name != flag}
-    default = result(algo, settings)
-    if (value := written_out(default, flag)) is not None:
-        assert same(default, result(algo, settings | {flag: value}))
+    for base in settings_of(algo, flag):
+        settings = {name: value for name, value in base.items() if name != flag}
+        default = result(algo, settings)
+        if (value := written_out(default, flag)) is not None:
+            assert same(default, result(algo, settings | {flag: value}))
 
 
 @pytest.mark.parametrize("algo", NAMES)

@@ -9,10 +9,12 @@ import torch
 from every_script import NAMES, options, sharing
 from helpers import ONLINE, assert_same_result, checkpoint, copied_at, weights
 from safetensors.torch import load_file
-from tiny_runs import result, same, train, world
+from tiny_runs import TOLD, result, same, train, world
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import utils.lm
 from tests.specs import SPECS
+from utils.dist import stream
 from utils.lm import load_model
 
 LANGUAGE = [algo for algo in NAMES if "lora_rank" in options(algo)]
@@ -31,7 +33,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(algo, tmp_path):
     user draw from the global generators."""
     assert SPECS[algo].noise, f"tests/specs/{algo}.py: give Spec(noise=...)"
     settings = SPECS[algo].flags | SPECS[algo].noise | {"save_every": 1, "max_steps": 5}
-    settings |= {"label_noise": 0.25, "ensemble": 2} if algo == "reward_model" else {}
+    settings |= {"label_noise": 0.25, "ensemble": 2, "sync_every": 2, "on_policy_share": 0.5}
     with copied_at(3, tmp_path / "stopped"):
         train(algo, settings, tmp_path / "runs")
     (whole,) = (tmp_path / "runs").iterdir()
@@ -56,6 +58,45 @@ def test_no_step_takes_a_longer_gradient(algo):
     with register_optimizer_step_pre_hook(measure):
         result(algo, SPECS[algo].flags | {"max_grad_norm": 0.001})
     assert norms and max(norms) == pytest.approx(0.001, rel=1e-2)
+
+
+@pytest.mark.parametrize("algo", [algo for algo in LANGUAGE if "lr_schedule" in options(algo)])
+def test_every_optimizer_follows_the_schedule(algo, tmp_path):
+    """And every group of parameters."""
+    rates = {}
+
+    def note(optimizer, *_):
+        for number, group in enumerate(optimizer.param_groups):
+            rates.setdefault((id(optimizer), number), []).append(group["lr"])
+
+    settings = SPECS[algo].flags | {"lr_schedule": "linear", "warmup_steps": 0, "max_steps": 4}
+    with register_optimizer_step_pre_hook(note):
+        train(algo, settings, tmp_path)
+    for found in rates.values():
+        shares = torch.tensor(found) / found[0]
+        torch.testing.assert_close(shares.view(4, -1)[:, 0], torch.tensor([1, 0.75, 0.5, 0.25]))
+
+
+@pytest.mark.parametrize("algo", ONLINE)
+def test_rewards_are_told_the_step(algo, tmp_path):
+    """In training and, where the task scores nothing, in the evaluation behind it."""
+    TOLD.clear()
+    settings = {"task": "@rows.jsonl", "reward": ("tiny_runs:told",), "max_steps": 3, "eval_every": 2}
+    train(algo, SPECS[algo].flags | settings | {"reward_weight": 1.0}, tmp_path)  # without which gkd.py asks nobody
+    assert TOLD == sorted(TOLD)
+    calls = [TOLD.count(step) for step in range(4)]
+    assert calls[0] == 2 + 2 * (algo == "gkd")  # whose teacher is evaluated, too
+    assert algo == "dapo" or calls[1:] == [calls[1], calls[1] + 2, calls[1] + 2]  # dapo asks until groups differ
+
+
+@pytest.mark.parametrize("algo", ONLINE)
+def test_each_batch_is_sampled_with_numbers_of_its_own(algo, tmp_path, monkeypatch):
+    """But for evaluations, which all draw alike."""
+    keys = []
+    monkeypatch.setattr(utils.lm, "stream", lambda device, *key: keys.append(key) or stream(device, *key))
+    train(algo, SPECS[algo].flags | {"max_steps": 3}, tmp_path)
+    training = [key for key in keys if "evaluation" not in key]
+    assert len(training) >= 2 and len(set(training)) == len(training) and len(set(keys)) < len(keys)
 
 
 @pytest.mark.parametrize("algo", ONLINE)

@@ -122,6 +122,14 @@ def world() -> Path:
     return folder
 
 
+TOLD = []  # the steps that the reward function `told` was called with
+
+
+def told(completions, trainer_state, **_) -> list[float]:
+    TOLD.append(trainer_state.global_step)
+    return [float(sum(map(ord, str(text))) % 2) for text in completions]
+
+
 class Counts(Counter):
     """passes: forward passes of modules; recomputed: those of them within a backward pass; compiled: calls of compiled
     functions; processes: those started. Nothing is really compiled."""

@@ -1,0 +1,58 @@
+"""Which functions of the scripts no exact test executes. One that a child renames, or whose arguments it changes, may
+drop out of its parent's tests without a word; here it is named."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from every_script import NAMES
+
+from tests.specs import sources
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = "exact_* parity_* test_expected_gradients test_invariance test_properties test_sft test_atari test_preferences"
+ARGUED: dict[str, str] = {}  # "SCRIPT FUNCTION" -> why no exact test executes it
+DRIVER = """
+import json, sys, pytest
+seen = set()
+
+def called(frame, *_):
+    if "/algos/" in frame.f_code.co_filename:
+        seen.add((frame.f_code.co_filename.rpartition("/")[2][:-3], frame.f_code.co_qualname))
+
+class Watch:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self):
+        sys.settrace(called)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+
+code = pytest.main(["-n0", "-q", "-p", "no:cacheprovider", *sys.argv[2:]], plugins=[Watch()])
+json.dump(sorted(seen), open(sys.argv[1], "w"))
+sys.exit(code)
+"""
+
+
+def functions(algo: str) -> set[str]:
+    """And methods, but for `train`, which is wiring (test_wiring.py, test_flags.py)."""
+    body = ast.parse(sources()[f"algos/{algo}.py"]).body
+    found = {node.name for node in body if isinstance(node, ast.FunctionDef)} - {"train"}
+    for owner in (node for node in body if isinstance(node, ast.ClassDef)):
+        found |= {f"{owner.name}.{node.name}" for node in owner.body if isinstance(node, ast.FunctionDef)}
+    return found
+
+
+@pytest.mark.slow
+def test_every_function_is_executed_by_an_exact_test(tmp_path):
+    files = {path for name in FILES.split() for path in (ROOT / "tests").glob(f"test_{name.removeprefix('test_')}.py")}
+    command = [sys.executable, "-c", DRIVER, tmp_path / "seen.json", *sorted(files)]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    seen = {tuple(pair) for pair in json.loads((tmp_path / "seen.json").read_text())}
+    left = {f"{algo} {name}" for algo in NAMES for name in functions(algo) if (algo, name) not in seen}
+    assert left == ARGUED.keys(), f"no exact test executes {sorted(left - ARGUED.keys())}"
