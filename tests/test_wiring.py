@@ -2,6 +2,8 @@
 
 import contextlib
 import importlib
+import math
+import statistics
 from unittest import mock
 
 import pytest
@@ -83,10 +85,45 @@ def test_rewards_are_told_the_step(algo, tmp_path):
     TOLD.clear()
     settings = {"task": "@rows.jsonl", "reward": ("tiny_runs:told",), "max_steps": 3, "eval_every": 2}
     train(algo, SPECS[algo].flags | settings | {"reward_weight": 1.0}, tmp_path)  # without which gkd.py asks nobody
-    assert TOLD == sorted(TOLD)
-    calls = [TOLD.count(step) for step in range(4)]
+    steps = [step for step, _ in TOLD]
+    assert steps == sorted(steps)
+    calls = [steps.count(step) for step in range(4)]
     assert calls[0] == 2 + 2 * (algo == "gkd")  # whose teacher is evaluated, too
     assert algo == "dapo" or calls[1:] == [calls[1], calls[1] + 2, calls[1] + 2]  # dapo asks until groups differ
+
+
+@pytest.mark.parametrize("algo", [algo for algo in ONLINE if algo not in ("dapo", "grpo_multiturn")])
+def test_a_row_tells_of_what_was_sampled(algo, tmp_path, monkeypatch):
+    """Reward, its deviation, equal groups, length and cut completions, from what the sampler and the reward gave. The
+    first completion has no reward. dapo.py tells of the groups that it keeps, grpo_multiturn.py of turns."""
+    module, batches = importlib.import_module(f"algos.{algo}"), []
+
+    def noted(*inputs, function=module.sample_all):
+        batches.append(function(*inputs))
+        return batches[-1]
+
+    monkeypatch.setattr(module, "sample_all", noted)
+    TOLD.clear()
+    settings = {"reward": ("tiny_runs:told",), "max_steps": 3, "num_prompts": 3, "reward_weight": 1.0, "num_votes": 4}
+    history, args, _ = train(algo, SPECS[algo].flags | settings, tmp_path)
+    per_step = len(batches) // 3
+    for row in history[1:]:
+        samples = batches[per_step * (row["step"] - 1)]
+        assert row["length"] == pytest.approx(samples.completion_mask.sum(1).float().mean().item())
+        assert row["truncated"] == pytest.approx(1 - samples.ended.float().mean().item())
+        answer = next(answer for step, answer in TOLD if step == row["step"])
+        groups = torch.tensor([math.nan if x is None else x for x in answer]).view(-1, args.get("num_generations", 3))
+        if algo == "ttrl":  # its rewards are votes
+            continue
+        assert row["reward"] == pytest.approx(groups.nanmean().item())
+        known = [[x for x in group if not math.isnan(x)] for group in groups.tolist()]
+        together = sum(known, [])
+        deviation = {"ppo_lm": statistics.stdev, "vineppo": statistics.stdev, "reinforce_lm": statistics.stdev}
+        found = statistics.mean(map(statistics.pstdev, known))
+        found = deviation.get(algo, statistics.pstdev)(together) if algo in (*deviation, "reinforce_pp") else found
+        assert row.get("reward_std", found) == pytest.approx(found)
+        equal = statistics.mean(len({*group}) == 1 for group in known)
+        assert row.get("frac_zero_std", equal) == pytest.approx(equal)
 
 
 @pytest.mark.parametrize("algo", ONLINE)

@@ -122,12 +122,14 @@ def world() -> Path:
     return folder
 
 
-TOLD = []  # the steps that the reward function `told` was called with
+TOLD = []  # step and answer of each call of `told`
 
 
-def told(completions, trainer_state, **_) -> list[float]:
-    TOLD.append(trainer_state.global_step)
-    return [float(sum(map(ord, str(text))) % 2) for text in completions]
+def told(completions, trainer_state, **_) -> list[float | None]:
+    """A reward of 0 or 1, and none for the first completion."""
+    answer = [float(sum(map(ord, str(text))) % 2) if i else None for i, text in enumerate(completions)]
+    TOLD.append((trainer_state.global_step, answer))
+    return answer
 
 
 class Counts(Counter):
