@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import ONLINE, SMALL, checkpoint, command_line, metrics, new_run, runs_in, start, weights, write_rows
+from tiny_runs import rows_asked_for
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import utils.lm
@@ -163,30 +164,6 @@ def test_lora(tmp_path):
     command_line(grpo, *SMALL["grpo"], "--max-steps", 1, "--model", run / "model", "--output-dir", tmp_path)
 
 
-def rows_asked_for(module, monkeypatch) -> list[int]:
-    """Where a run of `module` on sort will write the number of each row that it takes."""
-    task, rows = load_task("sort"), []
-    train = lambda index, seed: rows.append(index) or task.train(index, seed)  # noqa: E731
-    asked = task._replace(train=train)
-    if module is sft:
-        monkeypatch.setattr(module, "load_tasks", lambda *_: {"sort": asked})
-    else:
-        monkeypatch.setattr(module, "load_task", lambda *_, **__: asked)
-    return rows
-
-
-@pytest.mark.parametrize("algo", [algo for algo in ONLINE if algo != "dapo"])  # which draws on until groups differ
-def test_every_step_has_the_next_prompts(algo, tmp_path, monkeypatch):
-    module = importlib.import_module(f"algos.{algo}")
-    rows = rows_asked_for(module, monkeypatch)
-    # gkd's teacher asks for rows, too; tba.py would take those of two steps at once
-    alone = {"gkd": ["--teacher-beta", 0, "--reward-weight", 1], "tba": ["--sync-every", 1]}.get(algo, [])
-    new_run(module, tmp_path, *SMALL[algo], "--num-prompts", 4, "--max-steps", 3, *alone)
-    times = 2 if algo == "vineppo" else 1  # whose states begin with the same prompts
-    wanted = [i for step in range(3) for i in [*range(4 * step, 4 * step + 4)] * times]
-    assert rows == wanted
-
-
 def test_gradient_checkpointing_reaches_the_critic(tmp_path, monkeypatch):
     """transformers does it in layers that are in training mode, and loads models in evaluation mode."""
     update, modes = ppo_lm.update, []
@@ -268,17 +245,6 @@ def test_sampling_in_parts(monkeypatch):
         mask = samples.completion_mask
         torch.testing.assert_close(samples.logps[mask], logps[mask], rtol=0, atol=1e-5)
         assert samples.ended.tolist() == sum((part.ended.tolist() for part in parts), [])
-
-
-@pytest.mark.parametrize("algo", [algo for algo in ONLINE if algo != "grpo"])
-def test_its_siblings_sample_in_parts_too(algo, tmp_path, monkeypatch):
-    module, sizes = importlib.import_module(f"algos.{algo}"), []
-    spy = lambda *inputs: sizes.append(len(inputs[1]) * inputs[3]) or sample(*inputs)  # noqa: E731
-    monkeypatch.setattr(utils.lm, "sample", spy)
-    group = ["--num-generations", 2] if hasattr(module.Args, "num_generations") else []
-    new_run(module, tmp_path, *SMALL[algo], "--max-steps", 1, "--num-prompts", 8, *group, "--sample-batch-size", 4,
-            "--eval-samples", 2)  # fmt: skip
-    assert max(sizes) <= 4 and len(sizes) > 1
 
 
 @pytest.mark.parametrize("algo", ["grpo", "sft"])

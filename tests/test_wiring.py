@@ -11,13 +11,13 @@ import torch
 from every_script import NAMES, options, sharing
 from helpers import ONLINE, assert_same_result, checkpoint, copied_at, weights
 from safetensors.torch import load_file
-from tiny_runs import TOLD, result, same, train, world
+from tiny_runs import TOLD, result, rows_asked_for, same, train, world
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import utils.lm
 from tests.specs import SPECS
 from utils.dist import stream
-from utils.lm import load_model
+from utils.lm import load_model, sample
 
 LANGUAGE = [algo for algo in NAMES if "lora_rank" in options(algo)]
 
@@ -124,6 +124,27 @@ def test_a_row_tells_of_what_was_sampled(algo, tmp_path, monkeypatch):
         assert row.get("reward_std", found) == pytest.approx(found)
         equal = statistics.mean(len({*group}) == 1 for group in known)
         assert row.get("frac_zero_std", equal) == pytest.approx(equal)
+
+
+@pytest.mark.parametrize("algo", [algo for algo in ONLINE if algo != "dapo"])  # which draws on until groups differ
+def test_every_step_has_the_next_prompts(algo, tmp_path, monkeypatch):
+    rows = rows_asked_for(importlib.import_module(f"algos.{algo}"), monkeypatch)
+    # gkd's teacher asks for rows, too; tba.py would take those of two steps at once
+    alone = {"teacher_beta": 0.0, "teacher_beta_end": 0.0, "reward_weight": 1.0, "sync_every": 1}
+    train(algo, SPECS[algo].flags | {"num_prompts": 4, "max_steps": 3} | alone, tmp_path)
+    times = 2 if algo == "vineppo" else 1  # whose states begin with the same prompts
+    assert rows == [i for step in range(3) for i in [*range(4 * step, 4 * step + 4)] * times]
+
+
+@pytest.mark.parametrize("algo", ONLINE)
+def test_sampling_is_split(algo, tmp_path, monkeypatch):
+    """Into batches of --sample-batch-size completions."""
+    sizes = []
+    spy = lambda *inputs: sizes.append(len(inputs[1]) * inputs[3]) or sample(*inputs)  # noqa: E731
+    monkeypatch.setattr(utils.lm, "sample", spy)
+    settings = {"max_steps": 1, "num_prompts": 8, "num_generations": 2, "sample_batch_size": 4, "eval_samples": 2}
+    train(algo, SPECS[algo].flags | settings, tmp_path)
+    assert max(sizes) <= 4 and len(sizes) > 1
 
 
 @pytest.mark.parametrize("algo", ONLINE)

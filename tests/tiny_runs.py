@@ -192,6 +192,18 @@ def same(one: Result, other: Result) -> bool:
     )
 
 
+def rows_asked_for(module, monkeypatch) -> list[int]:
+    """Where a run of `module` on sort will write the number of each row that it takes."""
+    task, rows = data.load_task("sort"), []
+    train = lambda index, seed: rows.append(index) or task.train(index, seed)  # noqa: E731
+    asked = task._replace(train=train)
+    if hasattr(module, "load_tasks"):
+        monkeypatch.setattr(module, "load_tasks", lambda *_: {"sort": asked})
+    else:
+        monkeypatch.setattr(module, "load_task", lambda *_, **__: asked)
+    return rows
+
+
 load_from_disk = functools.cache(transformers.AutoModelForCausalLM.from_pretrained)
 
 

@@ -15,7 +15,7 @@ SPEC = Spec(
     "HER for continuous actions, arXiv 1707.01495",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_her_sac exact_sac::test_update_of_a_child_is_that_of_sac "
+    tests="exact_her_sac exact_sac "
           "command_line_control resume_control",
     curves={
         "her_sac-reach": Curve(

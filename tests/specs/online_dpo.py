@@ -95,7 +95,7 @@ SPEC = Spec(
           "2 --save-every 2 --xpo-alpha 1e-3",
     tests="exact_online_dpo parity_trl_online_dpo invariance::test_reference_logps_are_the_scorers "
           "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
-          "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too wiring",
+          "wiring",
     curves={
         "online_dpo-sort": Curve(
             dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",

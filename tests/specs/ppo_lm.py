@@ -62,8 +62,7 @@ SPEC = Spec(
           "2 --save-every 2",
     aliases=("RLHF",),
     tests="exact_ppo_lm exact_grpo parity_verl wiring invariance::test_reference_logps_are_the_scorers "
-          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
-          "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too",
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them",
     curves={
         "ppo_lm-sort": Curve(
             dict(task="sort", max_steps=8, eval_every=0, eval_prompts=256), "reward",

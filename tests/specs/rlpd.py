@@ -57,7 +57,7 @@ SPEC = Spec(
     "RLPD, arXiv 2302.02948",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_rlpd exact_sac::test_update_of_a_child_is_that_of_sac parity_authors "
+    tests="exact_rlpd exact_sac parity_authors "
           "command_line_control resume_control",
     curves={
         "rlpd-hopper": Curve(

@@ -60,8 +60,7 @@ SPEC = Spec(
     PARENT.family,
     small=f"{PARENT.small} --num-votes 4",
     tests="exact_ttrl exact_grpo parity_verl wiring "
-          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them "
-          "runs::test_every_step_has_the_next_prompts runs::test_its_siblings_sample_in_parts_too",
+          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them",
     curves={
         "ttrl-sort": Curve(SORT | dict(model=RIGHT, eval_prompts=256), "reward/true", {"eval/pass@1": "share"}),
     },
