@@ -345,14 +345,16 @@ def test_the_weight_falls_linearly():
 def test_given_answers_are_laid_out_like_sampled_ones():
     """Prompts padded on the left, answers on the right, EOS behind them unless they are cut."""
     _, tokenizer = load_model(gkd.Args())
-    rows = [{"prompt": "S21:", "solution": "12"}, {"prompt": "S4321:", "solution": "1234"}]
+    rows = [{"prompt": "S21:", "solution": "12"}, {"prompt": "S4321:", "solution": "1234"},
+            {"prompt": "S21:", "solution": "123456"}]  # fmt: skip
     samples = gkd.given(rows, "solution", tokenizer, [1], 4, "cpu")
     ids = tokenizer.get_vocab()
-    assert samples.completion_ids.tolist() == [[ids["1"], ids["2"], 1, 0], [ids[x] for x in "1234"]]
-    assert samples.completion_mask.tolist() == [[True, True, True, False], [True] * 4]
-    assert samples.prompt_mask.tolist() == [[False] * 2 + [True] * 4, [True] * 6]
+    cut = [ids[x] for x in "1234"]
+    assert samples.completion_ids.tolist() == [[ids["1"], ids["2"], 1, 0], cut, cut]
+    assert samples.completion_mask.tolist() == [[True, True, True, False], [True] * 4, [True] * 4]
+    assert samples.prompt_mask.tolist() == [[False] * 2 + [True] * 4, [True] * 6, [False] * 2 + [True] * 4]
     assert samples.prompt_ids[0, 2:].tolist() == [ids[x] for x in "S21:"]
-    assert samples.ended.tolist() == [True, False] and samples.logps.isnan().all()
+    assert samples.ended.tolist() == [True, False, False] and samples.logps.isnan().all()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])

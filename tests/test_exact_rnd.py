@@ -253,10 +253,10 @@ def test_the_bonus_is_divided_by_the_deviation_of_its_discounted_sums():
         statistics.load_state_dict(state)
 
 
-def rollout(space=DISCRETE, normalize: bool = False, rounds: int = 1):
-    """Six steps of the two scripts of test_exact_ppo.py, whose episodes end in every way."""
+def rollout(space=DISCRETE, normalize: bool = False, rounds: int = 1, steps: int = 6):
+    """Steps of the two scripts of test_exact_ppo.py, whose episodes end in every way."""
     scripts = iter(SCRIPTS)
-    args = rnd.Args(num_envs=2, num_steps=6)
+    args = rnd.Args(num_envs=2, num_steps=steps)
     envs, obs = make_vector(lambda: Script(next(scripts), space), args, 0)
     statistics, agent = rnd.Statistics(2, 2, 0.9, normalize), linear_agent(2, space).float()
     statistics.observe(obs, count=True)
@@ -274,6 +274,7 @@ def test_rollout_by_hand(space):
         assert expected is None or np.array_equal(ours, expected)
     assert episodes == [(3.0, 2), (10.0, 4), (36.0, 3)] and np.array_equal(obs, [[2, 1], [1, 2]])
     assert np.array_equal(batch.last_obs, RETURNED[-1]) and batch.bonus.dtype == torch.float32
+    assert np.array_equal(rollout(space, steps=5)[1].last_obs, RETURNED[4])  # an episode ends in the last step
     wrong = (agent.predictor.weight - agent.target.weight).detach().numpy()
     novelty, sums, total = ((NEXT @ wrong.T) ** 2).mean(-1), [], np.zeros(2)
     for row in novelty:
