@@ -6,6 +6,7 @@ import math
 import statistics
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from every_script import NAMES, options, sharing
@@ -16,10 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import utils.lm
 from tests.specs import SPECS
+from utils.core import Run
 from utils.dist import stream
 from utils.lm import load_model, sample
 
 LANGUAGE = [algo for algo in NAMES if "lora_rank" in options(algo)]
+WITH_ENVIRONMENTS = [algo for algo in NAMES if hasattr(importlib.import_module(f"algos.{algo}"), "step_vector")]
 
 
 @pytest.mark.parametrize("algo", LANGUAGE)
@@ -222,3 +225,27 @@ def test_long_completions_are_cut_at_the_end(algo):
         for name in ("long", "other-end", "other-start")
     )
     assert same(long, other_end) and not same(long, other_start)
+
+
+@pytest.mark.parametrize("algo", [algo for algo in WITH_ENVIRONMENTS if algo != "ppo_atari"])  # whose games are long
+def test_a_row_tells_of_the_episodes_that_ended(algo, tmp_path, monkeypatch):
+    """Since the row before, in all environments."""
+    module, ended, rows = importlib.import_module(f"algos.{algo}"), [], []
+
+    def noted(*inputs, function=module.step_vector):
+        found = function(*inputs)
+        ended.extend(found[-1])
+        return found
+
+    def logged(run, step, function=Run.log, **columns):
+        told = {name: columns[name] for name in ("return", "length") if name in columns}
+        assert told == pytest.approx(dict(zip(("return", "length"), np.mean(ended, 0))) if ended else {})
+        rows.extend(ended)
+        ended.clear()
+        function(run, step, **columns)
+
+    monkeypatch.setattr(module, "step_vector", noted)
+    monkeypatch.setattr(Run, "log", logged)
+    settings = {"num_envs": 2, "online_steps": 160, "total_timesteps": 160}
+    train(algo, SPECS[algo].flags | settings, tmp_path)
+    assert len(rows) > 1 and not ended

@@ -56,7 +56,7 @@ SPEC = Spec(
     "C51, arXiv 1707.06887",
     PARENT.family,
     small=PARENT.small + " --num-atoms 11",
-    tests="exact_c51 exact_dqn parity_tianshou parity_cleanrl command_line_control resume_control",
+    tests="exact_c51 exact_dqn parity_tianshou parity_cleanrl command_line_control resume_control wiring",
     curves={
         "c51-cartpole": Curve(
             PARENT.curves["dqn-cartpole"].settings, "eval/return",

@@ -101,7 +101,7 @@ SPEC = Spec(
     "CrossQ, arXiv 1902.05605",
     PARENT.family,
     small=PARENT.small + " --critic-size 16",
-    tests="exact_crossq exact_sac parity_sb3_crossq command_line_control resume_control",
+    tests="exact_crossq exact_sac parity_sb3_crossq command_line_control resume_control wiring",
     curves={
         "crossq-pendulum": Curve(CROSSQ | dict(eval_every=1000), "eval/return",
                                  numbers={"mean eval/return": "plain", "last eval/return": "plain"}),

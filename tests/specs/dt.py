@@ -94,7 +94,7 @@ SPEC = Spec(
     "Offline",
     small="--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32 "
           "--embed-dim 8 --num-layers 2 --num-heads 2 --context-length 4 --batch-size 4",
-    tests="exact_dt parity_transformers properties::test_windows command_line_control resume_control",
+    tests="exact_dt parity_transformers properties::test_windows command_line_control resume_control wiring",
     known=True,
     curves={
         "dt-hopper-small": Curve(

@@ -35,7 +35,7 @@ SPEC = Spec(
     "gSDE, arXiv 2005.05719",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_gsde exact_sac command_line_control resume_control",
+    tests="exact_gsde exact_sac command_line_control resume_control wiring",
     effects={
         # chosen after three seeds of gsde alone, 1 to 3; control draws its matrices anew in each step
         "gsde-car": Effect(

@@ -50,7 +50,7 @@ SPEC = Spec(
     "HER, arXiv 1707.01495",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_her exact_dqn parity_sb3_her environments command_line_control resume_control",
+    tests="exact_her exact_dqn parity_sb3_her environments command_line_control resume_control wiring",
     curves={
         "her-bitflip": Curve(FLIP, "eval/success", numbers={"mean eval/success": "share"}),
     },

@@ -16,7 +16,7 @@ SPEC = Spec(
     PARENT.family,
     small=PARENT.small,
     tests="exact_her_sac exact_sac "
-          "command_line_control resume_control",
+          "command_line_control resume_control wiring",
     curves={
         "her_sac-reach": Curve(
             REACH | dict(env_id="PointReach-v0", eval_every=600), "eval/success",

@@ -67,7 +67,7 @@ SPEC = Spec(
     "Offline",
     small="--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32 "
           "--hidden-size 16 --batch-size 8",
-    tests="exact_iql parity_authors command_line_control resume_control",
+    tests="exact_iql parity_authors command_line_control resume_control wiring",
     known=True,
     curves={
         "iql-hopper": Curve(

@@ -140,7 +140,7 @@ SPEC = Spec(
     "Control",
     small="--device cpu --num-envs 2 --num-steps 16 --total-timesteps 160 --num-minibatches 2 --update-epochs 2 "
           "--eval-every 64 --eval-episodes 2 --save-every 32",
-    tests="exact_ppo parity_sb3 command_line_control envs resume_control",
+    tests="exact_ppo parity_sb3 command_line_control envs resume_control wiring",
     known=True,
     curves={
         "ppo-cartpole": Curve(

@@ -59,7 +59,7 @@ SPEC = Spec(
     "Maskable PPO, arXiv 2006.14171",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_ppo_mask exact_ppo parity_sb3_contrib resume_control "
+    tests="exact_ppo_mask exact_ppo parity_sb3_contrib resume_control wiring "
           "command_line_control::test_evaluate_gives_the_last_row",
     no_recipe="the paper's experiments are of MicroRTS, which needs Java; its hyper-parameters are PPO's of Atari",
     curves={

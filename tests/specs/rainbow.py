@@ -118,7 +118,7 @@ SPEC = Spec(
     "Rainbow, arXiv 1710.02298",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_rainbow parity_tianshou parity_cleanrl command_line_control resume_control",
+    tests="exact_rainbow parity_tianshou parity_cleanrl command_line_control resume_control wiring",
     curves={
         "rainbow-cartpole": Curve(FAST, "eval/return", numbers={"mean eval/return": "plain"}),
     },

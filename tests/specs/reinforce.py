@@ -63,7 +63,7 @@ SPEC = Spec(
     "Control",
     small="--device cpu --total-timesteps 240 --num-episodes 3 --hidden-size 16 --eval-every 64 --eval-episodes 2 "
           "--save-every 32",
-    tests="exact_reinforce parity_tianshou command_line_control resume_control",
+    tests="exact_reinforce parity_tianshou command_line_control resume_control wiring",
     curves={
         "reinforce-cartpole": Curve(
             dict(total_timesteps=40_000, eval_every=0), "return", numbers={"mean return": "plain"},

@@ -58,7 +58,7 @@ SPEC = Spec(
     PARENT.family,
     small=PARENT.small,
     tests="exact_rlpd exact_sac parity_authors "
-          "command_line_control resume_control",
+          "command_line_control resume_control wiring",
     curves={
         "rlpd-hopper": Curve(
             dict(total_timesteps=1500, learning_starts=500, learning_rate=0.001, tau=0.01, batch_size=128,

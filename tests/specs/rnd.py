@@ -95,7 +95,7 @@ SPEC = Spec(
     "RND, arXiv 1810.12894",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_rnd parity_cleanrl_rnd environments resume_control "
+    tests="exact_rnd parity_cleanrl_rnd environments resume_control wiring "
           "command_line_control::test_evaluate_gives_the_last_row",
     no_recipe="the paper's experiments are of Atari's frames, and rnd.py takes vectors",
     curves={

@@ -155,7 +155,7 @@ SPEC = Spec(
     "Control",
     small="--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
           "--log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32",
-    tests="exact_sac parity_sb3_sac command_line_control envs resume_control",
+    tests="exact_sac parity_sb3_sac command_line_control envs resume_control wiring",
     known=True,
     curves={
         "sac-pendulum": Curve(
