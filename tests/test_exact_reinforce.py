@@ -66,7 +66,7 @@ def batch_of(*several) -> reinforce.Batch:
     obs, actions = torch.zeros(len(several), longest, 2), torch.zeros(len(several), longest, dtype=torch.long)
     rewards, mask = torch.zeros(2, len(several), longest)
     for i, episode in enumerate(several):
-        obs[i, len(episode) :, 0] = 1  # an observation from which something could be learnt
+        obs[i, len(episode) :, 0] = 3  # an observation from which something could be learnt
         for t, (state, action, reward) in enumerate(episode):
             obs[i, t, state], actions[i, t], rewards[i, t], mask[i, t] = 1, action, reward, 1
     return reinforce.Batch(obs, actions, rewards, mask.bool())
