@@ -12,14 +12,16 @@ import torch
 from every_script import NAMES, options, sharing
 from helpers import ONLINE, assert_same_result, checkpoint, copied_at, weights
 from safetensors.torch import load_file
-from tiny_runs import TOLD, result, rows_asked_for, same, train, world
+from tiny_runs import TOLD, paired, result, rows_asked_for, same, train, world
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import AutoTokenizer
 
 import utils.lm
 from tests.specs import SPECS
 from utils.core import Run
 from utils.dist import stream
-from utils.lm import load_model, sample
+from utils.lm import TINY_MODEL, load_model, sample
+from utils.rewards import decode
 
 LANGUAGE = [algo for algo in NAMES if "lora_rank" in options(algo)]
 WITH_ENVIRONMENTS = [algo for algo in NAMES if hasattr(importlib.import_module(f"algos.{algo}"), "step_vector")]
@@ -148,6 +150,51 @@ def test_sampling_is_split(algo, tmp_path, monkeypatch):
     settings = {"max_steps": 1, "num_prompts": 8, "num_generations": 2, "sample_batch_size": 4, "eval_samples": 2}
     train(algo, SPECS[algo].flags | settings, tmp_path)
     assert max(sizes) <= 4 and len(sizes) > 1
+
+
+@pytest.mark.parametrize("algo", [algo for algo in ONLINE if algo not in ("ttrl", "grpo_multiturn")])
+def test_an_update_has_what_belongs_together(algo, tmp_path, monkeypatch):
+    """Prompts, completions, their rewards, and the reference's log-probabilities: at first it is the policy."""
+    module, tokenizer, batches = importlib.import_module(f"algos.{algo}"), AutoTokenizer.from_pretrained(TINY_MODEL), []
+
+    def noted(*inputs, function=module.update):
+        batches.append(next(part for part in inputs if isinstance(part, module.Batch)))
+        return function(*inputs)
+
+    monkeypatch.setattr(module, "update", noted)
+    settings = {"reward": ("tiny_runs:paired",), "num_prompts": 4, "max_steps": 3, "overlong_buffer": 0}
+    train(algo, SPECS[algo].flags | settings | {"reward_weight": 1.0}, tmp_path)
+    for batch in batches:
+        samples, each = batch.samples, len(batch.rewards) // len(batch.samples.prompt_ids)
+        prompts = [tokenizer.decode(ids[mask]) for ids, mask in zip(samples.prompt_ids, samples.prompt_mask)]
+        rewards = paired([prompt for prompt in prompts for _ in range(each)], decode(samples, tokenizer)[0])
+        assert batch.rewards.tolist() == rewards
+    if (reference := getattr(batches[0], "ref_logps", None)) is not None:
+        logps = batches[0].samples.logps
+        torch.testing.assert_close(reference, logps if reference.ndim == 2 else logps.sum(1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("algo", ["dpo", "simpo", "orpo", "kto", "sft"])
+def test_every_row_is_trained_once_an_epoch(algo, tmp_path, monkeypatch):
+    """With its own answers and label; in another order in the next epoch."""
+    module, tokenizer, seen = importlib.import_module(f"algos.{algo}"), AutoTokenizer.from_pretrained(TINY_MODEL), []
+
+    def noted(model, optimizer, batch, args, function=module.update):
+        samples = getattr(batch, "samples", batch)
+        texts, each = decode(samples, tokenizer)[0], len(samples.completion_ids) // len(samples.prompt_ids)
+        labels = getattr(batch, "labels", torch.tensor([True, False] if each == 2 else [True]).repeat(len(texts)))
+        for i, text in enumerate(texts):
+            prompt = tokenizer.decode(samples.prompt_ids[i // each][samples.prompt_mask[i // each]])
+            assert int(text) == int(prompt[1:-1]) + (not labels[i])
+            seen.append(f"{prompt}{text}")
+        return function(model, optimizer, batch, args)
+
+    monkeypatch.setattr(module, "update", noted)
+    task = {"task": ("@rows.jsonl",), "batch_size": 8} if algo == "sft" else {"task": "@margins.jsonl", "batch_size": 4}
+    train(algo, SPECS[algo].flags | task | {"max_steps": 20 if algo == "kto" else 10, "max_length": 64}, tmp_path)
+    rows = 19 if algo == "sft" else 38
+    first, second = seen[:rows], seen[rows : 2 * rows]
+    assert len(set(first)) == rows and {*first} == {*second} and first != second
 
 
 @pytest.mark.parametrize("algo", ONLINE)

@@ -132,6 +132,11 @@ def told(completions, trainer_state, **_) -> list[float | None]:
     return answer
 
 
+def paired(prompts, completions, **_) -> list[float]:
+    """Of each completion with its prompt."""
+    return [float(sum(map(ord, prompt + text)) % 2) for prompt, text in zip(prompts, completions)]
+
+
 class Counts(Counter):
     """passes: forward passes of modules; recomputed: those of them within a backward pass; compiled: calls of compiled
     functions; processes: those started. Nothing is really compiled."""
