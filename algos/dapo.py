@@ -27,8 +27,8 @@ Run
     The paper's settings: algos/README.md.
 
 Expect
-    The default run takes 1.5 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8
-    0.43 to greedy 0.55, pass@1 0.52, pass@8 0.66 (seed 1, 128 prompts). grpo.py ends at 0.50-0.58, 0.47-0.53, 0.65-0.67
+    The default run takes 1.7 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.09, pass@8
+    0.45 to greedy 0.55, pass@1 0.53, pass@8 0.66 (seed 1, 128 prompts). grpo.py ends at 0.50-0.58, 0.47-0.53, 0.65-0.67
     (8 seeds, 256 prompts), with 51,200 completions where this samples 126,000: at equal ones nothing is gained.
     --max-completion-length 14 --overlong-buffer 2 shows the penalty: 0.25 of the answers are cut off in step 1, 0.17 in
     steps 6 to 10; with --overlong-buffer 0 0.25, then 0.34 (seed 1).

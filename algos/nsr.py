@@ -30,8 +30,8 @@ Run
     The authors' settings: algos/README.md.
 
 Expect
-    The default run takes a minute and a half on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08,
-    pass@8 0.43 to greedy 0.56, pass@1 0.49, pass@8 0.70 (seed 1, 128 prompts).
+    The default run takes 1.2 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.09, pass@8
+    0.45 to greedy 0.52, pass@1 0.47, pass@8 0.67 (seed 1, 128 prompts).
     The paper finds that NSR keeps more different right answers. At this scale that does not show: after 40 steps of
     countdown with 16 prompts NSR has 2.01 different right texts among 32 samples, PSR 1.95, grpo.py without a deviation
     1.96. NSR is ahead of each in 7 of 10 seeds, where 9 were asked (benchmarks/effects.py, nsr-distinct).

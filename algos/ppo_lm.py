@@ -29,8 +29,8 @@ Run
     Stiennon et al.'s settings, and RLVR of Tulu 3: algos/README.md.
 
 Expect
-    The default run takes 3 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8 0.43
-    to greedy 0.57, pass@1 0.54, pass@8 0.74. grpo.py gets to 0.58, 0.53, 0.69.
+    The default run takes 3.4 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.09, pass@8
+    0.45 to greedy 0.56, pass@1 0.52, pass@8 0.66. grpo.py gets to 0.56, 0.51, 0.69.
     --task sort --max-steps 16: greedy 0.23 to 0.98, pass@1 0.40 to 0.96, in about a minute on a CPU.
 
 Metrics

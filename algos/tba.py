@@ -27,8 +27,8 @@ Run
     The authors' run on GSM8K: algos/README.md.
 
 Expect
-    The default run takes a minute and three quarters on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1
-    0.08, pass@8 0.43 to 0.52, 0.48, 0.69; rloo.py, on fresh samples, ends at 0.59, 0.51, 0.71. Sort on samples of the
+    The default run takes 1.3 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.09, pass@8 0.45
+    to 0.53, 0.49, 0.66; rloo.py, on fresh samples, ends at 0.58, 0.51, 0.71. Sort on samples of the
     first policy alone, as above: pass@1 from 0.40 to 0.89, without the divergence (--beta 1e-6) 0.10, grpo.py's clip
     0.80, rloo.py on fresh samples 0.96 (10 seeds; benchmarks/effects.py, tba-stale). With beta 0.05 it falls to 0.05.
 

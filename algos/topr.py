@@ -29,8 +29,8 @@ Run
                        the authors' settings, but for the size of a minibatch: one epoch on 7,424 training questions
 
 Expect
-    The default run takes about a minute on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.08, pass@8
-    0.43 to greedy 0.52, pass@1 0.50, pass@8 0.62. Sort, 64 updates on one batch of 2,048 samples, pass@1 from 0.40:
+    The default run takes 1.1 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.09, pass@8
+    0.45 to greedy 0.54, pass@1 0.50, pass@8 0.62. Sort, 64 updates on one batch of 2,048 samples, pass@1 from 0.40:
     TOPR gets to 0.92, right answers alone to 0.90, PPO's clip to 0.64 on average, REINFORCE with the same rewards and
     no ratio to 0.01 (10 seeds; benchmarks/effects.py, topr-stale: TOPR is ahead of the clip by 0.2 in 5, 9 were asked).
 
