@@ -51,7 +51,7 @@ def test_flipped_labels_teach_nothing(name, tmp_path, monkeypatch):
     assert metrics(folder)[0]["eval/greedy"] < 0.4 and metrics(folder)[-1]["eval/greedy"] < 0.3
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@every_child
 def test_a_file_with_a_long_row(name, tmp_path, capsys):
     """Cut completions are a column. Nothing scores answers, so their accuracy is not logged. kto.py prints the balance
     of its labels. A prompt that leaves no room is refused before there is a folder."""

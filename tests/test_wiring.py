@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 import utils.lm
 from tests.specs import SPECS
 from utils.core import Run
-from utils.dist import stream
+from utils.dist import Samples, stream
 from utils.lm import TINY_MODEL, load_model, sample
 from utils.rewards import decode
 
@@ -195,6 +195,33 @@ def test_every_row_is_trained_once_an_epoch(algo, tmp_path, monkeypatch):
     rows = 19 if algo == "sft" else 38
     first, second = seen[:rows], seen[rows : 2 * rows]
     assert len(set(first)) == rows and {*first} == {*second} and first != second
+
+
+@pytest.mark.parametrize("algo", [algo for algo in LANGUAGE if algo not in ("dapo", "tba", "reward_model")])
+def test_a_process_has_its_share_of_a_step(algo, tmp_path, monkeypatch):
+    """The second one of two: every second row, and of kto.py the completion of the row before in the whole step."""
+    module, tokenizer, steps = importlib.import_module(f"algos.{algo}"), AutoTokenizer.from_pretrained(TINY_MODEL), []
+    parts = 2 if algo == "kto" else 1
+
+    def noted(*inputs, function=module.update):
+        batch = next(part for part in inputs if isinstance(part, tuple))
+        found = [batch] if isinstance(batch, Samples) else [part for part in batch if isinstance(part, Samples)]
+        steps.append([])
+        for samples in found:
+            texts = [tokenizer.decode(ids[mask]) for ids, mask in zip(samples.prompt_ids, samples.prompt_mask)]
+            if "num_prompts" not in options(algo):  # else the model answers
+                answers, each = decode(samples, tokenizer)[0], len(samples.completion_ids) // len(texts)
+                texts = [f"{text}{answers[each * i : each * (i + 1)]}" for i, text in enumerate(texts)]
+            steps[-1].append(texts)
+        return function(*inputs)
+
+    monkeypatch.setattr(module, "update", noted)
+    settings = SPECS[algo].flags | {"max_steps": 1, "num_prompts": 8, "batch_size": 8, "student_share": 1.0}
+    for own in lambda items: items, lambda items: items[1::2]:
+        monkeypatch.setattr(module, "share", own)
+        train(algo, settings, tmp_path)
+    whole, second = steps[0], steps[-1]
+    assert len(whole) == parts and [texts[1::2] for texts in whole] == second
 
 
 @pytest.mark.parametrize("algo", ONLINE)
