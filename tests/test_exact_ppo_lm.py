@@ -220,11 +220,13 @@ def test_epochs_and_minibatches_equal_steps_in_numpy():
     close(metrics["clip_fraction"], np.mean(cuts))
 
 
-def test_explained_variance_by_hand():
-    """Of the returns by the values, over the tokens of all completions that have a reward; returns that vary little."""
+@pytest.mark.parametrize("whiten", [True, False])
+def test_explained_variance_by_hand(whiten):
+    """Of the returns by the values, over the tokens of all completions that have a reward; returns that vary little.
+    Whitened advantages change nothing in it."""
     groups = [COMPLETIONS] * P
     rewards = [[0.01 * reward for reward in row] for row in rewards_of(groups, REWARDS)]
-    *_, metrics = run_update(make(groups, rewards), beta=0.01)
+    *_, metrics = run_update(make(groups, rewards), beta=0.01, whiten_advantages=whiten)
     values, returns = [], []
     for p in range(P):
         for c, reward in zip(COMPLETIONS, rewards[p]):

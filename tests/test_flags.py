@@ -70,11 +70,27 @@ def functions(algo: str) -> dict[str, ast.FunctionDef]:
     return found
 
 
+def asked(node: ast.AST) -> list:
+    """The expressions whose truth a piece of code asks for: there 0 is taken for None."""
+    if isinstance(node, ast.BoolOp):
+        return node.values
+    if isinstance(node, ast.If | ast.IfExp | ast.While):
+        return [node.test]
+    return node.ifs if isinstance(node, ast.comprehension) else [node.operand] if isinstance(node, ast.UnaryOp) else []
+
+
+@cache
+def asked_for(algo: str) -> set[str]:
+    tree = ast.walk(ast.parse(sources()[f"algos/{algo}.py"]))
+    return {part.attr for node in tree for part in asked(node) if isinstance(part, ast.Attribute)}
+
+
 def cases(algo: str):
-    """(script, flag), slow where every function that reads the flag is as in the parent."""
+    """(script, flag), slow where every function that reads the flag is as in the parent. Of a spec with `only` those
+    flags, and the ones whose truth the script asks for."""
     args, parent = importlib.import_module(f"algos.{algo}").Args, parent_of(algo)
     flags = [f.name for f in dataclasses.fields(args) if f.name not in EXEMPT]
-    flags = [name for name in flags if name in (SPECS[algo].only or (name,))]
+    flags = [name for name in flags if name in (SPECS[algo].only or (name,)) or name in asked_for(algo)]
     known = {f.name for f in dataclasses.fields(importlib.import_module(f"algos.{parent}").Args)} if parent else ()
     ours, theirs = functions(algo), functions(parent) if parent else {}
     changed = [(ours | theirs)[code] for code in ours.keys() ^ theirs.keys()]
@@ -99,21 +115,6 @@ def test_every_flag_matters(algo, flag):
                 assert_only_rounded(before, after)
             else:
                 assert not same(before, after), f"--{flag} {value} of {algo} changes neither metrics nor weights"
-
-
-def asked(node: ast.AST) -> list:
-    """The expressions whose truth a piece of code asks for: there 0 is taken for None."""
-    if isinstance(node, ast.BoolOp):
-        return node.values
-    if isinstance(node, ast.If | ast.IfExp | ast.While):
-        return [node.test]
-    return node.ifs if isinstance(node, ast.comprehension) else [node.operand] if isinstance(node, ast.UnaryOp) else []
-
-
-@cache
-def asked_for(algo: str) -> set[str]:
-    tree = ast.walk(ast.parse(sources()[f"algos/{algo}.py"]))
-    return {part.attr for node in tree for part in asked(node) if isinstance(part, ast.Attribute)}
 
 
 def numbers(algo: str, flag: str) -> bool:
