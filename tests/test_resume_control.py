@@ -13,7 +13,7 @@ import pytest
 import torch
 from control import CONTROL, OFFLINE, WALK, checkpoint, stored_rows, walk
 from every_script import options, script
-from helpers import SMALL, assert_same_result, command_line, metrics, new_run, runs_in, start, wait_for
+from helpers import SMALL, assert_same_result, command_line, copied_at, metrics, new_run, runs_in, start, wait_for
 from small_data import pendulum
 
 from algos import her, ppo, ppo_lstm, rainbow
@@ -66,6 +66,16 @@ def test_a_resumed_run_equals_the_uninterrupted_one(case, tmp_path):
     assert_same_result(tmp_path / "stopped", whole)
     one, other = (checkpoint(folder) for folder in (tmp_path / "stopped", whole))
     assert one.keys() == other.keys() and one["step"] == other["step"]
+
+
+def test_iql_resumes_before_its_first_episode(tmp_path):
+    """Then it plays the episodes of the uninterrupted run, which begin differently for each seed."""
+    args = [*SMALL["iql"], "--dataset", pendulum(tmp_path / "data.hdf5", WALK[1]), *WALK]
+    args += "--max-steps 64 --online-steps 96 --save-every 32".split()
+    with copied_at(32, tmp_path / "stopped"):
+        whole = new_run(CONTROL["iql"], tmp_path / "runs", *args)
+    command_line(CONTROL["iql"], "--resume", tmp_path / "stopped")
+    assert_same_result(tmp_path / "stopped", whole)
 
 
 @pytest.mark.parametrize("algo", [algo for algo in CONTROL if {"log_every", "num_envs"} <= options(algo)])
