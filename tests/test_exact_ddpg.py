@@ -23,14 +23,12 @@ from control import (
     named,
     randomise,
     stored_rows,
-    walk,
-    without,
 )
-from helpers import SMALL, metrics, new_run, weights
+from helpers import metrics, new_run, weights
 from scipy import stats
 from torch import nn
 
-from algos import c51, ddpg, dqn, her, td3
+from algos import ddpg, td3
 
 D, A, H, B = 3, 2, 8, 16  # observations, actions, hidden units, rows of a minibatch
 GAMMA, TAU, RATE = 0.9, 0.1, 1e-2
@@ -271,15 +269,3 @@ def test_act_adds_normal_noise_and_clips(algo):
     half = module.act(actor, obs[:2], torch.tensor([[0.0], [1.0]]), generator)
     close(half[0], mu, 1e-6)
     assert abs(half[1] - half[0]).max() > 1e-3
-
-
-@pytest.mark.parametrize("algo", [ddpg, td3, dqn, c51, her], ids=lambda algo: algo.NAME)
-def test_an_evaluation_leaves_the_episodes_to_the_row_that_is_due(algo, tmp_path):
-    """Rows of --log-every are those of a run that evaluates at its end alone, episodes that ended before an evaluation
-    in between among them."""
-    small = [*SMALL[algo.NAME], *walk(algo.NAME), "--total-timesteps", 160, "--log-every", 80]
-    often, never = (new_run(algo, tmp_path, *small, "--eval-every", every) for every in (50, 0))
-    rows = [row for row in metrics(often) if row["step"] % 80 == 0]
-    assert len(rows) == 2 < len(metrics(often)) and "return" in rows[0]
-    for row, expected in zip(without(rows), without(metrics(never)), strict=True):
-        assert row == expected

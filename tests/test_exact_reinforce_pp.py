@@ -8,10 +8,8 @@ import pytest
 import torch
 from groups import GROUPS, OTHER, REWARDS, TABLE, P, close, make_batch, rewards_of
 from tabular import COMPLETIONS, EOS, OUTSIDE, PREFIXES, TabularLM, gradients, log_probs, probability, random_table
-from tiny_runs import result
 
 from algos import grpo, reinforce_pp
-from tests.specs import SPECS
 from utils.core import UserError
 from utils.dist import Samples
 
@@ -207,26 +205,3 @@ def test_one_completion_learns_where_grpo_refuses():
         reinforce_pp.train(reinforce_pp.Args(**alone, baseline="group"))
     for group in ([(1,)], [(0, 2)]), ([(2, 1)], [(2, 1)]):
         assert abs(run_update(make_batch(group, [[1.0], [0.0]]))[0]).max() > 1e-3
-
-
-def test_the_columns_of_a_run():
-    """The deviation is the batch's, of known rewards; there is no share of flat groups."""
-    torch.set_default_dtype(torch.float32)
-    settings = SPECS["reinforce_pp"].flags | dict(num_generations=1, num_prompts=8)
-    for row in result("reinforce_pp", settings).rows[1:]:
-        assert row["reward_std"] > 0.01 and "frac_zero_std" not in row and row["kl"] >= 0
-
-
-def test_a_skipped_reward_leaves_the_columns(monkeypatch):
-    """Of four rewards one is unknown."""
-    torch.set_default_dtype(torch.float32)
-    collect = reinforce_pp.collect
-    rewards = torch.tensor([1.0, math.nan, 0.0, 2.0] * 2, dtype=torch.float32)
-
-    def changed(*inputs):
-        samples, _, columns = collect(*inputs)
-        return samples, rewards, columns
-
-    monkeypatch.setattr(reinforce_pp, "collect", changed)
-    row = result("reinforce_pp", SPECS["reinforce_pp"].flags | dict(max_steps=1, seed=77)).rows[1]
-    assert row["reward"] == pytest.approx(1.0) and row["reward_std"] == pytest.approx(math.sqrt(2 / 3))

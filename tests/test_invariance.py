@@ -19,7 +19,6 @@ from algos import grpo, reward_model
 from utils.data import encode_prompt, load_task
 from utils.dist import Samples, join, pad_left, split_rows
 from utils.lm import completion_logps, load_model, sample, with_flags
-from utils.rewards import make_scorer
 
 G, T = 4, 6
 PROMPTS = [[5, 6, 7], [4, 8, 9, 10, 11, 12], [3], [13, 5]]
@@ -310,26 +309,6 @@ def test_sampler_and_scorer_agree(case, temperature):
     mask = samples.completion_mask
     torch.testing.assert_close(samples.logps[mask], logps[mask], rtol=0, atol=10 * tolerance)
     assert samples.logps[mask].min() < -1.0 and not samples.logps[~mask].any()
-
-
-@pytest.mark.parametrize("script", ONLINE)
-def test_completions_are_sampled_at_the_temperature_that_scores_them(script):
-    """And judged beside their own prompts."""
-    module = importlib.import_module(f"algos.{script}")
-    model, tokenizer = load_model(module.Args())
-    group = {"num_generations": 2} if hasattr(module.Args, "num_generations") else {}
-    args = module.Args(task="sort", num_prompts=3, sample_batch_size=6, temperature=2.0, max_completion_length=8,
-                       precision="float32", **group)  # fmt: skip
-    task, more = load_task("sort"), (None,) if script == "online_dpo" else ()
-    first, judge, seen = (0,) if script == "dapo" else (), make_scorer(task, args, tokenizer, "cpu"), []
-    score = lambda *columns: seen.append(columns) or judge(*columns)  # noqa: E731
-    samples, *_ = module.collect(model, *more, tokenizer, task, score, 1, args, *first)
-    ((rows, texts, *_),) = seen
-    prompts = [tokenizer.decode(ids[mask]) for ids, mask in zip(*samples[:2]) for _ in range(2 if group else 1)]
-    assert [row["prompt"] for row in rows] == prompts
-    assert texts == [tokenizer.decode(ids[mask], skip_special_tokens=True) for ids, mask in zip(*samples[2:4])]
-    logps, _ = completion_logps(model, *samples[:4], 2.0)
-    assert (logps - samples.logps).abs().max() < 1e-4
 
 
 def test_the_model_s_own_eos_ends_a_completion_too():

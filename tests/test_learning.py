@@ -85,20 +85,10 @@ def with_rewards(monkeypatch, change, module=grpo) -> None:
     monkeypatch.setattr(module, "collect", changed)
 
 
-@curves(
-    "grpo-sort",
-    "gspo-sort",
-    "cispo-sort",
-    "rloo-sort",
-    "ppo_lm-sort",
-    "online_dpo-sort",
-    "reinforce_pp-sort",
-    "nft-sort",
-    "raft-sort",
-    "topr-sort",
-    "ttrl-sort",
-    "tba-sort",
-)
+RL = "grpo gspo cispo rloo ppo_lm online_dpo reinforce_pp nft raft topr ttrl tba"
+
+
+@curves(*(f"{script}-sort" for script in RL.split()))
 def test_shuffled_rewards_teach_nothing(name, monkeypatch):
     with_rewards(monkeypatch, lambda samples, rewards: rewards[torch.randperm(len(rewards))], module_of(name))
     misses_all_bands(name)

@@ -26,14 +26,7 @@ SECTION = PAGE.partition("## Load a trained agent elsewhere\n")[2].partition("\n
 HEAD, TAIL, *BLOCKS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 PPO, SAC, CROSSQ, DQN, C51, RAINBOW, OFFLINE, DT, MASK, LSTM = BLOCKS
 SHORT = "max_episode_steps=40"
-WIDE = [
-    "--env-id",
-    "Pendulum-v1",
-    "--env-kwargs",
-    SHORT,
-    "--learning-rate",
-    "0.1",
-]  # half of the actions out of bounds
+WIDE = f"--env-id Pendulum-v1 --env-kwargs {SHORT} --learning-rate 0.1".split()  # half of the actions out of bounds
 OWN_LOOP = (DT, MASK)  # need no last line
 CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "ppo discrete": (PPO, ppo, ["--learning-rate", "0.04"]),

@@ -42,8 +42,7 @@ SPEC = Spec(
     "CISPO, arXiv 2506.13585; GPPO, arXiv 2508.07629",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_cispo parity_trl_variants exact_grpo wiring invariance::test_reference_logps_are_the_scorers "
-          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them",
+    tests="exact_cispo parity_trl_variants exact_grpo wiring",
     curves={
         "cispo-sort": Curve(
             dict(task="sort", max_steps=6, learning_rate=1e-4, eval_every=0, eval_prompts=256), "reward",

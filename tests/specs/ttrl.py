@@ -59,8 +59,7 @@ SPEC = Spec(
     "TTRL, arXiv 2504.16084",
     PARENT.family,
     small=f"{PARENT.small} --num-votes 4",
-    tests="exact_ttrl exact_grpo parity_verl wiring "
-          "invariance::test_completions_are_sampled_at_the_temperature_that_scores_them",
+    tests="exact_ttrl exact_grpo parity_verl wiring",
     curves={
         "ttrl-sort": Curve(SORT | dict(model=RIGHT, eval_prompts=256), "reward/true", {"eval/pass@1": "share"}),
     },
