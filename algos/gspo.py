@@ -221,7 +221,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
                     loss = loss + args.beta * kl
                     means.add(valid, kl=kl)
                 (loss * weights[rows, :width]).sum().backward()
-                means.add(torch.ones_like(clipped), clip_fraction=clipped)
+                means.add(valid.any(1, keepdim=True), clip_fraction=clipped)
                 means.add(valid, approx_kl=k3(old, logps.detach()), entropy=entropy)
             norms.append(clip_gradients(model, args.max_grad_norm))
             optimizer.step()

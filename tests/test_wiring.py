@@ -265,7 +265,7 @@ def test_without_its_adapters_the_policy_is_the_reference(algo, tmp_path, monkey
 @pytest.mark.parametrize("algo", [algo for algo in NAMES if "mask_truncated_completions" in options(algo)
                                   if algo != "grpo_multiturn"])  # fmt: skip
 def test_cut_completions_teach_nothing(algo, tmp_path, monkeypatch):
-    """With --mask-truncated-completions: where all are cut, no weight moves."""
+    """With --mask-truncated-completions: where all are cut, no weight moves, and no column tells of their tokens."""
     module = importlib.import_module(f"algos.{algo}")
 
     def cut(*inputs, function=module.sample_all):
@@ -273,7 +273,9 @@ def test_cut_completions_teach_nothing(algo, tmp_path, monkeypatch):
         return samples._replace(ended=torch.zeros_like(samples.ended))
 
     monkeypatch.setattr(module, "sample_all", cut)
-    train(algo, SPECS[algo].flags | {"mask_truncated_completions": True, "weight_decay": 0.0}, tmp_path)
+    settings = {"mask_truncated_completions": True, "weight_decay": 0.0}
+    _, *rows = train(algo, SPECS[algo].flags | settings, tmp_path)[0]
+    assert not {"entropy", "approx_kl", "clip_fraction", "kl", "sampler_gap"} & {name for row in rows for name in row}
     for name, tensor in weights(next(tmp_path.iterdir())).items():
         assert torch.equal(tensor, load_file(world() / "model/model.safetensors")[name])
 
