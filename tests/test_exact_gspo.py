@@ -21,8 +21,8 @@ def run_update(batch, module=gspo, rate=1.0, **settings) -> tuple[np.ndarray, di
 
 
 def own_step(groups, rewards, table, low, high, beta=0.0, kept=lambda c: True) -> tuple[np.ndarray, list[bool]]:
-    """Movement of one plain step in numpy from the formulas, with ratios to TABLE; and which of the completions that are
-    kept were cut."""
+    """Movement of one plain step in numpy from the formulas, with ratios to TABLE; and which of the kept completions
+    were cut."""
     rows = [(p, i, c) for p, group in enumerate(groups) for i, c in enumerate(group)]
     result, cuts = np.zeros_like(table), []
     for p, i, c in rows:

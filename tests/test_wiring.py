@@ -326,3 +326,17 @@ def test_a_row_tells_of_the_episodes_that_ended(algo, tmp_path, monkeypatch):
     settings = {"num_envs": 2, "online_steps": 160, "total_timesteps": 160, "eval_every": 20}
     train(algo, SPECS[algo].flags | settings, tmp_path)
     assert len(rows) > 1 and not ended
+
+
+@pytest.mark.parametrize("algo", ["dqn", "c51", "rainbow", "her"])
+def test_updates_are_numbered_from_one(algo, tmp_path, monkeypatch):
+    """By their number the target network is renewed; rounds of three before learning starts are counted, too."""
+    module, numbers = importlib.import_module(f"algos.{algo}"), []
+
+    def noted(agent, optimizer, batch, number, *rest, function=module.update):
+        numbers.append(number)
+        return function(agent, optimizer, batch, number, *rest)
+
+    monkeypatch.setattr(module, "update", noted)
+    train(algo, SPECS[algo].flags | {"gradient_steps": 3, "train_frequency": 6, "num_envs": 2}, tmp_path)
+    assert numbers[0] % 3 == 1 and numbers == [*range(numbers[0], numbers[-1] + 1)] and len(numbers) >= 6
