@@ -188,14 +188,15 @@ def test_update_equals_adamw_by_hand():
 
 def test_bfloat16_is_of_the_forward_pass_only():
     """Near float32, not equal to it; weights, gradients and the loss stay float32."""
-    results = []
+    results, casts = [], []
     for precision in ("float32", "bfloat16"):
         model = make_model()
+        model.register_forward_hook(lambda *_: casts.append(torch.is_autocast_enabled("cpu")))
         optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True)
         numbers = dt.update(model, optimizer, make_windows(), dt.Args(precision=precision))
         assert {x.dtype for p in model.parameters() for x in (p, p.grad)} == {numbers["loss"].dtype} == {torch.float32}
         results.append(numbers["loss"].item())
-    assert results[0] != results[1] and results[0] == pytest.approx(results[1], rel=0.02)
+    assert results[0] != results[1] and results[0] == pytest.approx(results[1], rel=0.02) and casts == [False, True]
 
 
 # --- evaluation
