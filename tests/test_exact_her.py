@@ -52,6 +52,10 @@ def test_relabelling_by_hand():
     close(found.rewards, [[-1.0], [0.0], [0.0]])
     close(found.terminated, [[0.0], [1.0], [1.0]])
     assert all(torch.equal(part, old) for part, old in zip(episode, before)), "the episode itself was changed"
+    beyond = lambda achieved, goal: (achieved > goal).any(-1) * 1.0  # noqa: E731  # what is achieved stands first
+    found = her.relabel(episode, torch.tensor([2, 2, 2]), goals._replace(reward=beyond, terminated=beyond))
+    close(found.rewards, [[1.0], [1.0], [0.0]])
+    close(found.terminated, [[1.0], [1.0], [0.0]])
 
 
 def test_where_goals_are():

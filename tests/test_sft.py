@@ -107,8 +107,8 @@ def test_tasks_take_turns_row_by_row(tmp_path, own_cache, monkeypatch):
     folder = new_run(sft, tmp_path / "runs", "--task", "sort", "sort", path, *flags)
     tokenizer = load_model(grpo.Args())[1]
     sort, other = map(tokenizer.convert_tokens_to_ids, "SC")
-    first = tokenizer.decode(seen[0][0], skip_special_tokens=True)
-    assert first == load_task("sort").train(0, 1)["prompt"]
+    prompts = [tokenizer.decode(row, skip_special_tokens=True) for ids in seen for row in ids if sort in row]
+    assert prompts == [load_task("sort").train(i, 1)["prompt"] for i in range(8)]
     for ids in seen:
         assert [sort if sort in row else other for row in ids.tolist()] == [sort, sort, other] * 2
         assert len(ids.unique(dim=0)) == 6  # and each time with another row
