@@ -287,6 +287,13 @@ def test_evaluation_asks_for_each_target(evaluated):
     assert np.abs(evaluated.returns[0] - evaluated.returns[1]).min() > 1e-3  # the target matters
 
 
+def test_each_target_gets_the_same_start_states(monkeypatch):
+    seeds, reset = [], Toy.reset
+    monkeypatch.setattr(Toy, "reset", lambda self, seed=None, **_: seeds.append(seed) or reset(self, seed=seed))
+    evaluate(TARGETS)
+    assert seeds[:3] == seeds[3:] and len(set(seeds)) == 3
+
+
 def test_evaluation_shows_the_newest_steps(evaluated):
     """Normalised observations, own actions of the past and 0 for the one to come, the target less the rewards so far,
     time steps, at most as many as the context, padded on the left; only episodes that go on."""

@@ -78,22 +78,3 @@ def test_no_command_carries_more_than_it_may():
     assert sum(pieces) == 2 * room and pieces[0] == room - 50 and max(pieces) == room - 20
     with pytest.raises(ValueError, match="at most 64"):
         gpu.rooms(tree=room, first=1, model=1)
-
-
-def test_the_page_says_what_was_seen(tmp_path, monkeypatch):
-    from benchmarks import page
-
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
-    assert "neither CUDA" in page.gpu()
-    (tmp_path / "gpu").mkdir()
-    items = {"machine": {}, "grpo": {"ok": False}, "sac": {"error": "x"}, "ppo": {"not run": "x"}, "end": {}}
-    found = {"smoke": False, "machine": {"gpu": "H100", "commit": "abc"}, "items": items, "ratios": {"sac": 1.5}}
-    (tmp_path / "gpu/check.json").write_text(json.dumps(found))
-    assert "one H100: 1 of 4 items, `sac` 1.50, failed: `grpo`, `sac`;" in page.gpu()
-    assert "real language model" in page.gpu()
-    (tmp_path / "gpu/learn.json").write_text(json.dumps(found | {"items": {"greedy, ours": {}}}))
-    assert "real language model" not in page.gpu()
-    assert "1 of 1 items, `sac` 1.50, stopped before the others;" in page.gpu()
-    (tmp_path / "gpu/learn.json").unlink()
-    (tmp_path / "gpu/check.json").write_text(json.dumps(found | {"smoke": True}))
-    assert "neither CUDA" in page.gpu()

@@ -227,8 +227,9 @@ def test_a_process_has_its_share_of_a_step(algo, tmp_path, monkeypatch):
 @pytest.mark.parametrize("algo", ONLINE)
 def test_each_batch_is_sampled_with_numbers_of_its_own(algo, tmp_path, monkeypatch):
     """But for evaluations, which all draw alike."""
-    keys = []
-    monkeypatch.setattr(utils.lm, "stream", lambda device, *key: keys.append(key) or stream(device, *key))
+    keys, noted = [], lambda device, *key: keys.append(key) or stream(device, *key)
+    for owner in utils.lm, importlib.import_module(f"algos.{algo}"):
+        monkeypatch.setattr(owner, "stream", noted, raising=False)
     train(algo, SPECS[algo].flags | {"max_steps": 3}, tmp_path)
     training = [key for key in keys if "evaluation" not in key]
     assert len(training) >= 2 and len(set(training)) == len(training) and len(set(keys)) < len(keys)
@@ -340,3 +341,19 @@ def test_updates_are_numbered_from_one(algo, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "update", noted)
     train(algo, SPECS[algo].flags | {"gradient_steps": 3, "train_frequency": 6, "num_envs": 2}, tmp_path)
     assert numbers[0] % 3 == 1 and numbers == [*range(numbers[0], numbers[-1] + 1)] and len(numbers) >= 6
+
+
+@pytest.mark.parametrize("algo", [algo for algo in WITH_ENVIRONMENTS if algo != "ppo_atari"])
+def test_a_resumed_run_begins_other_episodes(algo, tmp_path, monkeypatch):
+    """Their seeds follow from the environment's steps so far."""
+    module, steps = importlib.import_module(f"algos.{algo}"), []
+
+    def noted(make, args, step, *rest, function=module.make_vector):
+        steps.append(step)
+        return function(make, args, step, *rest)
+
+    monkeypatch.setattr(module, "make_vector", noted)
+    settings = SPECS[algo].flags | {"online_steps": 48}
+    _, args, _ = train(algo, settings, tmp_path)
+    train(algo, settings | {"resume": str(next(tmp_path.iterdir()))}, tmp_path)
+    assert steps[0] == 0 < steps[1] == args.get("total_timesteps", 48)
