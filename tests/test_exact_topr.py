@@ -44,7 +44,7 @@ def own_step(p, baseline, table, old, aggregation) -> tuple[np.ndarray, list[flo
 
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
-@pytest.mark.parametrize("baseline", [0.0, 0.6, -1.0])
+@pytest.mark.parametrize("baseline", [0.0, 0.6, 1.0, -1.0])  # at 1 right answers have the advantage 0
 def test_steps_of_minibatches_and_epochs(baseline, aggregation):
     """Two epochs of a step for each prompt, on what another policy sampled."""
     rate, old, now, wrong = 2.0, TABLE + 0.5 * random_table(6), TABLE, []
