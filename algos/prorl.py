@@ -22,7 +22,8 @@ Run
 Expect
     Sort as above ends at pass@1 0.92, without resets at 0.69, and without a penalty (--beta 0) at 0.97. The resets gain
     more than 0.1 in all of 10 seeds, and come within 0.1 of no penalty in 8, where 9 were asked (benchmarks/effects.py,
-    prorl-reset).
+    prorl-reset). The default run takes 1.3 minutes on 2 CPU cores: countdown from greedy 0.01, pass@1 0.09 to 0.52,
+    0.45 (seed 1, 128 prompts).
 
 Metrics
     kl             mean k3; grows, and falls to 0 at each reset. As it levels off, the penalty balances the reward
