@@ -31,8 +31,8 @@ Run
 
 Expect
     The default run takes 1.1 minutes on 2 CPU cores. Held-out countdown goes from greedy 0.01, pass@1 0.09 to greedy
-    0.52, pass@1 0.50, pass@8 0.60, the lowest of grpo.py's family: it sharpens. With 8 prompts and one update a step
-    its entropy is the lowest in all ten seeds (benchmarks/effects.py, raft-small). The collapse that
+    0.52, pass@1 0.50, pass@8 0.60, the lowest of grpo.py's family on countdown: it sharpens. With 8 prompts and one
+    update a step its entropy is the lowest in all ten seeds (benchmarks/effects.py, raft-small). The collapse that
     Xiong et al. report for right answers alone does not show.
 
 Metrics

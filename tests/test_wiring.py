@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import math
-import statistics
+from statistics import mean, pstdev, stdev
 from unittest import mock
 
 import numpy as np
@@ -122,12 +122,10 @@ def test_a_row_tells_of_what_was_sampled(algo, tmp_path, monkeypatch):
             continue
         assert row["reward"] == pytest.approx(groups.nanmean().item())
         known = [[x for x in group if not math.isnan(x)] for group in groups.tolist()]
-        together = sum(known, [])
-        deviation = {"ppo_lm": statistics.stdev, "vineppo": statistics.stdev, "reinforce_lm": statistics.stdev}
-        found = statistics.mean(map(statistics.pstdev, known))
-        found = deviation.get(algo, statistics.pstdev)(together) if algo in (*deviation, "reinforce_pp") else found
+        of_batch = dict.fromkeys(("ppo_lm", "vineppo", "reinforce_lm"), stdev) | {"reinforce_pp": pstdev}
+        found = of_batch[algo](sum(known, [])) if algo in of_batch else mean(map(pstdev, known))
         assert row.get("reward_std", found) == pytest.approx(found)
-        equal = statistics.mean(len({*group}) == 1 for group in known)
+        equal = mean(len({*group}) == 1 for group in known)
         assert row.get("frac_zero_std", equal) == pytest.approx(equal)
 
 

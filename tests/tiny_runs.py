@@ -230,10 +230,8 @@ def train(algo: str, settings: dict, output_dir: Path) -> tuple[list[dict], dict
     module = importlib.import_module(f"algos.{algo}")
     args = dict(device="cpu", output_dir=str(output_dir), save_every=10**9) | settings
     args = module.Args(**{name: paths(value) for name, value in args.items() if name in options(algo)})
-    loaded, procedural = (
-        mock.patch.object(transformers.AutoModelForCausalLM, "from_pretrained", copy_of_model),
-        data.procedural,
-    )
+    loaded = mock.patch.object(transformers.AutoModelForCausalLM, "from_pretrained", copy_of_model)
+    procedural = data.procedural
     few = lambda name: [x[:32] if isinstance(x, list) else x for x in procedural(name)]  # held-out rows  # noqa: E731
     with Counts() as counts, loaded, mock.patch.object(data, "procedural", few):
         return module.train(args), dataclasses.asdict(args), counts
