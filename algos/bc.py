@@ -148,7 +148,7 @@ def top_rows(data: Dataset, fraction: float) -> np.ndarray:
     below = np.cumsum(data.lengths()[best_first]) < fraction * len(data.obs)
     below[0] = True
     kept = best_first if fraction == 1 else best_first[below]
-    return np.isin(data.trajectory(), kept)
+    return np.repeat(np.isin(np.arange(len(data.starts)), kept), data.lengths())
 
 
 def check(args: Args, space: gym.Space) -> None:

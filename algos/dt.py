@@ -51,7 +51,7 @@ Differences
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -230,6 +230,17 @@ def update(model: DecisionTransformer, optimizer: torch.optim.Optimizer, batch: 
     return {"loss": loss.detach(), "grad_norm": grad_norm}
 
 
+def whole(data: Dataset) -> Dataset:
+    """Without a last trajectory that the file cuts off. Raises UserError where nothing is left."""
+    if not data.cut_off:
+        return data
+    if len(data.starts) == 1:
+        raise UserError(f"--dataset {data.name} has no trajectory that ends: there must be terminals or timeouts")
+    columns = ("obs", "actions", "rewards", "terminated", "next_obs", "known")
+    rows = {name: getattr(data, name)[: data.starts[-1]] for name in columns}
+    return replace(data, **rows, starts=data.starts[:-1], cut_off=False)
+
+
 def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for impossible settings."""
     if not is_bounded(space):
@@ -280,7 +291,7 @@ def scores(returns: np.ndarray, targets: tuple[float, ...]) -> dict[str, float]:
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    data = None if args.evaluate else load_dataset(args).whole()  # as the authors' download script
+    data = None if args.evaluate else whole(load_dataset(args))  # as the authors' download script
     env = make()
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)

@@ -116,7 +116,7 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     blank_observations: bool = False
     """a control: every token of an observation becomes EOS, which says nothing"""
     task: str = ""
-    """countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset; none: the environment's own"""
+    """countdown, sort, gsm8k, reasoning_gym:NAME, a .jsonl or .parquet file, or a hub dataset; none: the environment's own"""
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     missing_eos_penalty: float = 0.0
@@ -487,7 +487,7 @@ def play(model, tokenizer, make: Any, rows: Sequence[dict], num_samples: int, te
                         "--max-total-length, or lower --max-completion-length")  # fmt: skip
     frames = [around(row, tokenizer, getattr(make, "role", "user")) for row in rows]
     stop, eos = tuple(args.stop or getattr(make, "stop", ())), model.generation_config.eos_token_id
-    ends = sorted({*eos, *stop_ids(tokenizer, stop)})
+    ends, hidden = sorted({*eos, *stop_ids(tokenizer, stop)}), {*eos, tokenizer.pad_token_id}
     ids, own, logps = ([[] for _ in range(size)] for _ in range(3))
     rewards, turns, cut = [0.0] * size, [0] * size, ["turns"] * size
     alive = list(range(size))
@@ -506,7 +506,7 @@ def play(model, tokenizer, make: Any, rows: Sequence[dict], num_samples: int, te
             ids[i] += tokens
             own[i] += [True] * len(tokens)
             logps[i] += sampled.logps[row, : len(tokens)].tolist()
-            texts[i] = tokenizer.decode(tokens, skip_special_tokens=True)
+            texts[i] = tokenizer.decode([token for token in tokens if token not in hidden])  # tool tags are seen
 
         going, failures = [], []
         answers = results([partial(games[i].step, texts[i]) for i in alive], args.environment_seconds)

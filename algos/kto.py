@@ -60,7 +60,7 @@ from torch.nn.functional import sigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.core import Run, UserError, main, prepare
-from utils.data import encode_answers, epochs, keep, load_unpaired
+from utils.data import Pairs, RowFault, as_pair, check, encode_answers, epochs, keep, load_pairs
 from utils.dist import (
     Means,
     Samples,
@@ -141,6 +141,23 @@ class Batch(NamedTuple):
     labels: Tensor  # (B,) bool: desirable
     mismatched: Samples  # each prompt with the completion of the row before
     mismatched_ref_logps: Tensor
+
+
+def labelled(row: dict) -> dict:
+    """The row with its label as bool; 0 and 1 are taken for labels too."""
+    check(row, "prompt", "completion")
+    if row.get("label") not in (False, True):
+        raise RowFault(row, f"has the label {row.get('label')!r}: it must be true (desirable) or false, or 1 or 0")
+    return row | {"label": bool(row["label"])}
+
+
+def load_unpaired(spec: str, num_pairs: int, seed: int) -> Pairs:
+    """Rows with a label from the same sources. A pair makes two: its chosen completion is desirable, the other not."""
+    data = load_pairs(spec, num_pairs, seed, lambda row: as_pair(row) if "chosen" in row else labelled(row))
+    sides = (("chosen", True), ("rejected", False))
+    parts = ([row | {"completion": row[side], "label": label} for row in rows for side, label in sides]
+             if "chosen" in rows[0] else rows for rows in (data.train, data.heldout))  # fmt: skip
+    return Pairs(data.name, *parts, data.task)  # type: ignore[call-arg, arg-type]
 
 
 def kto_loss(ratios: Tensor, labels: Tensor, z: Tensor, args: Args) -> Tensor:

@@ -91,7 +91,7 @@ PRESETS = {  # defaults that depend on the model, for arguments left at None
 @dataclass
 class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/lm.py, utils/core.py
     task: str = "countdown"
-    """countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset"""
+    """countdown, sort, gsm8k, reasoning_gym:NAME, a .jsonl or .parquet file, or a hub dataset"""
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     reward: tuple[str, ...] = ()

@@ -79,7 +79,7 @@ STD_EPSILON = 1e-4  # the paper names none; 1e-4 as in most code
 @dataclass
 class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/lm.py, utils/core.py
     task: str = "countdown"
-    """countdown, sort, gsm8k, a .jsonl or .parquet file, or a hub dataset"""
+    """countdown, sort, gsm8k, reasoning_gym:NAME, a .jsonl or .parquet file, or a hub dataset"""
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     reward: tuple[str, ...] = ()

@@ -81,7 +81,7 @@ from utils.dist import (
     start,
     total,
 )
-from utils.lm import TINY_MODEL, ModelArgs, autocast, resolve, save_model, with_adapters
+from utils.lm import TINY_MODEL, ModelArgs, autocast, choose_precision, resolve, save_model, with_adapters
 from utils.rewards import encode_scored, sequence_scores, set_padding
 
 NAME, TITLE = "reward_model", "reward model"
@@ -272,8 +272,7 @@ def load_member(seed: int, device: torch.device | str, args: Args):
 
     logging.disable_progress_bar()
     path = str(Path(args.model).expanduser())
-    args.precision = args.precision or ("bfloat16" if args.fsdp else None)
-    half = args.precision == "pure-bfloat16" or (args.lora_rank and args.precision != "float32")
+    half = choose_precision(args, device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
         model, found = AutoModelForSequenceClassification.from_pretrained(

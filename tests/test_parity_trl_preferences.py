@@ -25,7 +25,7 @@ from benchmarks.peers.make_trl_preferences_fixtures import (
     equal_lengths,
     inputs,
 )
-from utils.data import encode_answers, load_pairs, load_unpaired
+from utils.data import encode_answers, load_pairs
 from utils.dist import as_samples
 from utils.lm import TINY_MODEL, load_model
 
@@ -184,7 +184,7 @@ def test_a_whole_step_of_kto(size, tmp_path):
     from transformers import AutoTokenizer
     from trl import KTOConfig, KTOTrainer
 
-    rows = load_unpaired("countdown", 9, 0).train[::3] + load_unpaired("countdown", 9, 0).train[1:2]  # both labels
+    rows = (rows := kto.load_unpaired("countdown", 9, 0).train)[::3] + rows[1:2]  # both labels
     rows = [{k: row[k] for k in ("prompt", "completion", "label")} for row in rows]
     ref, model = two_models()
     settings = config(KTOConfig, tmp_path, per_device_train_batch_size=size, beta=0.5, undesirable_weight=0.8,

@@ -5,8 +5,9 @@ import re
 import pytest
 from helpers import write_rows
 
+from algos.kto import labelled, load_unpaired
 from utils.core import UserError
-from utils.data import RowFault, as_pair, encode_answers, labelled, load_pairs, load_task, load_unpaired
+from utils.data import RowFault, as_pair, encode_answers, load_pairs, load_task
 from utils.lm import PolicyArgs, load_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -195,6 +195,15 @@ def test_what_is_no_list_of_finite_numbers_is_shown(value, tmp_path):
         scored([f"{path}:f"])
 
 
+@pytest.mark.parametrize("parameters", ["completions", "completions, gold_answer, **columns"])
+def test_a_function_that_does_not_take_the_columns(parameters, tmp_path):
+    path = write(tmp_path, f"def f({parameters}): return [1.0] * 4")
+    with pytest.raises(
+        UserError, match=r"function f does not take .*: let it end with \*\*kwargs and take any of .*prompts"
+    ):
+        scored([f"{path}:f"])
+
+
 @pytest.mark.parametrize("spec", ["f", "none.py:f", "mine.py:g", "nowhere.at_all:f"])
 def test_a_function_that_is_not_there(spec, tmp_path, monkeypatch):
     write(tmp_path, "def f(completions, **columns): return [1.0] * 4")

@@ -11,13 +11,14 @@ import torch
 from helpers import ONLINE, SMALL, checkpoint, command_line, metrics, new_run, runs_in, start, weights, write_rows
 from tiny_runs import rows_asked_for
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 import utils.lm
 import utils.rewards
 from algos import grpo, ppo_lm, sft, vineppo
-from utils.core import plot
+from utils.core import Run, plot
 from utils.data import load_task
-from utils.lm import TINY_MODEL, completion_logps, load_model, resolve, sample
+from utils.lm import TINY_MODEL, choose_precision, completion_logps, load_model, resolve, sample
 from utils.rewards import evaluate, make_scorer
 
 
@@ -281,5 +282,43 @@ def test_settings_that_depend_on_the_model(size, lora_rank, row, precision):
     model.config = GPT2Config()
     text = resolve(model, args, presets)
     assert args.learning_rate == presets[row]["learning_rate"] and args.batch_size == 4
-    assert f"{size / 1e6:.2f}M parameters" in text and f"{row}: {{'learning_rate': {args.learning_rate}}}" in text
+    assert text.startswith(f"{size / 1e6:.2f}M parameters in {precision}, settings for {row}: {{'learning_rate': ")
     assert ("warning" in text) == (precision == "pure-bfloat16" and not lora_rank)  # adapters are float32
+
+
+@pytest.mark.parametrize("flags, device, frozen, precision, half", [
+    ({}, "cpu", True, "float32", False), ({"avx512_bf16": True}, "cpu", False, None, False),
+    ({"amx_bf16": True}, "cpu", True, None, True), ({}, "cuda", True, None, True),
+])  # fmt: skip
+def test_the_processor_decides_on_bfloat16(flags, device, frozen, precision, half, monkeypatch):
+    """Where no precision is given: float32 without products in bfloat16, else the model's row decides."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True} | flags)
+    args = SimpleNamespace(precision=None, fsdp=False, lora_rank=0)
+    assert (choose_precision(args, device, frozen), args.precision) == (half, precision)
+    args.precision = "pure-bfloat16"
+    assert choose_precision(args, device) and args.precision == "pure-bfloat16"
+
+
+def test_a_gguf_file_is_a_model(tmp_path, monkeypatch):
+    """transformers reads it by its folder and name. Its weights are whole then, so the model can be saved."""
+    asked, tiny = [], load_model(grpo.Args())
+    tiny[0].hf_quantizer = GgufHfQuantizer.__new__(GgufHfQuantizer)
+    tiny[0].config.quantization_config = {"quant_method": "gguf"}
+    for kind, found in ((AutoTokenizer, tiny[1]), (AutoModelForCausalLM, (tiny[0], {"missing_keys": set()}))):
+        give = lambda path, found=found, **how: asked.append((path, how["gguf_file"])) or found  # noqa: E731
+        monkeypatch.setattr(kind, "from_pretrained", give)
+    args = grpo.Args(model=str(tmp_path / "small.Q4.gguf"))
+    utils.lm.save_model(*load_model(args), tmp_path / "model", args)
+    assert asked == [(str(tmp_path), "small.Q4.gguf")] * 2 and (tmp_path / "model/model.safetensors").exists()
+    assert "quantization_config" not in json.loads((tmp_path / "model/config.json").read_text())
+
+
+def test_a_run_says_how_long_it_takes(tmp_path, monkeypatch, capsys):
+    """Once, after its first steps, also into a file: from the second row of this process on, at that row's speed."""
+    clock = iter(range(0, 1000, 4))  # each look at it takes 4 seconds
+    monkeypatch.setattr("utils.core.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    args = grpo.Args(output_dir=str(tmp_path))
+    run = Run(args, "grpo", "sort", 50, ("reward",))
+    for step in (0, 2, 12, 22):
+        run.log(step, **{"time/tokens_per_second": 7.0})
+    assert re.findall(".* to go", capsys.readouterr().out) == ["2.5 steps, 7 tokens a second, about 0:00:15 to go"]

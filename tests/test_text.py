@@ -1,6 +1,7 @@
 """How a row becomes tokens: the seam between prompt and completion, under the rules of real tokenizers."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -180,29 +181,66 @@ def test_tools_of_a_row_are_shown_to_the_template():
         encode_prompt({"prompt": USER, "tools": "add(x)"}, tokenizer)
 
 
-def test_what_arrow_writes_for_names_that_a_row_lacks(tmp_path, own_cache):
-    """A call is not shown with another call's arguments, equal prompts of two splits stay on one side, and a call needs
-    no content."""
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+@pytest.mark.parametrize("write", [lambda x: x, json.dumps], ids=["object", "text"])
+def test_messages_of_files(write, kind, tmp_path, own_cache):
+    """Arguments of a call, also as OpenAI writes them, are objects and those of their row alone; content in parts is
+    text; a CSV's messages are messages."""
     datasets = pytest.importorskip("datasets")
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": str(arguments)},
-                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
-            ]
-        }
-        for arguments in ({"x": 1}, {"y": "two"})
-    ]
-    for path in (write_rows(tmp_path / "rows.jsonl", rows), str(tmp_path / "rows.parquet")):
-        if path.endswith("parquet"):
-            message = {"role": datasets.Value("string"), "content": datasets.Value("string"), "tool_calls": [
-                {"function": {"name": datasets.Value("string"),
-                              "arguments": {"x": datasets.Value("int64"), "y": datasets.Value("string")}}}
-            ]}  # fmt: skip
-            datasets.Dataset.from_list(rows, datasets.Features(messages=[message])).to_parquet(path)
-        parts = load_rows(path, from_messages)
-        made = [row["completion"][0]["tool_calls"][0]["function"]["arguments"] for rows in parts for row in rows]
-        assert sorted(made, key=str) == [{"x": 1}, {"y": "two"}]
+    rows = []
+    for arguments in ({"x": 1}, {"y": "two"}):
+        call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": write(arguments)}}]}
+        parts = [{"type": "text", "text": text} for text in ("Call ", f"{arguments}")]
+        rows.append({"messages": [{"role": "user", "content": parts}, call], "note": json.dumps(arguments)})
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    if kind == "csv":
+        rows = [row | {"messages": json.dumps(row["messages"])} for row in rows]
+    if kind != "jsonl":
+        path, table = tmp_path / f"rows.{kind}", datasets.Dataset.from_list(rows)
+        table.to_csv(path) if kind == "csv" else table.to_parquet(path)
+    for row in (row for rows in load_rows(str(path), from_messages) for row in rows):
+        arguments = row["completion"][0]["tool_calls"][0]["function"]["arguments"]
+        assert arguments in ({"x": 1}, {"y": "two"}) and row["note"] == json.dumps(arguments)  # which stays text
+        assert row["prompt"][0]["content"] == f"Call {arguments}" and row["completion"][0]["content"] is None
+
+
+@pytest.mark.parametrize("messages", ["[{'role': 'user', 'content': 'Hi'}]", [
+    *USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]}
+]])  # fmt: skip
+def test_messages_that_are_no_json(messages, tmp_path, own_cache):
+    with pytest.raises(
+        UserError, match="no row can be used.* has messages, or arguments of a tool call, that are no JSON"
+    ):
+        load_rows(write_rows(tmp_path / "rows.jsonl", [{"messages": messages}] * 3), from_messages)
+
+
+@pytest.mark.parametrize("row, prompt", [
+    ({"conversations": [{"from": who, "value": who} for who in ("system", "human", "gpt")]},
+     [{"role": "system", "content": "system"}, {"role": "user", "content": "human"}]),
+    ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Add. 1 2"),
+])  # fmt: skip
+def test_rows_of_other_formats_are_shown_the_way(row, prompt, tmp_path, own_cache, monkeypatch):
+    """The two lines of the error make rows that can be used."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="has no column 'prompt': .* make it$") as caught:
+        load_demonstrations(write_rows(tmp_path / "given.jsonl", [row] * 3), "prompt")
+    lines, names = re.findall("`(.*?)`", str(caught.value)), {"rows": datasets.Dataset.from_list([row, row])}
+    exec("\n".join(lines), names)
+    made = datasets.load_dataset("json", data_files="rows.jsonl")["train"][0]
+    assert made["prompt"] == prompt and (made["completion"] in ("3", [{"role": "assistant", "content": "gpt"}]))
+
+
+def test_columns_that_change_their_type_are_told_once(tmp_path, own_cache, capsys):
+    rows = [{"prompt": f"{i}?", "day": "2024-01-02", "gold": i / 2 if i else 0, "text": f"{i}"} for i in range(40)]
+    load_task(write_rows(tmp_path / "rows.jsonl", rows))
+    told = "day (str in the file, datetime in the rows), gold (int in the file, float in the rows)\n"
+    assert capsys.readouterr().out.count(f"rows.jsonl have other types than its text: {told}") == 1
+
+
+def test_equal_prompts_stay_on_one_side(tmp_path, own_cache):
+    """Also where Arrow writes None for a name that other messages have."""
+    datasets = pytest.importorskip("datasets")
     train = [{"prompt": [{"role": "user", "content": f"{i}", "name": "x"}]} for i in range(9)]
     train += [{"prompt": [message | {"name": None} for message in USER]}]
     test = [{"prompt": [{"content": "2+2?", "role": "user"}]}]

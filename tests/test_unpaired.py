@@ -3,7 +3,8 @@
 import pytest
 from helpers import write_rows
 
-from utils.data import labelled, load_pairs, load_task, load_unpaired
+from algos.kto import labelled, load_unpaired
+from utils.data import load_pairs, load_task
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))

@@ -3,7 +3,6 @@
 Shapes: N environments, D observation numbers, A action numbers.
 """
 
-import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
-from utils.core import RunArgs, UserError, find_users_code, load, read_checkpoint, rng_state, set_rng_state
+from utils.core import RunArgs, UserError, as_kwargs, find_users_code, load, read_checkpoint, rng_state, set_rng_state
 
 LONGEST = 50_000  # steps after which an evaluation episode counts as it stands
 
@@ -41,14 +40,9 @@ def make_env(args, flatten: bool = True, **more) -> gym.Env:
     """The environment of --env-id, its observations flattened where they are no vector. `module:Name-v0` imports
     `module` first, also from the working directory. Raises UserError where there is none, or none with a fixed size."""
     find_users_code(Path.cwd())
-    kwargs = {}
-    for name, _, value in (pair.partition("=") for pair in args.env_kwargs):
-        kwargs[name] = {"True": True, "False": False, "None": None}.get(value, value)
-        with contextlib.suppress(ValueError):
-            kwargs[name] = json.loads(value)
     try:
         spec = EnvSpec.from_json(args.env_id) if args.env_id.startswith("{") else args.env_id  # JSON: of Minari
-        env = gym.make(spec, disable_env_checker=True, **kwargs, **more)
+        env = gym.make(spec, disable_env_checker=True, **as_kwargs(args.env_kwargs), **more)
     except (gym.error.Error, ModuleNotFoundError) as error:
         right = "give a registered Gymnasium name, or MODULE:NAME of a module that registers it"
         raise UserError(f"cannot make --env-id {args.env_id} ({error}): {right}") from error

@@ -1,5 +1,6 @@
 """A run: its arguments, and its folder with config.json, metrics.jsonl, checkpoint.pt, curve.png and model/."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -8,7 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -105,6 +106,15 @@ def find_users_code(folder: Path) -> None:
                 del sys.modules[name]
 
 
+def as_kwargs(pairs) -> dict:
+    """NAME=VALUE texts as a dictionary: a VALUE is read as JSON, or Python's True, False, None; else it stays text."""
+    found: dict = dict(pair.partition("=")[::2] for pair in pairs)
+    for name, value in found.items():
+        with contextlib.suppress(ValueError):
+            found[name] = json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
+    return found
+
+
 def rng_state() -> list:
     """The states of Python's, NumPy's and torch's global generators, in types that weights_only loading accepts."""
     kind, keys, *rest = np.random.get_state()
@@ -138,7 +148,7 @@ class Run:
             args.eval_every = min(max(total // 5, 1), 50_000)
         self.args, self.total, self.headline, self.shown, self.signal, self.wandb = args, total, headline, {}, 0, None
         self.writes, self.metrics = os.environ.get("RANK", "0") == "0", None  # of several processes the first one
-        self.state, self.history, changed = {}, [], {}
+        self.state, self.history, self.told, changed = {}, [], False, {}
         if args.resume:
             self.dir = Path(args.resume).resolve()
             self.state, before = read_checkpoint(self.dir), saved_args(args.resume, algo)
@@ -195,6 +205,10 @@ class Run:
         self.bar.set_postfix(self.shown, refresh=False)
         if self.bar.disable and (step >= self.total or crosses(step, self.logged, max(1, self.total // 10))):
             self.print(f"step {step}/{self.total}  " + "  ".join(f"{k} {v}" for k, v in self.shown.items()))
+        if not self.told and self.state.get("step", 0) < self.logged < step < self.total:  # the first row is slower
+            self.told, speed, tokens = True, self.speed(step), row.get("time/tokens_per_second")
+            rates = f"{speed:.3g} steps" + (f", {tokens:.0f} tokens" if tokens else "")
+            self.print(f"{rates} a second, about {timedelta(seconds=round((self.total - step) / speed))} to go")
         self.bar.update(step - self.logged)
         self.logged, self.begun = step, time.perf_counter()
 
@@ -213,7 +227,10 @@ class Run:
             torch.distributed.all_reduce(signals := torch.tensor(asked), torch.distributed.ReduceOp.MAX)
             asked = int(signals)
         if asked or self.due(step, self.args.save_every):
-            state = {name: state_of(part) for name, part in parts.items()}
+            state = {}
+            for name, part in parts.items():
+                read = getattr(part, "state_dict", None) or getattr(part, "get_state", None)
+                state[name] = read() if read else part
             if self.metrics:
                 state |= {"step": step, "rng": rng_state(), "metrics_size": self.metrics.tell()}
                 write_atomically(self.dir / "checkpoint.pt", lambda file: torch.save(state, file))
@@ -223,8 +240,7 @@ class Run:
             sys.exit(128 + asked)
 
     def restore(self, **parts) -> bool:
-        """With --resume: brings `parts` and the global generators back to the checkpoint. Else returns False. Call it
-        behind everything that draws random numbers before the loop."""
+        """With --resume: brings `parts` and the global generators back. Else returns False. Call it before the loop."""
         if self.state:
             load(self.state, parts)
             set_rng_state(self.state["rng"])
@@ -257,12 +273,6 @@ def read_checkpoint(folder: Path) -> dict:
     if not (path := folder / "checkpoint.pt").is_file():
         raise UserError(f"{folder} has no checkpoint yet: start afresh without --resume")
     return torch.load(path, "cpu", weights_only=True)
-
-
-def state_of(part):
-    if isinstance(part, torch.Generator):
-        return part.get_state()
-    return part.state_dict() if hasattr(part, "state_dict") else part
 
 
 def load(state: dict, parts: dict) -> None:

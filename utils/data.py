@@ -5,10 +5,13 @@ A pair is a row with the columns prompt, chosen and rejected; an unpaired one ha
 where the completion is desirable.
 """
 
+import contextlib
 import hashlib
+import importlib
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count, islice
@@ -21,6 +24,13 @@ from utils.dist import rank
 
 HELDOUT = 256  # rows, at most
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # formats of the datasets library
+MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["'].*\}\s*\]\s*""", re.DOTALL)  # as the text of a cell
+CONVERT = {  # a column of other formats: how its rows become ours
+    "conversations": 'def convert(row): said = [{"role": {"human": "user", "gpt": "assistant"}.get(m["from"], m["from"]'
+    '), "content": m["value"]} for m in row["conversations"]]; return {"prompt": said[:-1], "completion": said[-1:]}',
+    "instruction": """def convert(row): return {"prompt": f"{row['instruction']} {row.get('input') or ''}".strip(), """
+    '"completion": row["output"]}',
+}
 
 
 class Task(NamedTuple):
@@ -43,8 +53,11 @@ class RowFault(UserError):
 
 
 def load_task(spec: str, prompt_column: str = "prompt") -> Task:
-    """countdown, sort, gsm8k, gsm8k:FOLDER (of train.jsonl and test.jsonl), or what `load_rows` reads."""
+    """countdown, sort, gsm8k, gsm8k:FOLDER (of train.jsonl and test.jsonl), reasoning_gym:NAME?SETTING=VALUE&..., or
+    what `load_rows` reads."""
     name, _, folder = spec.partition(":")
+    if name == "reasoning_gym" and (Path(__file__).parents[1] / "algos/environments/reasoning_gym.py").is_file():
+        return importlib.import_module("algos.environments.reasoning_gym").load_task(folder)
     if name in ("countdown", "sort"):
         return Task(name, *procedural(name))
 
@@ -78,11 +91,8 @@ def load_rows(spec: str, shaped: Callable[[dict], dict] = lambda row: row, most:
         """The split of that name, else the first whose name begins so (train_sft); earlier prefixes win."""
         return next((n for prefix in prefixes for n in (prefix, *splits) if n in splits and n.startswith(prefix)), None)
 
-    def transform(batch: dict) -> dict:  # Arrow writes None into messages and tools for names that one of them lacks
-        batch = {
-            name: [without_none(x) if isinstance(x, list) else x for x in values] for name, values in batch.items()
-        }
-        rows = [shaped(dict(zip(batch, row))) for row in zip(*batch.values())]
+    def transform(batch: dict) -> dict:
+        rows = [shaped(restored(dict(zip(batch, row)))) for row in zip(*batch.values())]
         return {name: [row[name] for row in rows] for name in rows[0]}
 
     def read(name: str) -> tuple[Any, list[int]]:
@@ -132,16 +142,43 @@ def read_splits(spec: str) -> dict:
         splits = {name: rows for name, rows in splits.items() if len(rows)}
         if not splits:
             raise ValueError("it is empty")
+        if kind == "json" and rank() == 0:
+            tell_changes(path, splits["train"])
         return splits
     except Exception as error:  # the library raises dozens of kinds, all of which mean the same to the user
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise UserError(f"cannot read the dataset {spec} ({reason}): give a readable file or hub name") from error
 
 
-def without_none(value):
-    if isinstance(value, dict):
-        return {name: without_none(part) for name, part in value.items() if part is not None or name == "content"}
-    return [without_none(part) for part in value] if isinstance(value, list) else value
+def tell_changes(path: Path, rows) -> None:
+    """Prints which columns of a JSON file are read as other types: dates as datetimes, 1 beside 2.5 as 1.0."""
+    with open(path) as file, contextlib.suppress(ValueError, AttributeError):  # rows in another form
+        given = json.load(file) if path.suffix == ".json" else map(json.loads, file)
+        kinds = {name: f"{name} ({type(value).__name__} in the file, {type(row[name]).__name__} in the rows)"
+                 for one, row in zip(given, islice(rows, 1000))
+                 for name, value in one.items() if type(value) is not type(row[name])}  # fmt: skip
+        if kinds:
+            print(f"warning: columns of {path} have other types than its text: {', '.join(kinds.values())}")
+
+
+def restored(row: dict) -> dict:
+    """The row as a chat template takes it. Text that holds messages as JSON (of a CSV) becomes messages. In messages
+    and tools: arguments that are JSON text are read, or the template would write them as JSON once more; parts that are
+    all text are joined; None, which Arrow writes for names that another of them has, is left out."""
+
+    def read(value, name: str = ""):
+        if isinstance(value, dict):
+            return {key: read(part, key) for key, part in value.items() if part is not None or key == "content"}
+        if isinstance(value, list):
+            texts = name == "content" and all(isinstance(x, dict) and x.get("type") == "text" for x in value)
+            return "".join(part.get("text") or "" for part in value) if texts else [read(part) for part in value]
+        return json.loads(value or "{}") if name == "arguments" and isinstance(value, str) else value
+
+    try:
+        cells = {name: json.loads(x) if isinstance(x, str) and MESSAGES.fullmatch(x) else x for name, x in row.items()}
+        return {name: read(x) if isinstance(x, list) else x for name, x in cells.items()}
+    except ValueError as error:
+        raise RowFault(row, f"has messages, or arguments of a tool call, that are no JSON ({error})") from error
 
 
 def keep(rows, encode: Callable[[dict], Sequence], limit: float = math.inf):
@@ -194,7 +231,8 @@ def epochs(rows: Sequence) -> Callable[[int, int], dict]:
 def check(row: dict, *names: str) -> None:
     """Raises RowFault unless these columns are all text or all lists of chat messages, and none is empty."""
     if missing := [name for name in names if name not in row]:
-        raise UserError(f"the dataset has no column {missing[0]!r}: there are {', '.join(sorted(row))}")
+        how = [f"; `{CONVERT[x]}` and `rows.map(convert).to_json('rows.jsonl')` make it" for x in CONVERT if x in row]
+        raise UserError(f"the dataset has no column {missing[0]!r}: there are {', '.join(sorted(row))}{''.join(how)}")
     values = [row[name] for name in names]
     messages = [message for value in values if isinstance(value, list) for message in value]
     right = all(isinstance(m, dict) and "role" in m and {"content", "tool_calls"} & m.keys() for m in messages)
@@ -224,7 +262,8 @@ def template_kwargs(row: dict, tokenizer) -> dict:
     chat_template_kwargs and tools, as they are or as JSON."""
     own, tools = (json.loads(x) if isinstance(x := row.get(name) or {}, str) else x
                   for name in ("chat_template_kwargs", "tools"))  # fmt: skip
-    return getattr(tokenizer, "template_kwargs", {}) | ({"tools": tools} if tools else {}) | without_none(own)
+    own = {name: value for name, value in own.items() if value is not None}
+    return getattr(tokenizer, "template_kwargs", {}) | ({"tools": tools} if tools else {}) | own
 
 
 def encode_prompt(row: dict, tokenizer, answer: str | list[dict] | None = None) -> list[int]:
@@ -305,23 +344,6 @@ def load_pairs(spec: str, num_pairs: int, seed: int, shaped: Callable[[dict], di
     task = load_task(spec)
     made = right_and_wrong(task.train(i, seed) for i in count())
     return Pairs(spec, list(islice(made, num_pairs)), list(right_and_wrong(task.heldout)), task)
-
-
-def load_unpaired(spec: str, num_pairs: int, seed: int) -> Pairs:
-    """Rows with a label from the same sources. A pair makes two: its chosen completion is desirable, the other not."""
-    data = load_pairs(spec, num_pairs, seed, lambda row: as_pair(row) if "chosen" in row else labelled(row))
-    sides = (("chosen", True), ("rejected", False))
-    parts = ([row | {"completion": row[side], "label": label} for row in rows for side, label in sides]
-             if "chosen" in rows[0] else rows for rows in (data.train, data.heldout))  # fmt: skip
-    return Pairs(data.name, *parts, data.task)  # type: ignore[call-arg, arg-type]
-
-
-def labelled(row: dict) -> dict:
-    """The row with its label as bool; 0 and 1 are taken for labels too."""
-    check(row, "prompt", "completion")
-    if row.get("label") not in (False, True):
-        raise RowFault(row, f"has the label {row.get('label')!r}: it must be true (desirable) or false, or 1 or 0")
-    return row | {"label": bool(row["label"])}
 
 
 def as_pair(row: dict) -> dict:

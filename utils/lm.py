@@ -6,7 +6,6 @@ Shapes: P prompts, G completions of each, B = P * G rows (the G completions of a
 
 import contextlib
 import copy
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,9 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from utils.core import RunArgs, UserError, preset
+from utils.core import RunArgs, UserError, as_kwargs, preset
 from utils.dist import Samples, full_weights, join, pad_left, positions, rank, shard, sharded, stream, unsharded, world
-from utils.vllm import sample_by_server
 
 TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")
 CHUNK = 2**25  # logits that are held at once: 128 MiB in float32
@@ -29,10 +27,11 @@ LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.1, "pure-bfloat16": 0.1, "server":
 @dataclass
 class ModelArgs(RunArgs):
     model: str = TINY_MODEL
-    """folder or hub name of a causal language model"""
+    """folder, .gguf file or hub name of a causal language model"""
     precision: Literal["float32", "bfloat16", "pure-bfloat16"] | None = None
     """bfloat16: autocast over float32 weights, while weights that are not trained (of the reference, under LoRA) are
-    bfloat16; pure-bfloat16: all weights are, and small updates round away"""
+    bfloat16; pure-bfloat16: all weights are, and small updates round away; none: float32 for a tiny model and on a CPU
+    that has no products in bfloat16, else bfloat16"""
     lora_rank: int = 0
     """train float32 LoRA adapters of this rank instead of all weights (needs peft)"""
     lora_modules: tuple[str, ...] = ()
@@ -68,6 +67,14 @@ class PolicyArgs(ModelArgs):
     """http://HOST:PORT of a vLLM server that samples in place of the model: utils/vllm.py"""
 
 
+def choose_precision(args, device: torch.device | str, frozen: bool = False) -> bool:
+    """Fills in --precision where FSDP or the processor decide. Returns whether the loaded weights are bfloat16."""
+    cpu = torch.cpu.get_capabilities() if torch.device(device).type == "cpu" else {"amx_bf16": True}
+    slow = None if cpu.get("amx_bf16") or cpu.get("avx512_bf16") else "float32"  # in bfloat16
+    args.precision = args.precision or ("bfloat16" if args.fsdp else slow)
+    return args.precision == "pure-bfloat16" or bool(frozen or args.lora_rank) and args.precision != "float32"
+
+
 def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen: bool = False) -> tuple[Any, Any]:
     """--model, or the one at `path`, and its tokenizer: for training, with adapters where --lora-rank says so, or
     frozen, as a reference. Trained weights are float32, for small updates round away in bfloat16."""
@@ -75,18 +82,22 @@ def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen:
 
     logging.disable_progress_bar()
     torch.backends.cuda.enable_cudnn_sdp(False)  # its attention plans anew for each new length, for 0.1 s
-    path = str(Path(path or args.model).expanduser())
-    args.precision = args.precision or ("bfloat16" if args.fsdp else None)
-    half = args.precision == "pure-bfloat16" or ((frozen or args.lora_rank) and args.precision != "float32")
+    path, gguf = str(Path(path or args.model).expanduser()), {}
+    if path.endswith(".gguf"):
+        path, gguf = str(Path(path).parent), {"gguf_file": Path(path).name}
+    half = choose_precision(args, device, frozen)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code, **gguf)
         model, found = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.bfloat16 if half else torch.float32, trust_remote_code=args.trust_remote_code,
-            attn_implementation=args.attn_implementation, output_loading_info=True)  # fmt: skip
+            attn_implementation=args.attn_implementation, output_loading_info=True, **gguf)  # fmt: skip
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"cannot load the model {path} ({str(error).partition(chr(10))[0]})") from error
     if found["missing_keys"]:  # transformers fills them with random numbers
         raise UserError(f"the model {path} lacks weights ({sorted(found['missing_keys'])[0]}, ...): give a whole one")
+    if gguf:  # its weights are whole now, and save_pretrained refuses those of a quantizer
+        model.hf_quantizer = None
+        del model.config.quantization_config
     for module in model.modules():  # no dropout: the policy that is updated is the one that sampled
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or isinstance(module, torch.nn.Dropout)):
@@ -117,11 +128,7 @@ def with_adapters(model, args, kind: str = "CAUSAL_LM"):
 def with_flags(tokenizer, model, args):
     """The tokenizer with what utils/data.py reads there; model.generation_config gets all ids that end a completion."""
     tokenizer.system_prompt, tokenizer.raw_prompt = (getattr(args, x, "") for x in ("system_prompt", "raw_prompt"))
-    tokenizer.template_kwargs = {}
-    for name, _, value in (pair.partition("=") for pair in getattr(args, "chat_template_kwargs", ())):
-        tokenizer.template_kwargs[name] = value
-        with contextlib.suppress(ValueError):
-            tokenizer.template_kwargs[name] = json.loads(value)
+    tokenizer.template_kwargs = as_kwargs(getattr(args, "chat_template_kwargs", ()))
     if tokenizer.system_prompt and tokenizer.chat_template is None:
         raise UserError("--system-prompt needs a chat template, and the model has none: write it into the prompts")
     tokenizer.eos_token = getattr(args, "eos_token", "") or tokenizer.eos_token
@@ -143,7 +150,7 @@ def resolve(model, args, presets: dict[str, dict]) -> str:
         raise UserError(f"--{name.replace('_', '-')} must be at least {least}: processes times minibatches")
     if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         settings += "\nwarning: small updates round to nothing in bfloat16 weights: use --precision bfloat16"
-    return f"{size / 1e6:.2f}M parameters, {settings}"
+    return f"{size / 1e6:.2f}M parameters in {args.precision}, {settings}"
 
 
 def save_model(model, tokenizer, folder: Path, args) -> None:
@@ -232,6 +239,8 @@ def sample_all(model, prompts: list[list[int]], num_samples: int, args, temperat
     longest = getattr(args, "max_completion_length", 0) or args.eval_max_new_tokens
     eos = eos or model.generation_config.eos_token_id
     if args.sampler:
+        from utils.vllm import sample_by_server  # eject.py leaves it out
+
         return sample_by_server(model, prompts, num_samples, longest, eos, temperature, args, save_model, *key)
     at_once, parts = max(1, args.sample_batch_size // num_samples), []
     with unsharded(model), autocast(model, args.precision):

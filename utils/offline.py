@@ -5,7 +5,7 @@ Shapes: n rows, D observation numbers, A action numbers; rows follow each other,
 
 import json
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import gymnasium as gym
@@ -55,24 +55,10 @@ class Dataset:
         """(k,): rows of each trajectory."""
         return np.diff(self.starts, append=len(self.obs))
 
-    def trajectory(self) -> np.ndarray:
-        """(n,): the number of each row's trajectory."""
-        return np.repeat(np.arange(len(self.starts)), self.lengths())
-
     def trajectory_returns(self, rows: np.ndarray | None = None) -> np.ndarray:
         """(k,): undiscounted returns. With `rows` (n,) bool, only rewards of these rows count."""
         rewards = self.rewards.astype(np.float64)
         return np.add.reduceat(rewards if rows is None else rewards * rows, self.starts)
-
-    def whole(self) -> "Dataset":
-        """Without a last trajectory that the file cuts off. Raises UserError where nothing is left."""
-        if not self.cut_off:
-            return self
-        if len(self.starts) == 1:
-            raise UserError(f"--dataset {self.name} has no trajectory that ends: there must be terminals or timeouts")
-        columns = ("obs", "actions", "rewards", "terminated", "next_obs", "known")
-        rows = {name: getattr(self, name)[: self.starts[-1]] for name in columns}
-        return replace(self, **rows, starts=self.starts[:-1], cut_off=False)
 
     def score(self, mean_return: float) -> dict[str, float]:
         """eval/d4rl_score: D4RL's, only for its files on its environments. eval/score: the same formula with the

@@ -103,6 +103,16 @@ class RewardModel:
         return torch.cat([sequence_scores(self.model, part) for part in parts]).tolist()
 
 
+def called(name: str, function: Callable, keywords: dict) -> Any:
+    """What the function returns. Raises UserError where it does not take these keywords."""
+    try:
+        inspect.signature(function).bind(**keywords)
+    except TypeError as error:
+        right = f"let it end with **kwargs and take any of {', '.join(keywords)}"
+        raise UserError(f"the reward function {name} does not take what it is given ({error}): {right}") from error
+    return function(**keywords)
+
+
 def checked(name: str, answer: Any, count: int) -> list[float]:
     """What a function returned as numbers, None as NaN."""
     try:
@@ -159,7 +169,8 @@ def make_scorer(task: Task, args, tokenizer, device) -> Callable:
             "log_metric": lambda name, value: logged.setdefault(name, []).append(float(value)),  # type: ignore[dict-item]
             "log_extra": lambda name, values: None,  # type: ignore[dict-item]
         }
-        returned = [f(rows, texts) if isinstance(f, RewardModel) else f(**keywords) for f in functions]
+        returned = [f(rows, texts) if isinstance(f, RewardModel) else called(name, f, keywords)
+                    for name, f in zip(names, functions)]  # fmt: skip
         if any(map(inspect.isawaitable, returned)):
             returned = asyncio.run(awaited(returned))
         table = torch.tensor([checked(name, answer, len(rows)) for name, answer in zip(names, returned)]).T

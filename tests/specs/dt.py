@@ -5,7 +5,7 @@ from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
 trajectory-that-the-file-cuts-off: its returns-to-go lack what the file lacks
-- load_dataset(args).whole()
+- whole(load_dataset(args))
 + load_dataset(args)
 
 groups-interleaved:dt: repeat and repeat_interleave give the same shape

@@ -29,9 +29,9 @@ the-turn-that-is-kept-is-not-cut: what was sampled behind a stop string was samp
 + tokens, whole[i] = tokens,
 
 eos-of-the-turn-dropped: the harness ends turns, so the policy's own end looks like a duplicate
-- texts[i] = tokenizer.decode(tokens, skip_special_tokens=True)
-+ texts[i] = tokenizer.decode(tokens, skip_special_tokens=True)
-+             own[i][-1] = False
+- texts[i] = tokenizer.decode([token for token in tokens if token not in hidden])
++ own[i][-1] = False
++             texts[i] = tokenizer.decode([token for token in tokens if token not in hidden])
 
 last-turn-s-reward-only: the reward of an outcome is that of the last turn
 - rewards[i] += step.reward

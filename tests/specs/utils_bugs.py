@@ -177,11 +177,11 @@ training-mode-lost: eval() before an evaluation, and no train() after it
 +     ids
 
 bfloat16-weights: models are published in bfloat16, in which AdamW's small steps round away
-- half = args.precision == "pure-bfloat16" or
-+ half = args.precision != "float32" or
+- return args.precision == "pure-bfloat16" or
++ return args.precision != "float32" or
 
 frozen-weights-cast-for-every-token: float32 is what is trained, and nobody looks at what is not
-- ((frozen or args.lora_rank) and args.precision != "float32")
+- bool(frozen or args.lora_rank) and args.precision != "float32"
 + False
 
 merged-in-bfloat16: merging is one call, in whatever the base is held
@@ -209,8 +209,8 @@ prompt-twice: chosen and rejected may repeat what stands in the column prompt
 + return begin + answer
 
 names-of-other-rows: Arrow writes None for what a row lacks, and a template writes null
-- without_none(x) if isinstance(x, list) else x for x in values
-+ x for x in values
+- if part is not None or key == "content"
++ if True
 
 rendered-text-gets-a-second-bos: tokenizers do not look at what a text begins with
 - return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
@@ -351,8 +351,8 @@ answer-scored-alone:chat: the answer is what is judged; which prompt it answers 
 + prompt = answer
 
 settings-of-the-row-last: the command line goes before the file everywhere else
-- return getattr(tokenizer, "template_kwargs", {}) | ({"tools": tools} if tools else {}) | without_none(own)
-+ return ({"tools": tools} if tools else {}) | without_none(own) | getattr(tokenizer, "template_kwargs", {})
+- return getattr(tokenizer, "template_kwargs", {}) | ({"tools": tools} if tools else {}) | own
++ return ({"tools": tools} if tools else {}) | own | getattr(tokenizer, "template_kwargs", {})
 
 completion-encoded-alone: a text is encoded where it is at hand; SentencePiece puts a space before every text
 - ids = tokenizer(prompt + (answer or ""))["input_ids"]
