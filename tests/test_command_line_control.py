@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from control import BANDIT, CONTROL, OFFLINE, OTHERS, SCRIPTS, WALK, checkpoint, score, walk
+from control import BANDIT, CONTROL, OFFLINE, SCRIPTS, WALK, checkpoint, score, walk
 from every_script import options
 from helpers import SMALL, command_line, metrics, new_run, user_error, weights
 from small_data import pendulum
@@ -208,16 +208,6 @@ def test_what_differs_on_resume_is_printed(trained, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "changed on --resume: {'total_timesteps': 192, 'gamma': 0.5}" in out and "begin new episodes" in out
     assert metrics(folder)[-1]["step"] == 192
-
-
-@pytest.mark.parametrize("algo", [algo for algo in SCRIPTS | OTHERS if {"buffer_size", "log_every"} <= options(algo)])
-def test_an_evaluation_between_two_rows_leaves_them_their_episodes(algo, tmp_path):
-    """The rows of --log-every count the same episodes whether or not there are evaluations between them."""
-    args = [*SMALL[algo], *walk(algo), "--env-kwargs", "max_episode_steps=7", "--log-every", 32, "--eval-every"]
-    plain, often = (metrics(new_run(CONTROL[algo], tmp_path / str(every), *args, every)) for every in (0, 12))
-    rows, among = ([(row["step"], row["return"], row["length"]) for row in all_rows if "return" in row]
-                   for all_rows in (plain, often))  # fmt: skip
-    assert rows == among and len(rows) == 5 and len(often) > len(plain)
 
 
 def test_last_and_best_are_both_reported(trained):
