@@ -3,14 +3,15 @@ What is wrong with a dataset: test_offline_data.py. Use of the model elsewhere: 
 
 import shutil
 
+import h5py
 import pytest
 import torch
-from control import BANDIT, CONTROL, OFFLINE, OTHERS, SCRIPTS, WALK, checkpoint, score, walk
+from control import BANDIT, CONTROL, OFFLINE, SCRIPTS, WALK, checkpoint, score, walk
 from every_script import options
 from helpers import SMALL, command_line, metrics, new_run, user_error, weights
 from small_data import pendulum
 
-from algos import bc, dt, ppo
+from algos import dt, ppo
 
 NUMBERS = {  # what the sentence says -> wrong numbers, for every script that has the flag
     "from 0 to inf": "total-timesteps -1, max-steps -1, num-envs -1, update-epochs -1, learning-starts -1",
@@ -210,16 +211,6 @@ def test_what_differs_on_resume_is_printed(trained, tmp_path, capsys):
     assert metrics(folder)[-1]["step"] == 192
 
 
-@pytest.mark.parametrize("algo", [algo for algo in SCRIPTS | OTHERS if {"buffer_size", "log_every"} <= options(algo)])
-def test_an_evaluation_between_two_rows_leaves_them_their_episodes(algo, tmp_path):
-    """The rows of --log-every count the same episodes whether or not there are evaluations between them."""
-    args = [*SMALL[algo], *walk(algo), "--env-kwargs", "max_episode_steps=7", "--log-every", 32, "--eval-every"]
-    plain, often = (metrics(new_run(CONTROL[algo], tmp_path / str(every), *args, every)) for every in (0, 12))
-    rows, among = ([(row["step"], row["return"], row["length"]) for row in all_rows if "return" in row]
-                   for all_rows in (plain, often))  # fmt: skip
-    assert rows == among and len(rows) == 5 and len(often) > len(plain)
-
-
 def test_last_and_best_are_both_reported(trained):
     for algo in OFFLINE:
         rows = [row for row in metrics(trained(algo)) if "eval/return" in row]
@@ -237,9 +228,16 @@ def test_a_transformer_can_be_asked_for_other_returns(trained, capsys):
     assert {"eval/return_at_-100", "eval/return_at_50.5", "eval/slope", "eval/return"} == found.keys()
 
 
-def test_the_smallest_top_fraction_keeps_the_best_trajectory(tmp_path, capsys):
-    folder = new_run(bc, tmp_path, *SMALL["bc"], "--dataset", pendulum(tmp_path / "d.hdf5"), "--top-fraction", 1e-9)
-    assert metrics(folder)[-1]["step"] == 160 and ", 40 transitions taken of 240" in capsys.readouterr().out
+@pytest.mark.parametrize("algo, taken", [("bc", 40), ("iql", 234), ("rlpd", 234)])
+def test_transitions_that_are_taken(algo, taken, tmp_path, capsys):
+    """The smallest top fraction keeps the best trajectory; what comes after a time-out of D4RL's files is unknown."""
+    path, more = pendulum(tmp_path / "d.hdf5"), ["--top-fraction", 1e-9]
+    if algo != "bc":
+        more = ["--env-id", "Pendulum-v1"]
+        with h5py.File(path, "a") as file:
+            del file["last_observations"]
+    new_run(CONTROL[algo], tmp_path, *SMALL[algo], "--dataset", path, *more)
+    assert f", {taken} transitions taken of 240" in capsys.readouterr().out
 
 
 def test_a_model_of_raw_observations_has_no_statistics(trained, tmp_path):

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import gymnasium as gym
 import h5py
@@ -20,7 +21,7 @@ from algos.dt import whole
 from benchmarks.record_suite import save
 from utils.control import make_env, to_env, to_unit
 from utils.core import UserError
-from utils.offline import KEYS, Dataset, OfflineArgs, check_spaces, load_dataset
+from utils.offline import KEYS, Dataset, OfflineArgs, check_spaces, compared, load_dataset
 
 WALK = {"env_id": "environments:Walk-v0", "random_return": -30.0, "expert_return": -10.0}
 D4RL_CONSTANTS = {"Hopper-v4": (-20.272305, 3234.3), "HalfCheetah-v4": (-280.178953, 12135.0),
@@ -295,6 +296,8 @@ def test_minari_s_environment_for_evaluation(limit, evaluated, minari_home):
     data = load_dataset(args)
     assert_holds(data, expected)
     assert data.returns == (-1500.0, -100.0) and data.score(-800) == {"eval/score": pytest.approx(50)}
+    run = SimpleNamespace(total=9, history=[{"eval/return": -900.0}, {"step": 5}])  # no 0 where none was
+    assert compared({"eval/return": -950.0}, data, run, 9)["eval/best_return"] == -900
     assert json.loads(args.env_id)["id"] == "Pendulum-v1" and args.env_kwargs == ()
     assert make_env(args).spec.max_episode_steps == (evaluated or limit)
     assert make_env(args).unwrapped.g == (8 if evaluated else 9)

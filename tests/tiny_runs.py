@@ -125,9 +125,11 @@ def world() -> Path:
 TOLD = []  # step and answer of each call of `told`
 
 
-def told(completions, trainer_state, **_) -> list[float | None]:
-    """A reward of 0 or 1, and none for the first completion."""
-    answer = [float(sum(map(ord, str(text))) % 2) if i else None for i, text in enumerate(completions)]
+def told(prompts, completions, trainer_state, **_) -> list[float | None]:
+    """A reward of 0 or 1, and none for the first prompt and for the last completion."""
+    answer = [None if prompt == prompts[0] else float(sum(map(ord, str(text))) % 2)
+              for prompt, text in zip(prompts, completions)]  # fmt: skip
+    answer[-1] = None
     TOLD.append((trainer_state.global_step, answer))
     return answer
 
