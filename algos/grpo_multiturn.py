@@ -116,7 +116,7 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     blank_observations: bool = False
     """a control: every token of an observation becomes EOS, which says nothing"""
     task: str = ""
-    """countdown, sort, gsm8k, reasoning_gym:NAME, a .jsonl or .parquet file, or a hub dataset; none: the environment's own"""
+    """countdown, sort, gsm8k, reasoning_gym:NAME, a .jsonl file, or a hub dataset; none: the environment's own"""
     prompt_column: str = "prompt"
     """column of a dataset with the prompt: text or chat messages"""
     missing_eos_penalty: float = 0.0

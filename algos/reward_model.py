@@ -63,7 +63,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.core import Run, UserError, main, prepare
+from utils.core import Run, UserError, choose_precision, main, prepare
 from utils.data import RowFault, epochs, keep, load_pairs
 from utils.dist import (
     Means,
@@ -81,7 +81,7 @@ from utils.dist import (
     start,
     total,
 )
-from utils.lm import TINY_MODEL, ModelArgs, autocast, choose_precision, resolve, save_model, with_adapters
+from utils.lm import TINY_MODEL, ModelArgs, autocast, resolve, save_model, with_adapters
 from utils.rewards import encode_scored, sequence_scores, set_padding
 
 NAME, TITLE = "reward_model", "reward model"

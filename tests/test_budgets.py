@@ -1,5 +1,5 @@
 """Weight that every reader and copier pays: CONTRIBUTING.md's rule in numbers. A limit may fall. Where one is above the
-aim that stands beside it, the aim was missed so far."""
+aim that stands beside it, the aim was missed so far. That of utils rose by 30 for what files do to rows."""
 
 import ast
 from functools import cache
@@ -11,13 +11,13 @@ from utils.eject import eject
 
 UTILS = sorted(path for path in (ROOT / "utils").glob("*.py") if path.stem != "__init__")
 EJECTED = {  # all lines
-    "ppo": (890, 800), "sac": (830, 740), "dqn": (740, 680), "dt": (920, 760), "iql": (1030, 820),
-    "dpo": (1820, 1250), "rloo": (1850, 1250), "grpo": (1890, 1300),
+    "ppo": (890, 800), "sac": (830, 740), "dqn": (740, 680), "dt": (920, 760), "iql": (1020, 820),
+    "dpo": (1810, 1250), "rloo": (1850, 1250), "grpo": (1885, 1300),
 }  # fmt: skip
 CODE = {  # lines of code of all Python files in a folder, of which those of another are another's
-    "utils": (1670, 1400), "tests": (22500, 20000), "benchmarks": (2900, 2900), "benchmarks/peers": (2900, 2900),
+    "utils": (1700, 1400), "tests": (22500, 20000), "benchmarks": (2900, 2900), "benchmarks/peers": (2900, 2900),
 }  # fmt: skip
-LARGEST = {"lm": 274, "data": 240}  # of a file in utils; the aim is 230
+LARGEST = {"lm": 273, "data": 233}  # of a file in utils; the aim is 230
 
 
 @cache

@@ -16,9 +16,9 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 import utils.lm
 import utils.rewards
 from algos import grpo, ppo_lm, sft, vineppo
-from utils.core import Run, plot
+from utils.core import Run, choose_precision, plot
 from utils.data import load_task
-from utils.lm import TINY_MODEL, choose_precision, completion_logps, load_model, resolve, sample
+from utils.lm import TINY_MODEL, completion_logps, load_model, resolve, sample
 from utils.rewards import evaluate, make_scorer
 
 

@@ -208,9 +208,7 @@ def test_messages_of_files(write, kind, tmp_path, own_cache):
     *USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]}
 ]])  # fmt: skip
 def test_messages_that_are_no_json(messages, tmp_path, own_cache):
-    with pytest.raises(
-        UserError, match="no row can be used.* has messages, or arguments of a tool call, that are no JSON"
-    ):
+    with pytest.raises(UserError, match="no row can be used.* has messages or arguments of a call that are no JSON"):
         load_rows(write_rows(tmp_path / "rows.jsonl", [{"messages": messages}] * 3), from_messages)
 
 

@@ -1,16 +1,27 @@
-"""The tasks that need no file: countdown and sort, and how an answer to gsm8k is scored.
+"""The tasks that need no file: countdown and sort, and how an answer to gsm8k is scored. And what files do to rows.
 
 Prompts are in a compact notation for the tiny character model, `plain_prompt` says the same in words for others. The
 demonstrations (`completion`) are mostly wrong; `solution` is right.
 """
 
+import contextlib
+import json
 import random
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
 
 GSM8K = "Solve the problem step by step. End with one line that holds #### and the answer as a number."
 WRONG_SHARE = 0.75  # of the demonstrations
+MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["'].*\}\s*\]\s*""", re.DOTALL)  # as the text of a cell
+CONVERT = {  # a column of other formats: how its rows become ours
+    "conversations": 'def convert(row): said = [{"role": {"human": "user", "gpt": "assistant"}.get(m["from"], m["from"]'
+    '), "content": m["value"]} for m in row["conversations"]]; return {"prompt": said[:-1], "completion": said[-1:]}',
+    "instruction": """def convert(row): return {"prompt": f"{row['instruction']} {row.get('input') or ''}".strip(), """
+    '"completion": row["output"]}',
+}
 
 
 def procedural(name: str) -> tuple[Callable, list[dict], Callable]:
@@ -124,3 +135,32 @@ def stated(text: str) -> float | None:
     line = text.rpartition("####")[2].strip().partition("\n")[0] if "####" in text else ""
     found = re.search(r"[-\u2212]?(?:\d[\d,]*(?:\.\d+)?|(?<!\w)\.\d+)", line, re.ASCII)
     return float(found[0].replace(",", "").replace("\u2212", "-")) if found else None
+
+
+def tell_changes(path: Path, rows) -> None:
+    """Prints which columns of a JSON file are read as other types: dates as datetimes, 1 beside 2.5 as 1.0."""
+    with open(path) as file, contextlib.suppress(ValueError, AttributeError):  # rows in another form
+        given = json.load(file) if path.suffix == ".json" else map(json.loads, file)
+        kinds = {name: f"{name} ({type(value).__name__} in the file, {type(row[name]).__name__} in the rows)"
+                 for one, row in zip(given, islice(rows, 1000))
+                 for name, value in one.items() if type(value) is not type(row[name])}  # fmt: skip
+        if kinds:
+            print(f"warning: columns of {path} have other types than its text: {', '.join(kinds.values())}")
+
+
+def restored(row: dict) -> dict:
+    """The row as a chat template takes it. Text that holds messages as JSON (of a CSV) becomes messages. In messages
+    and tools: arguments that are JSON text are read, or the template would write them as JSON once more; parts that are
+    all text are joined; None, which Arrow writes for names that another of them has, is left out. Raises ValueError
+    for what is no JSON."""
+
+    def read(value, name: str = ""):
+        if isinstance(value, dict):
+            return {key: read(part, key) for key, part in value.items() if part is not None or key == "content"}
+        if isinstance(value, list):
+            texts = name == "content" and all(isinstance(x, dict) and x.get("type") == "text" for x in value)
+            return "".join(part.get("text") or "" for part in value) if texts else [read(part) for part in value]
+        return json.loads(value or "{}") if name == "arguments" and isinstance(value, str) else value
+
+    cells = {name: json.loads(x) if isinstance(x, str) and MESSAGES.fullmatch(x) else x for name, x in row.items()}
+    return {name: read(x) if isinstance(x, list) else x for name, x in cells.items()}

@@ -95,6 +95,14 @@ def preset(args: RunArgs, presets: dict[str, dict], row: str) -> str:
     return f"settings for {row}: {filled}"
 
 
+def choose_precision(args, device: torch.device | str, frozen: bool = False) -> bool:
+    """Fills in --precision where FSDP or the processor decide. Returns whether the loaded weights are bfloat16."""
+    cpu = torch.cpu.get_capabilities() if torch.device(device).type == "cpu" else {"amx_bf16": True}
+    slow = None if cpu.get("amx_bf16") or cpu.get("avx512_bf16") else "float32"  # in bfloat16
+    args.precision = args.precision or ("bfloat16" if args.fsdp else slow)
+    return args.precision == "pure-bfloat16" or bool(frozen or args.lora_rank) and args.precision != "float32"
+
+
 def find_users_code(folder: Path) -> None:
     """Lets `import` find what is in `folder`. A package `utils` there takes the name: all of ours is loaded."""
     ours = str(Path(__file__).resolve().parents[1])

@@ -5,32 +5,23 @@ A pair is a row with the columns prompt, chosen and rejected; an unpaired one ha
 where the completion is desirable.
 """
 
-import contextlib
 import hashlib
 import importlib
 import json
 import math
 import random
-import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from utils.builtin import GSM8K, gsm8k_score, procedural, right_and_wrong
+from utils.builtin import CONVERT, GSM8K, gsm8k_score, procedural, restored, right_and_wrong, tell_changes
 from utils.core import UserError
 from utils.dist import rank
 
 HELDOUT = 256  # rows, at most
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # formats of the datasets library
-MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["'].*\}\s*\]\s*""", re.DOTALL)  # as the text of a cell
-CONVERT = {  # a column of other formats: how its rows become ours
-    "conversations": 'def convert(row): said = [{"role": {"human": "user", "gpt": "assistant"}.get(m["from"], m["from"]'
-    '), "content": m["value"]} for m in row["conversations"]]; return {"prompt": said[:-1], "completion": said[-1:]}',
-    "instruction": """def convert(row): return {"prompt": f"{row['instruction']} {row.get('input') or ''}".strip(), """
-    '"completion": row["output"]}',
-}
 
 
 class Task(NamedTuple):
@@ -92,7 +83,11 @@ def load_rows(spec: str, shaped: Callable[[dict], dict] = lambda row: row, most:
         return next((n for prefix in prefixes for n in (prefix, *splits) if n in splits and n.startswith(prefix)), None)
 
     def transform(batch: dict) -> dict:
-        rows = [shaped(restored(dict(zip(batch, row)))) for row in zip(*batch.values())]
+        rows = [dict(zip(batch, row)) for row in zip(*batch.values())]
+        try:
+            rows = [shaped(restored(row)) for row in rows]
+        except ValueError as error:
+            raise RowFault(rows[0], f"has messages or arguments of a call that are no JSON ({error})") from error
         return {name: [row[name] for row in rows] for name in rows[0]}
 
     def read(name: str) -> tuple[Any, list[int]]:
@@ -148,37 +143,6 @@ def read_splits(spec: str) -> dict:
     except Exception as error:  # the library raises dozens of kinds, all of which mean the same to the user
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise UserError(f"cannot read the dataset {spec} ({reason}): give a readable file or hub name") from error
-
-
-def tell_changes(path: Path, rows) -> None:
-    """Prints which columns of a JSON file are read as other types: dates as datetimes, 1 beside 2.5 as 1.0."""
-    with open(path) as file, contextlib.suppress(ValueError, AttributeError):  # rows in another form
-        given = json.load(file) if path.suffix == ".json" else map(json.loads, file)
-        kinds = {name: f"{name} ({type(value).__name__} in the file, {type(row[name]).__name__} in the rows)"
-                 for one, row in zip(given, islice(rows, 1000))
-                 for name, value in one.items() if type(value) is not type(row[name])}  # fmt: skip
-        if kinds:
-            print(f"warning: columns of {path} have other types than its text: {', '.join(kinds.values())}")
-
-
-def restored(row: dict) -> dict:
-    """The row as a chat template takes it. Text that holds messages as JSON (of a CSV) becomes messages. In messages
-    and tools: arguments that are JSON text are read, or the template would write them as JSON once more; parts that are
-    all text are joined; None, which Arrow writes for names that another of them has, is left out."""
-
-    def read(value, name: str = ""):
-        if isinstance(value, dict):
-            return {key: read(part, key) for key, part in value.items() if part is not None or key == "content"}
-        if isinstance(value, list):
-            texts = name == "content" and all(isinstance(x, dict) and x.get("type") == "text" for x in value)
-            return "".join(part.get("text") or "" for part in value) if texts else [read(part) for part in value]
-        return json.loads(value or "{}") if name == "arguments" and isinstance(value, str) else value
-
-    try:
-        cells = {name: json.loads(x) if isinstance(x, str) and MESSAGES.fullmatch(x) else x for name, x in row.items()}
-        return {name: read(x) if isinstance(x, list) else x for name, x in cells.items()}
-    except ValueError as error:
-        raise RowFault(row, f"has messages, or arguments of a tool call, that are no JSON ({error})") from error
 
 
 def keep(rows, encode: Callable[[dict], Sequence], limit: float = math.inf):

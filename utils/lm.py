@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from utils.core import RunArgs, UserError, as_kwargs, preset
+from utils.core import RunArgs, UserError, as_kwargs, choose_precision, preset
 from utils.dist import Samples, full_weights, join, pad_left, positions, rank, shard, sharded, stream, unsharded, world
 
 TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")
@@ -65,14 +65,6 @@ class PolicyArgs(ModelArgs):
     learns ChatML"""
     sampler: str = ""
     """http://HOST:PORT of a vLLM server that samples in place of the model: utils/vllm.py"""
-
-
-def choose_precision(args, device: torch.device | str, frozen: bool = False) -> bool:
-    """Fills in --precision where FSDP or the processor decide. Returns whether the loaded weights are bfloat16."""
-    cpu = torch.cpu.get_capabilities() if torch.device(device).type == "cpu" else {"amx_bf16": True}
-    slow = None if cpu.get("amx_bf16") or cpu.get("avx512_bf16") else "float32"  # in bfloat16
-    args.precision = args.precision or ("bfloat16" if args.fsdp else slow)
-    return args.precision == "pure-bfloat16" or bool(frozen or args.lora_rank) and args.precision != "float32"
 
 
 def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen: bool = False) -> tuple[Any, Any]:
