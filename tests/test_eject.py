@@ -66,7 +66,16 @@ def test_only_what_is_used_is_inlined():
     names = {node.name for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     assert {"completion_logps", "Run", "UserError", "update"} <= names
     assert not {"k3", "alarm", "RewardModel", "collect"} & names
+    left_out = [line for line in text.splitlines() if "imported on use" in line]
+    assert left_out == ["# Left out, for it is imported on use alone: utils/vllm.py."] and "def ask(" not in text
     assert "\nfrom utils" not in text and "sys.path.insert(0, str(Path(__file__)" not in text
+
+
+def test_an_import_that_would_be_lost_is_refused(tmp_path):
+    script = tmp_path / "x.py"
+    script.write_text("try:\n    from utils.lm import sample\nexcept ImportError:\n    pass\n")
+    with pytest.raises(EjectError, match="line 2 of x.py"):
+        eject(script)
 
 
 def test_two_meanings_of_one_name_are_refused(tmp_path):
