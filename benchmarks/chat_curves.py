@@ -34,12 +34,12 @@ from utils.rewards import decode, evaluate  # noqa: E402
 
 TASK = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=2"
 PAIRS = FOLDER.parent / "smollm2-sums-pairs.jsonl"
-ONLINE = dict(task=TASK, max_steps=24, num_prompts=8, num_generations=8, max_completion_length=16, beta=0.0,
+ONLINE = dict(task=TASK, max_steps=16, num_prompts=8, num_generations=8, max_completion_length=16, beta=0.0,
               learning_rate=5e-6)  # fmt: skip
 CASES = {
-    "sft": dict(task=(TASK,), max_steps=30, batch_size=16, learning_rate=1e-5, lr_schedule="constant", warmup_steps=0),
+    "sft": dict(task=(TASK,), max_steps=20, batch_size=16, learning_rate=1e-5, lr_schedule="constant", warmup_steps=0),
     "grpo": ONLINE, "rloo": ONLINE, "ppo_lm": ONLINE,
-    "dpo": dict(task=str(PAIRS), max_steps=20, batch_size=16, learning_rate=2e-6, lr_schedule="constant"),
+    "dpo": dict(task=str(PAIRS), max_steps=12, batch_size=16, learning_rate=2e-6, lr_schedule="constant"),
 }  # fmt: skip
 Case, Side = Literal["sft", "grpo", "rloo", "ppo_lm", "dpo"], Literal["ours", "trl"]
 

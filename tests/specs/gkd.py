@@ -81,7 +81,7 @@ SPEC = Spec(
     "GKD, arXiv 2306.13649; KDRL, arXiv 2506.02208",
     PARENT.family,
     small=PARENT.small + " --teacher-steps 2",
-    tests="exact_gkd parity_trl_gkd wiring",
+    tests="exact_gkd exact_grpo parity_trl_gkd wiring",
     curves={
         "gkd-sort": Curve(
             FEW | dict(max_steps=8), "reward", numbers={"mean reward": "plain", "eval/pass@1": "share"},

@@ -78,7 +78,7 @@ SPEC = Spec(
     "Language models: environments",
     small="--device cpu --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
-    tests="exact_multiturn parity_trl_variants wiring",
+    tests="exact_multiturn exact_grpo parity_trl_variants wiring",
     curves={
         "grpo_multiturn-guess": Curve(dict(GUESS), "reward", numbers={"eval/pass@1": "share"}),
     },

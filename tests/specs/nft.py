@@ -55,7 +55,7 @@ SPEC = Spec(
     "NFT, arXiv 2505.18116",
     PARENT.family,
     small=PARENT.small + " --num-minibatches 2",
-    tests="exact_nft parity_verl wiring",
+    tests="exact_nft exact_grpo parity_verl wiring",
     curves={
         "nft-sort": Curve(
             dict(task="sort", max_steps=6, learning_rate=1e-4, eval_every=0, eval_prompts=256), "reward",

@@ -46,7 +46,7 @@ SPEC = Spec(
     "PSR, NSR and W-REINFORCE, arXiv 2506.01347",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_nsr expected_gradients parity_verl wiring",
+    tests="exact_nsr exact_grpo expected_gradients parity_verl wiring",
     curves={
         "nsr-sort": Curve(
             dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",

@@ -46,7 +46,7 @@ SPEC = Spec(
     "RAFT, arXiv 2304.06767; Reinforce-Rej, arXiv 2504.11343",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_raft expected_gradients parity_verl wiring",
+    tests="exact_raft exact_grpo expected_gradients parity_verl wiring",
     curves={
         "raft-sort": Curve(
             dict(task="sort", max_steps=6, learning_rate=1e-4, eval_every=0, eval_prompts=256), "reward",

@@ -96,7 +96,7 @@ SPEC = Spec(
     "REINFORCE++, arXiv 2501.03262",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_reinforce_pp parity_reinforce_pp wiring",
+    tests="exact_reinforce_pp exact_grpo parity_reinforce_pp wiring",
     curves={
         "reinforce_pp-sort": Curve(
             SORT | dict(eval_prompts=256), "reward", numbers={"mean reward": "plain", "eval/greedy": "share"},

@@ -94,7 +94,7 @@ SPEC = Spec(
     "TBA, arXiv 2503.18929",
     PARENT.family,
     small=PARENT.small + " --sync-every 4 --on-policy-share 0.5",
-    tests="exact_tba parity_verl wiring",
+    tests="exact_tba exact_grpo parity_verl wiring",
     curves={
         "tba-sort": Curve(
             dict(task="sort", max_steps=10, eval_every=0, eval_prompts=256), "reward",

@@ -60,7 +60,7 @@ SPEC = Spec(
     "TOPR, arXiv 2503.14286",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_topr expected_gradients parity_verl wiring",
+    tests="exact_topr exact_grpo expected_gradients parity_verl wiring",
     curves={
         "topr-sort": Curve(
             dict(task="sort", max_steps=6, learning_rate=1e-4, eval_every=0, eval_prompts=256), "reward",
