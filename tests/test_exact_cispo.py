@@ -5,23 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from groups import REWARDS, TABLE, P, close, make_batch, rewards_of
-from tabular import COMPLETIONS, TabularLM, gradients, log_probs, random_table
+from groups import REWARDS, TABLE, P, close, make_batch, rewards_of, stepping
+from tabular import COMPLETIONS, gradients, log_probs, random_table
 
 from algos import cispo, grpo
 
 pytestmark = pytest.mark.usefixtures("float64")
 LOW, HIGH = 0.9, 1.15
-
-
-def run_update(batch, module=cispo, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
-    """The table's change in one call of update by plain gradient ascent, over `rate`; and its metrics."""
-    model = TabularLM(TABLE)
-    defaults = dict(num_generations=len(batch.rewards) // P, micro_batch_size=len(batch.rewards), num_minibatches=1,
-                    max_completion_length=5, precision="float32", max_grad_norm=1e9, beta=0.0,
-                    aggregation="token")  # fmt: skip
-    metrics = module.update(model, torch.optim.SGD(model.parameters(), rate), batch, module.Args(**defaults | settings))
-    return (model.table.detach().numpy() - TABLE) / rate, metrics
+run_update = stepping(cispo, aggregation="token")
 
 
 def own_step(groups, rewards, table, old, bounds) -> tuple[np.ndarray, np.ndarray]:
