@@ -209,6 +209,8 @@ def test_train_takes_every_update(probe_run):
     updates = 3 * (160 - 40)  # steps 42, 44, .. 160, twice each
     assert len(calls) == updates
     agent, optimizers = calls[0][:2]
+    if algo == "td3":  # whose delay counts all updates that the steps so far have had
+        assert [call[5] for call in calls] == list(range(121, 481))
     for optimizer, part in zip(
         optimizers, (agent.actor, agent.critic if algo == "ddpg" else agent.critics), strict=True
     ):
