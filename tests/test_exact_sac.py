@@ -528,11 +528,9 @@ MODULES = {"sac": sac, "crossq": crossq, "gsde": gsde}
 each = pytest.mark.parametrize("algo", MODULES)
 
 
-@pytest.fixture(scope="module", params=MODULES)
-def probe_run(request, tmp_path_factory):
+def recorded_run(module, folder, *flags) -> tuple:
     """A short run: its folder, what `update` was called with each time, and the agent's state before the first."""
-    module, calls, untrained = MODULES[request.param], [], {}
-    update = module.update
+    calls, untrained, update = [], {}, module.update
 
     def recording(agent, *others):
         if not calls:
@@ -542,8 +540,12 @@ def probe_run(request, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "update", recording)
-        folder = new_run(module, tmp_path_factory.mktemp("probe"), *SETTINGS, "--utd-ratio", 3, "--alpha", None)
-    return folder, calls, untrained
+        return new_run(module, folder, *SETTINGS, "--utd-ratio", 3, *flags), calls, untrained
+
+
+@pytest.fixture(scope="module", params=MODULES)
+def probe_run(request, tmp_path_factory):
+    return recorded_run(MODULES[request.param], tmp_path_factory.mktemp("probe"), "--alpha", None)
 
 
 def test_train_stores_true_transitions(probe_run):
