@@ -5,7 +5,7 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 import torch
-from tabular import COMPLETIONS, EOS, PROMPTS, log_probs, probability, random_table
+from tabular import COMPLETIONS, EOS, PROMPTS, TabularLM, log_probs, probability, random_table
 
 from algos import grpo
 from utils.lm import Samples, pad_left
@@ -14,6 +14,8 @@ P = len(PROMPTS)
 TABLE, OTHER = random_table(0), random_table(1)
 REWARDS = [dict(zip(COMPLETIONS, row)) for row in np.random.default_rng(2).normal(size=(P, len(COMPLETIONS)))]
 GROUPS = [((1,), (0, 2), (2, 1)), ((0, 1), (2, 0), (1,))]
+EVERY = [COMPLETIONS, COMPLETIONS[::-1]]  # RIGHT: rewards of them
+RIGHT = [[float(i % 3 == 0) for i in range(len(COMPLETIONS))], [float(i < 5) for i in range(len(COMPLETIONS))]]
 
 
 def rewards_of(groups, table) -> list[list[float]]:
@@ -35,6 +37,22 @@ def make_batch(groups, rewards, old=TABLE, ref=None, temperature=1.0, pad=0) -> 
                       padded([[True] * len(c) for _, c in rows], False), logps(old),
                       torch.tensor([EOS in c for _, c in rows]))  # fmt: skip
     return grpo.Batch(samples, torch.tensor(rewards).flatten(), None if ref is None else logps(ref))
+
+
+def stepping(script, **own):
+    """`run_update` for the tests of a script, or of another that is named. own: settings that all of its calls have."""
+
+    def run_update(batch, module=script, rate=1.0, table=TABLE, **settings) -> tuple[np.ndarray, dict]:
+        """The table's change in one call of update by plain gradient ascent, over `rate`; and its metrics."""
+        model = TabularLM(table)
+        defaults = dict(num_generations=len(batch.rewards) // P, micro_batch_size=len(batch.rewards), num_minibatches=1,
+                        max_completion_length=5, precision="float32", max_grad_norm=1e9, beta=0.0)  # fmt: skip
+        known = {name: x for name, x in defaults.items() if name in module.Args.__dataclass_fields__}
+        args = module.Args(**known | own | settings)
+        metrics = module.update(model, torch.optim.SGD(model.parameters(), rate), batch, args)
+        return (model.table.detach().numpy() - table) / rate, metrics
+
+    return run_update
 
 
 def batches(group_size: int, joint: bool, table=TABLE):

@@ -119,16 +119,6 @@ def test_seen_in_the_run(function, words, files, capsys):
         command_line(grpo, *SMALL["grpo"], "--reward", f"rewards.py:{function}", "--output-dir", "made")
 
 
-def test_a_run_of_another_script(files, capsys):
-    """Even where all its arguments are known to this one. What is there stays."""
-    command_line(grpo, *SMALL["grpo"], "--max-steps", 1, "--output-dir", "made")
-    (folder,) = runs_in(Path("made"))
-    before = (folder / "config.json").read_bytes()
-    with user_error(capsys, "run of grpo.py, not of dapo.py"):
-        command_line(importlib.import_module("algos.dapo"), "--resume", folder, "--max-steps", 2)
-    assert (folder / "config.json").read_bytes() == before
-
-
 def test_tracking_without_wandb(files, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with user_error(capsys, "--track", "pip install wandb"):

@@ -3,21 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from groups import GROUPS, OTHER, REWARDS, TABLE, P, close, make_batch, rewards_of
-from tabular import COMPLETIONS, EOS, TabularLM, gradients, log_probs, probability, random_table
+from groups import GROUPS, OTHER, REWARDS, TABLE, P, close, make_batch, rewards_of, stepping
+from tabular import COMPLETIONS, EOS, gradients, log_probs, probability, random_table
 
 from algos import grpo, gspo
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def run_update(batch, module=gspo, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
-    """The table's change in one call of update by plain gradient ascent, over `rate`; and its metrics."""
-    model = TabularLM(TABLE)
-    defaults = dict(num_generations=len(batch.rewards) // P, micro_batch_size=len(batch.rewards), num_minibatches=1,
-                    max_completion_length=5, precision="float32", max_grad_norm=1e9, beta=0.0)  # fmt: skip
-    metrics = module.update(model, torch.optim.SGD(model.parameters(), rate), batch, module.Args(**defaults | settings))
-    return (model.table.detach().numpy() - TABLE) / rate, metrics
+run_update = stepping(gspo)
 
 
 def own_step(groups, rewards, table, low, high, beta=0.0, kept=lambda c: True) -> tuple[np.ndarray, list[bool]]:

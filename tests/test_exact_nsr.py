@@ -8,26 +8,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from groups import OTHER, TABLE, P, close, make_batch
-from tabular import COMPLETIONS, TabularLM, gradients, log_probs, random_table
+from groups import EVERY as GROUPS
+from groups import OTHER, RIGHT, TABLE, P, close, make_batch, stepping
+from tabular import COMPLETIONS, gradients, log_probs, random_table
 
 from algos import grpo, nsr
 from utils.core import UserError
 
 pytestmark = pytest.mark.usefixtures("float64")
-GROUPS = [COMPLETIONS, COMPLETIONS[::-1]]
-RIGHT = [[float(i % 3 == 0) for i in range(len(COMPLETIONS))], [float(i < 5) for i in range(len(COMPLETIONS))]]
 LOW, HIGH, L_MAX = 0.1, 0.3, 5
 RULES = {"PSR": (1.0, 0.0), "NSR": (0.0, 1.0), "W-REINFORCE": (0.1, 1.0)}
-
-
-def run_update(batch, module=nsr, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
-    """The table's change in one call of update by plain gradient ascent, over `rate`; and its metrics."""
-    model = TabularLM(TABLE)
-    defaults = dict(num_generations=len(batch.rewards) // P, micro_batch_size=len(batch.rewards), num_minibatches=1,
-                    max_completion_length=L_MAX, precision="float32", max_grad_norm=1e9, beta=0.0)  # fmt: skip
-    metrics = module.update(model, torch.optim.SGD(model.parameters(), rate), batch, module.Args(**defaults | settings))
-    return (model.table.detach().numpy() - TABLE) / rate, metrics
+run_update = stepping(nsr)
 
 
 def own_step(p, rule, table, old, aggregation, subset) -> np.ndarray:

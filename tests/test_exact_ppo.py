@@ -166,16 +166,6 @@ def random_batch(agent, steps=6, envs=4, seed=0) -> ppo.Batch:
                               terminated, truncated))  # fmt: skip
 
 
-def test_advantages_by_hand():
-    """gamma = lambda = 1/2; columns: no end, terminated, truncated, both at the second row, terminated at the last."""
-    rewards, values, next_values = (np.array([x] * 5, float).T for x in ([1, 2, 4], [1, 2, 3], [2, 6, 8]))
-    terminated, truncated = np.zeros((2, 3, 5), bool)
-    terminated[1, [1, 3]] = truncated[1, [2, 3]] = terminated[2, 4] = True
-    inputs = tensors(rewards, values, next_values, terminated, terminated | truncated)
-    expected = [[2.0625, 1.0, 1.75, 1.0, 1.8125], [4.25, 0.0, 3.0, 0.0, 3.25], [5.0, 5.0, 5.0, 5.0, 1.0]]
-    close(ppo.gae(*inputs, 0.5, 0.5), expected)
-
-
 @float64()
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.7, 1.0])
 def test_advantages_of_every_pattern_of_ends(gae_lambda):

@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from groups import GROUPS, OTHER, REWARDS, TABLE, P, close, make_batch, rewards_of
-from tabular import COMPLETIONS, EOS, OUTSIDE, PREFIXES, TabularLM, gradients, log_probs, probability, random_table
+from groups import GROUPS, OTHER, REWARDS, TABLE, P, close, make_batch, rewards_of, stepping
+from tabular import COMPLETIONS, EOS, OUTSIDE, PREFIXES, gradients, log_probs, probability, random_table
 
 from algos import grpo, reinforce_pp
 from utils.core import UserError
@@ -15,15 +15,7 @@ from utils.dist import Samples
 
 pytestmark = pytest.mark.usefixtures("float64")
 BETA = 0.7
-
-
-def run_update(batch, module=reinforce_pp, table=TABLE, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
-    """The table's change in one call of update by plain gradient ascent, over `rate`; and its metrics."""
-    model = TabularLM(table)
-    defaults = dict(num_generations=len(batch.rewards) // P, micro_batch_size=len(batch.rewards), num_minibatches=1,
-                    max_completion_length=5, precision="float32", max_grad_norm=1e9, beta=0.0)  # fmt: skip
-    metrics = module.update(model, torch.optim.SGD(model.parameters(), rate), batch, module.Args(**defaults | settings))
-    return (model.table.detach().numpy() - table) / rate, metrics
+run_update = stepping(reinforce_pp)
 
 
 def own_advantages(groups, rewards, old, beta=0.0, baseline="none", ref=OTHER, kept=lambda c: True) -> list[np.ndarray]:

@@ -8,23 +8,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from groups import GROUPS, OTHER, REWARDS, TABLE, P, batches, close, expectation, make_batch, rewards_of
-from tabular import COMPLETIONS, EOS, OUTSIDE, PREFIXES, TabularLM, gradients, log_probs, probability
+from groups import GROUPS, OTHER, REWARDS, TABLE, P, batches, close, expectation, make_batch, rewards_of, stepping
+from tabular import COMPLETIONS, EOS, OUTSIDE, PREFIXES, gradients, log_probs, probability
 from tabular import random_table as random_logits
 
 from algos import rloo
 
 pytestmark = pytest.mark.usefixtures("float64")
 BETA = 0.7
-
-
-def run_update(batch, table=TABLE, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
-    """The table's change in one call of update, over `rate`; and its metrics."""
-    model = TabularLM(table)
-    defaults = dict(num_generations=len(batch.rewards) // P, micro_batch_size=len(batch.rewards),
-                    max_completion_length=5, precision="float32", max_grad_norm=1e9, beta=0.0)  # fmt: skip
-    metrics = rloo.update(model, torch.optim.SGD(model.parameters(), rate), batch, rloo.Args(**defaults | settings))
-    return (model.table.detach().numpy() - table) / rate, metrics
+run_update = stepping(rloo)
 
 
 def objective(table: np.ndarray, beta: float) -> float:

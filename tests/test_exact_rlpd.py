@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from control import assert_probed, without
-from helpers import SMALL, command_line, metrics, new_run, user_error, weights
+from helpers import metrics, new_run, weights
 from scipy import stats
 from small_data import pendulum
 from test_exact_sac import rows_of
@@ -100,9 +100,3 @@ def test_train_learns_from_both(last, tmp_path, monkeypatch):
         assert all(tuple(row) in new for row in torch.cat(batch, 1)[:8].numpy())
         seen += [tuple(row) for row in batch.obs[8:].tolist()]
     assert set(seen) == {tuple(row) for row in obs.tolist()}
-
-
-def test_half_of_an_odd_minibatch_is_refused(tmp_path, capsys):
-    words = *SMALL["rlpd"], "--dataset", pendulum(tmp_path / "data.hdf5"), "--output-dir", tmp_path, "--batch-size", 9
-    with user_error(capsys, "--offline-ratio 0.5", "--batch-size 9", "even"):
-        command_line(rlpd, *words)

@@ -513,22 +513,6 @@ def test_replay_samples_uniformly(total):
     assert stats.chisquare(torch.bincount(pairs, minlength=rows**2)).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("counts", [(4, 3), (7, 6, 2), (13, 10), (3, 25)])
-def test_replay_keeps_the_newest_rows_and_comes_back(counts):
-    """A checkpoint holds the rows that were written and no more; what is added after it goes to the same places."""
-    replay, copy, total = make_replay(10), make_replay(10), 0
-    for count in counts:
-        add(replay, total, count)
-        total += count
-        assert sorted(replay.rows[: replay.total, 0].tolist()) == list(range(max(0, total - 10), total))
-    state = replay.state_dict()
-    assert state["rows"].shape == (min(total, 10), 3) and state["rows"].untyped_storage().size() == state["rows"].nbytes
-    copy.load_state_dict(state)
-    for buffer in (replay, copy):
-        add(buffer, total, 3)
-    assert torch.equal(copy.rows.nan_to_num(-1), replay.rows.nan_to_num(-1)) and copy.total == replay.total
-
-
 # --- train()
 
 
@@ -544,11 +528,9 @@ MODULES = {"sac": sac, "crossq": crossq, "gsde": gsde}
 each = pytest.mark.parametrize("algo", MODULES)
 
 
-@pytest.fixture(scope="module", params=MODULES)
-def probe_run(request, tmp_path_factory):
+def recorded_run(module, folder, *flags) -> tuple:
     """A short run: its folder, what `update` was called with each time, and the agent's state before the first."""
-    module, calls, untrained = MODULES[request.param], [], {}
-    update = module.update
+    calls, untrained, update = [], {}, module.update
 
     def recording(agent, *others):
         if not calls:
@@ -558,8 +540,12 @@ def probe_run(request, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "update", recording)
-        folder = new_run(module, tmp_path_factory.mktemp("probe"), *SETTINGS, "--utd-ratio", 3, "--alpha", None)
-    return folder, calls, untrained
+        return new_run(module, folder, *SETTINGS, "--utd-ratio", 3, *flags), calls, untrained
+
+
+@pytest.fixture(scope="module", params=MODULES)
+def probe_run(request, tmp_path_factory):
+    return recorded_run(MODULES[request.param], tmp_path_factory.mktemp("probe"), "--alpha", None)
 
 
 def test_train_stores_true_transitions(probe_run):

@@ -7,7 +7,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from groups import GROUPS, OTHER, REWARDS, TABLE, P, batches, close, make_batch, rewards_of
+from groups import GROUPS, OTHER, REWARDS, TABLE, P, batches, close, make_batch, rewards_of, stepping
 from helpers import SMALL, command_line, metrics, new_run, user_error
 from tabular import (
     COMPLETIONS,
@@ -41,13 +41,7 @@ def make(groups, rewards, old=TABLE, ref=OTHER, **more) -> tba.Batch:
     return tba.Batch(made.samples, made.rewards, made.ref_logps.sum(1))
 
 
-def run_update(batch, module=tba, table=TABLE, **settings) -> tuple[np.ndarray, dict]:
-    """The table's change in one call of update by plain gradient descent of rate 1, and its metrics."""
-    model = TabularLM(table)
-    defaults = dict(num_generations=len(batch.rewards) // P, micro_batch_size=len(batch.rewards), beta=BETA,
-                    max_completion_length=5, precision="float32", max_grad_norm=1e9)  # fmt: skip
-    found = module.update(model, torch.optim.SGD(model.parameters(), 1.0), batch, module.Args(**defaults | settings))
-    return model.table.detach().numpy() - table, found
+run_update = stepping(tba, beta=BETA)
 
 
 def own_step(groups, rewards, table=TABLE, beta=BETA) -> np.ndarray:

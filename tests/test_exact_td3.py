@@ -127,20 +127,3 @@ def test_without_its_ideas_td3_is_ddpg_bit_for_bit(tmp_path):
             ours = {name.replace("critics.q1", "critic.net"): x for name, x in weights(run).items()}
             theirs = weights(folder)
             assert ours.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in ours.items())
-
-
-def test_the_delay_counts_all_updates_of_the_run(tmp_path, monkeypatch):
-    """Also where a step has fewer updates than the delay is long."""
-    numbers, update = [], td3.update
-
-    def recording(*inputs):
-        numbers.append(inputs[5])
-        return update(*inputs)
-
-    monkeypatch.setattr(td3, "update", recording)
-    flags = ("--device cpu --num-envs 1 --total-timesteps 40 --learning-starts 20 --batch-size 4 --hidden-size 4 "
-             "--eval-every 0 --eval-episodes 1").split()  # fmt: skip
-    for utd in (1, 3):
-        new_run(td3, tmp_path, *flags, *WALK, "--utd-ratio", utd)
-        assert numbers == list(range(20 * utd + 1, 40 * utd + 1))
-        numbers.clear()

@@ -18,22 +18,6 @@ from utils.data import Task, load_task
 ANSWERS = {(1,): "a", (0, 1): "b", (2, 1): "b", (0, 0): "a", (0, 2): "c", (2, 0): None, (2, 2): None}  # of texts
 
 
-@pytest.mark.parametrize(
-    "answers, label, count",
-    [
-        (["b", "a", "a"], "a", 2),
-        (["b", "a", "a", "b"], "b", 2),  # of two with as many votes the first
-        (["c", "a", "b"], "c", 1),
-        ([None, None, "a"], "a", 1),  # None is no vote
-        ([None, "a", None, "b", "b", None], "b", 2),
-        ([None, None], None, 0),
-        ([3.0, 3, 2.0], 3.0, 2),
-    ],
-)
-def test_votes_by_hand(answers, label, count):
-    assert ttrl.vote(answers) == (label, count)
-
-
 def test_rewards_and_metrics_by_hand():
     """Three prompts of four votes, of which two are trained. The label of the first comes from votes that are not; the
     second has a tie; nobody votes for the third, so nobody is right there."""

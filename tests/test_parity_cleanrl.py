@@ -13,7 +13,8 @@ follows. Each difference is shown, or put into ours here, and then the numbers a
 
 import pytest
 import torch
-from test_parity_tianshou import EXACT, c51_updates, close, compare, rainbow_updates, recorded, stored
+from helpers import recorded
+from test_parity_tianshou import EXACT, c51_updates, close, compare, rainbow_updates, stored
 
 from algos import c51, rainbow
 from benchmarks.peers import make_cleanrl_fixtures as cleanrl

@@ -13,6 +13,7 @@ import json
 
 import pytest
 import torch
+from helpers import recorded
 
 from algos import ppo
 from benchmarks.peers.make_sb3_fixtures import CASES, PATH, ROUNDS, SPACES, D, N, Played, T, make_stream, run_sb3
@@ -82,16 +83,13 @@ def assert_same(
 
 def test_recorded():
     """All cases against SB3's recorded numbers, which were made for the cases and the stream of today's script."""
-    from safetensors import safe_open
-
-    with safe_open(str(PATH), "pt") as file:
-        recorded, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    stream, results, about = recorded(PATH, "stream/")
     assert json.loads(about["cases"]) == CASES and about["stable_baselines3"].startswith("2.9.")
-    stream = {name.removeprefix("stream/"): t.numpy() for name, t in recorded.items() if name.startswith("stream/")}
+    stream = {name: tensor.numpy() for name, tensor in stream.items()}
     for i, case in enumerate(CASES):
         start = f"case{i}/"
         assert_same(
-            stream, case, {name.removeprefix(start): t for name, t in recorded.items() if name.startswith(start)}
+            stream, case, {name.removeprefix(start): t for name, t in results.items() if name.startswith(start)}
         )
 
 

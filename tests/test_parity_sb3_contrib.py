@@ -10,6 +10,7 @@ import json
 
 import pytest
 import torch
+from helpers import recorded
 from test_parity_sb3 import assert_same
 
 from algos import ppo_lstm, ppo_mask
@@ -80,16 +81,13 @@ SCRIPTS = {"ppo_mask": (PATH, CASES, compare), "ppo_lstm": (LSTM_PATH, LSTM_CASE
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_recorded(script):
-    from safetensors import safe_open
-
     path, cases, compare = SCRIPTS[script]
-    with safe_open(str(path), "pt") as file:
-        recorded, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    stream, results, about = recorded(path, "stream/")
     assert json.loads(about["cases"]) == cases and about["sb3_contrib"].startswith("2.9.")
-    stream = {name.removeprefix("stream/"): t.numpy() for name, t in recorded.items() if name.startswith("stream/")}
+    stream = {name: tensor.numpy() for name, tensor in stream.items()}
     for i, case in enumerate(cases):
         start = f"case{i}/"
-        theirs = {name.removeprefix(start): t for name, t in recorded.items() if name.startswith(start)}
+        theirs = {name.removeprefix(start): t for name, t in results.items() if name.startswith(start)}
         compare(stream, case, theirs)
 
 

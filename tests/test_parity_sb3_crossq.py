@@ -14,7 +14,7 @@ import json
 import pytest
 import torch
 from control import float64
-from safetensors import safe_open
+from helpers import recorded
 
 from algos import crossq
 from benchmarks.peers import make_sb3_crossq_fixtures as sb3
@@ -60,11 +60,9 @@ def compare(inputs: dict, theirs: dict, monkeypatch) -> None:
 
 @float64()
 def test_recorded(monkeypatch):
-    with safe_open(str(sb3.PATH), "pt") as file:
-        tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    inputs, theirs, about = recorded(sb3.PATH)
     assert json.loads(about["cases"]) == sb3.CASES and about["sb3_contrib"].startswith("2.9.")
-    inputs = {name.removeprefix("input/"): x for name, x in tensors.items() if name.startswith("input/")}
-    compare(inputs, tensors, monkeypatch)
+    compare(inputs, theirs, monkeypatch)
 
 
 @float64()

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from safetensors import safe_open
+from helpers import recorded
 
 from algos import dqn
 from benchmarks.peers import make_sb3_dqn_fixtures as sb3
@@ -17,14 +17,6 @@ from benchmarks.peers import make_sb3_dqn_fixtures as sb3
 EXACT = 1e-9  # float64, five steps of Adam
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def recorded() -> tuple[dict, dict, dict]:
-    """Inputs, SB3's results and the metadata of the fixture."""
-    with safe_open(str(sb3.PATH), "pt") as file:
-        tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-    inputs = {name.removeprefix("input/"): t for name, t in tensors.items() if name.startswith("input/")}
-    return inputs, {name: t for name, t in tensors.items() if not name.startswith("input/")}, about
 
 
 def ours(inputs: dict, tau: float, script) -> list[dict[str, torch.Tensor]]:
@@ -50,7 +42,7 @@ def compare(inputs: dict, theirs: dict, script=dqn) -> None:
 
 
 def test_recorded():
-    inputs, theirs, about = recorded()
+    inputs, theirs, about = recorded(sb3.PATH)
     assert json.loads(about["cases"]) == sb3.CASES and about["stable_baselines3"].startswith("2.9.")
     compare(inputs, theirs)
 
@@ -58,7 +50,7 @@ def test_recorded():
 def test_recorded_updates_move():
     """By far more than the tolerance, the target network at every second one and not at the others: an update that does
     nothing cannot pass."""
-    inputs, theirs, _ = recorded()
+    inputs, theirs, _ = recorded(sb3.PATH)
     for name, start in [(name.removeprefix("weights/"), t) for name, t in inputs.items() if "weights/" in name]:
         moved = [(b - a).abs().max() > 1e4 * EXACT for a, b in pairwise([start, *theirs[f"update/0/{name}"]])]
         assert moved == [False, True, False, True, False] if name.startswith("target") else all(moved), name

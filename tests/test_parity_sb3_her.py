@@ -10,8 +10,7 @@ import gymnasium as gym
 import numpy as np
 import test_parity_sb3_dqn
 import torch
-from helpers import new_run
-from safetensors import safe_open
+from helpers import new_run, recorded
 
 from algos import her
 from algos.her import BitFlip
@@ -20,13 +19,6 @@ from benchmarks.peers.make_sb3_her_fixtures import EPISODES, K, N
 from utils.control import ReplayBuffer
 
 SIZES = (3 * N, 1, 1, 1, 3 * N)
-
-
-def recorded() -> tuple[dict, torch.Tensor, dict]:
-    """Inputs, SB3's rows and the metadata of the fixture."""
-    with safe_open(str(sb3.PATH), "pt") as file:
-        tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-    return {name.removeprefix("input/"): t for name, t in tensors.items() if "/" in name}, tensors["rows"], about
 
 
 def ours(inputs: dict, steps: int, tmp_path, patch) -> torch.Tensor:
@@ -79,9 +71,9 @@ def compare(inputs: dict, theirs: torch.Tensor, tmp_path, patch) -> None:
 
 
 def test_recorded(tmp_path, monkeypatch):
-    inputs, theirs, about = recorded()
+    inputs, theirs, about = recorded(sb3.PATH)
     assert about["stable_baselines3"].startswith("2.9.")
-    compare(inputs, theirs, tmp_path, monkeypatch)
+    compare(inputs, theirs["rows"], tmp_path, monkeypatch)
 
 
 def test_live(needs_sb3, tmp_path, monkeypatch):
@@ -92,5 +84,5 @@ def test_live(needs_sb3, tmp_path, monkeypatch):
 
 def test_updates(float64):
     """On the minibatches that benchmarks/peers/make_sb3_dqn_fixtures.py recorded."""
-    inputs, theirs, _ = test_parity_sb3_dqn.recorded()
+    inputs, theirs, _ = recorded(test_parity_sb3_dqn.sb3.PATH)
     test_parity_sb3_dqn.compare(inputs, theirs, her)

@@ -15,7 +15,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
+from helpers import recorded
 
 from algos import sac
 from benchmarks.peers import make_sb3_sac_fixtures as sb3
@@ -24,19 +24,7 @@ EXACT = 1e-9  # float64, three steps of Adam; SB3's log(1 - tanh(u)^2) loses dig
 STEP = 1e-5  # of SB3's epsilon, beside steps of RATE = 1e-2
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def recorded() -> tuple[dict, dict, dict]:
-    """Inputs, SB3's results and the metadata of the fixture."""
-    with safe_open(str(sb3.PATH), "pt") as file:
-        tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-    inputs = {name.removeprefix("input/"): t for name, t in tensors.items() if name.startswith("input/")}
-    return inputs, {name: t for name, t in tensors.items() if not name.startswith("input/")}, about
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def make_agent(inputs: dict) -> sac.Agent:
@@ -111,14 +99,14 @@ def density(inputs: dict, scale: float) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def test_recorded():
     """Critics, actor, targets and alpha after each update, and the density, against SB3's recorded numbers."""
-    inputs, theirs, about = recorded()
+    inputs, theirs, about = recorded(sb3.PATH)
     assert json.loads(about["cases"]) == sb3.CASES and about["stable_baselines3"].startswith("2.9.")
     compare(inputs, theirs)
 
 
 def test_recorded_updates_move():
     """Every recorded parameter moved by far more than the tolerance: an update that does nothing cannot pass."""
-    inputs, theirs, _ = recorded()
+    inputs, theirs, _ = recorded(sb3.PATH)
     for name in make_agent(inputs).state_dict():
         case = 2 if name == "log_alpha" else 0
         moved = (theirs[f"update/{case}/{name}"][0] - inputs[f"weights/{name}"]).abs().max()

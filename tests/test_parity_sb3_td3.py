@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
+from helpers import recorded
 
 from algos import ddpg, td3
 from benchmarks.peers import make_sb3_td3_fixtures as sb3
@@ -16,26 +16,7 @@ from benchmarks.peers import make_sb3_td3_fixtures as sb3
 EXACT = 1e-9
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture
-def needs_sb3():
-    module = pytest.importorskip("stable_baselines3", reason="needs stable-baselines3==2.9.0", exc_type=ImportError)
-    if not module.__version__.startswith("2.9."):
-        pytest.skip(f"stable-baselines3 is {module.__version__}: the comparison is with 2.9")
-
-
-def recorded() -> tuple[dict, dict, dict]:
-    """Inputs, SB3's results and the metadata of the fixture."""
-    with safe_open(str(sb3.PATH), "pt") as file:
-        tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-    inputs = {name.removeprefix("input/"): t for name, t in tensors.items() if name.startswith("input/")}
-    return inputs, {name: t for name, t in tensors.items() if not name.startswith("input/")}, about
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def ours(module, inputs: dict, case: dict) -> dict[str, torch.Tensor]:
@@ -79,14 +60,14 @@ def compare(inputs: dict, theirs: dict) -> None:
 
 
 def test_recorded():
-    inputs, theirs, about = recorded()
+    inputs, theirs, about = recorded(sb3.PATH)
     assert json.loads(about["cases"]) == sb3.CASES and about["stable_baselines3"].startswith("2.9.")
     compare(inputs, theirs)
 
 
 def test_recorded_updates_move():
     """Each parameter moves by far more than the tolerance where it is to move, and stands still where it is not."""
-    inputs, theirs, _ = recorded()
+    inputs, theirs, _ = recorded(sb3.PATH)
     for i, case in enumerate(sb3.CASES):
         for name, after in (
             (n.removeprefix(f"update/{i}/"), t) for n, t in theirs.items() if n.startswith(f"update/{i}")

@@ -21,8 +21,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import new_run
-from safetensors import safe_open
+from helpers import new_run, recorded
 
 from algos import c51, rainbow, reinforce
 from benchmarks.peers import make_tianshou_fixtures as tianshou
@@ -33,14 +32,6 @@ EXACT = 1e-9  # float64, five steps of Adam
 EPSILON = np.finfo(np.float32).eps.item()
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def recorded(path) -> tuple[dict, dict, dict]:
-    """Inputs, the peer's results and the metadata of a fixture."""
-    with safe_open(str(path), "pt") as file:
-        tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-    inputs = {name.removeprefix("input/"): t for name, t in tensors.items() if name.startswith("input/")}
-    return inputs, {name: t for name, t in tensors.items() if not name.startswith("input/")}, about
 
 
 INPUTS, RESULTS, ABOUT = recorded(tianshou.PATH)

@@ -12,6 +12,7 @@ import json
 
 import pytest
 import torch
+from helpers import recorded
 
 from algos import grpo
 from benchmarks.peers.make_trl_fixtures import CASES, LOSS_TYPES, MAX_LENGTH, PATH, TRL, G, P, make_inputs, make_trainer
@@ -46,14 +47,10 @@ def assert_equal(mine: dict, theirs: dict, case: dict) -> None:
 
 def test_recorded():
     """All settings against TRL's recorded numbers, which were made for the cases and the inputs of today's script."""
-    from safetensors import safe_open
-
-    with safe_open(str(PATH), "pt") as file:
-        recorded, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    inputs, results, about = recorded(PATH)
     assert json.loads(about["cases"]) == CASES and about["trl"].startswith("1.16.")
-    inputs = {name.removeprefix("input/"): t for name, t in recorded.items() if name.startswith("input/")}
     for i, case in enumerate(CASES):
-        theirs = {name: recorded[f"trl/{name}"][i] for name in ("advantages", "loss", "gradient")}
+        theirs = {name: results[f"trl/{name}"][i] for name in ("advantages", "loss", "gradient")}
         assert theirs["gradient"].abs().max() > 1e-3
         assert_equal(ours(inputs, case), theirs, case)
 

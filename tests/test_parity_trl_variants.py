@@ -9,7 +9,7 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
+from helpers import recorded
 from table import updated
 
 from algos import cispo, dapo, grpo_multiturn, gspo, rloo
@@ -59,12 +59,11 @@ def compare(monkeypatch, inputs: dict, theirs: dict) -> None:
 
 
 def test_recorded(monkeypatch):
-    with safe_open(str(PATH), "pt") as file:
-        tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    inputs, results, about = recorded(PATH)
     assert json.loads(about["cases"]) == CASES and about["trl"].startswith("1.16.")
-    parts = [{k.partition("/")[2]: t for k, t in tensors.items() if k.startswith(part)} for part in ("input", "trl")]
-    compare(monkeypatch, *parts)
-    gradients = parts[1]["gradient"].flatten(1)
+    theirs = {name.removeprefix("trl/"): tensor for name, tensor in results.items()}
+    compare(monkeypatch, inputs, theirs)
+    gradients = theirs["gradient"].flatten(1)
     assert (torch.cdist(gradients, gradients) + torch.eye(len(CASES))).min() > 1e-4  # no setting does nothing
 
 

@@ -400,6 +400,7 @@ def test_replay_buffer(capacity, adds):
         if saved:
             state, replay = replay.state_dict(), ReplayBuffer(capacity, (1, 2), torch.device("cpu"))
             assert len(state["rows"]) == len(kept)
+            assert state["rows"].untyped_storage().size() == state["rows"].nbytes  # what was never written is not saved
             replay.load_state_dict(state)
 
 

@@ -10,14 +10,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from control import CONTROL, OFFLINE, WALK, checkpoint, stored_rows, walk
 from every_script import options, script
 from helpers import SMALL, assert_same_result, command_line, copied_at, metrics, new_run, runs_in, start, wait_for
 from small_data import pendulum
 
-from algos import her, ppo, ppo_lstm, rainbow
-from utils import core
+from algos import her, ppo, ppo_lstm
 from utils.core import Run
 
 ENDS = ("--env-kwargs", "ends=true")
@@ -191,24 +189,6 @@ def test_a_kill_at_any_moment(tmp_path):
     assert metrics(whole)[0].keys() <= set().union(*metrics(folder))
 
 
-@pytest.mark.parametrize("when", ["write", "flush"])
-def test_a_kill_in_the_middle_of_a_save_leaves_the_old_checkpoint(when, tmp_path):
-    folder = new_run(ppo, tmp_path, *SMALL["ppo"], "--save-every", 32)
-    before = (folder / "checkpoint.pt").read_bytes()
-
-    def killed(state, file):
-        if when == "flush":
-            torch.save(state, file)
-        file.write(b"half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        core.write_atomically(folder / "checkpoint.pt", lambda file: killed({}, file))
-    assert (folder / "checkpoint.pt").read_bytes() == before
-    core.write_atomically(folder / "checkpoint.pt", lambda file: file.write(b"new"))
-    assert (folder / "checkpoint.pt").read_bytes() == b"new"
-
-
 @pytest.mark.parametrize("algo", ["ppo", "sac"])
 def test_an_exception_of_the_environment_shows_its_frames(algo, tmp_path):
     """What is lost is the steps since the last checkpoint."""
@@ -223,13 +203,3 @@ def test_an_exception_of_the_environment_shows_its_frames(algo, tmp_path):
     broken.unlink()
     command_line(module, "--resume", folder)
     assert metrics(folder)[-1]["step"] == 160
-
-
-def test_a_checkpoint_never_holds_more_than_the_buffer(tmp_path):
-    """Also where more rows than the capacity were added, and after a resume: the newest ones."""
-    args = [*SMALL["rainbow"], *walk("rainbow"), "--buffer-size", 50]
-    folder = new_run(rainbow, tmp_path, *args)
-    for _ in range(2):
-        rows = checkpoint(folder)["replay"]
-        assert len(rows["rows"]) == 50 < rows["total"]
-        command_line(rainbow, "--resume", folder, "--total-timesteps", 192)

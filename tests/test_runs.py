@@ -248,24 +248,6 @@ def test_sampling_in_parts(monkeypatch):
         assert samples.ended.tolist() == sum((part.ended.tolist() for part in parts), [])
 
 
-@pytest.mark.parametrize("algo", ["grpo", "sft"])
-def test_evaluation_samples_in_parts_too(algo, tmp_path, monkeypatch):
-    rows, found, sample_all = [], [], utils.rewards.sample_all
-    spy = lambda *inputs: rows.append(len(inputs[1]) * inputs[3]) or sample(*inputs)  # noqa: E731
-
-    def noted(*inputs):
-        rows.clear()
-        samples = sample_all(*inputs)
-        found.extend(rows)
-        return samples
-
-    monkeypatch.setattr(utils.lm, "sample", spy)
-    monkeypatch.setattr(utils.rewards, "sample_all", noted)
-    flags = [*SMALL[algo], *"--max-steps 1 --eval-samples 3 --sample-batch-size 8".split()]
-    new_run(importlib.import_module(f"algos.{algo}"), tmp_path, *flags)
-    assert set(found) == {4, 6}  # four greedy answers at once; three samples of two prompts
-
-
 def test_plot_draws_what_is_there(tmp_path):
     """A column that no row has, and rows without a column, are no reason to fail at the end of a run."""
     plot([{"step": 0, "a": 1.0}, {"step": 1}], {"one": ("a", "absent"), "two": ()}, "title", tmp_path / "curve.png")
