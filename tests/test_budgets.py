@@ -15,7 +15,7 @@ EJECTED = {  # all lines
     "dpo": (1810, 1250), "rloo": (1850, 1250), "grpo": (1885, 1300),
 }  # fmt: skip
 CODE = {  # lines of code of all Python files in a folder, of which those of another are another's
-    "utils": (1700, 1400), "tests": (22500, 20000), "benchmarks": (2900, 2900), "benchmarks/peers": (2900, 2900),
+    "utils": (1700, 1400), "tests": (22400, 20000), "benchmarks": (2900, 2900), "benchmarks/peers": (2900, 2900),
 }  # fmt: skip
 LARGEST = {"lm": 273, "data": 233}  # of a file in utils; the aim is 230
 

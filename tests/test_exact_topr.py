@@ -30,7 +30,8 @@ def own_step(p, baseline, table, old, aggregation) -> tuple[np.ndarray, list[flo
             weight = min(math.exp(sum(log_probs(table, p, c)) - sum(log_probs(old, p, c))), 1.0)
             wrong.append(weight)
         size = {"sequence": rows * len(c), "token": tokens, "constant": rows * L_MAX}[aggregation]
-        result += weight * reward * gradients(table, p, c).sum(0) / size
+        penalty = np.exp(np.array(log_probs(OTHER, p, c)) - log_probs(table, p, c)) - 1  # the slope of -k3
+        result += np.tensordot(weight * reward + 0.3 * penalty, gradients(table, p, c), 1) / size
     return result, wrong
 
 
@@ -42,8 +43,9 @@ def test_steps_of_minibatches_and_epochs(baseline, aggregation):
     for p in [*range(P)] * 2:
         step, weights = own_step(p, baseline, now, old, aggregation)
         now, wrong = now + rate * step, [*wrong, weights]
-    moved, metrics = run_update(make_batch(GROUPS, RIGHT, old=old), rate=rate, num_iterations=2, num_minibatches=P,
-                                baseline=baseline, aggregation=aggregation, micro_batch_size=7)  # fmt: skip
+    moved, metrics = run_update(make_batch(GROUPS, RIGHT, old=old, ref=OTHER), rate=rate, num_iterations=2, beta=0.3,
+                                num_minibatches=P, baseline=baseline, aggregation=aggregation,
+                                micro_batch_size=7)  # fmt: skip
     close(TABLE + rate * moved, now)
     if last := sum(wrong[P:], []):
         close(metrics["wrong_weight"], np.mean(last))
