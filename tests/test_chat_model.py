@@ -1,14 +1,20 @@
 """A real chat model, SmolLM2-135M-Instruct: what the small ones prove holds with its template, tokenizer and sizes."""
 
+import copy
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
-from helpers import metrics, new_run, weights, write_rows
+from helpers import assert_same_result, command_line, copied_at, metrics, new_run, weights, write_rows
 from safetensors.torch import load_file
 
 from algos import dpo, grpo, sft
-from benchmarks.chat_model import FOLDER
+from benchmarks.chat_model import FOLDER, ROOT
 from utils.data import encode_answers, encode_prompt
 from utils.dist import as_samples, pad_left
+from utils.eject import eject
 from utils.lm import completion_logps, load_model, sample
 
 pytestmark = pytest.mark.skipif(
@@ -36,10 +42,12 @@ def prompts(chat) -> list[list[int]]:
     return [encode_prompt({"prompt": question}, chat[1]) for question in QUESTIONS]
 
 
-def test_greedy_answers_are_those_of_transformers(chat, prompts):
-    """Token by token, of eight prompts in one batch that is padded on the left."""
+@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_greedy_answers_are_those_of_transformers(count, chat, prompts):
+    """Token by token, of so many prompts in one batch that is padded on the left."""
     model, tokenizer = chat
-    ids, mask = pad_left(prompts, "cpu")
+    more = [encode_prompt({"prompt": f"{7 * i} + {i} = ?"}, tokenizer) for i in range(count - 8)]
+    ids, mask = pad_left(prompts + more, "cpu")
     assert len({len(prompt) for prompt in prompts}) > 4
     eos = model.generation_config.eos_token_id
     ours = sample(model, ids, mask, 1, 12, eos, 0.0)
@@ -103,3 +111,48 @@ def test_a_step_with_lora(module, tmp_path):
     before, after = load_file(FOLDER / "model.safetensors"), weights(run)
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
     assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+
+
+ONLINE = (f"--model {FOLDER} --device cpu --num-prompts 2 --num-generations 2 --max-completion-length 6 --beta 0 "
+          "--eval-prompts 1 --eval-samples 1 --max-steps 2 --save-every 1 --precision float32 --learning-rate 1e-5")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision, near", [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_micro_batches_change_nothing(precision, near, chat, prompts):
+    """The whole gradient, of rows one by one and by tokens, beside that of one float32 batch; in bfloat16 roughly."""
+    samples = sample(chat[0], *pad_left(prompts[:4], "cpu"), 2, 12, chat[0].generation_config.eos_token_id, 1.0,
+                     torch.Generator().manual_seed(0))  # fmt: skip
+    found = []
+    for size, tokens, how in ((8, 0, "float32"), (2, 0, precision), (8, 90, precision)):
+        model = copy.deepcopy(chat[0])
+        args = grpo.Args(num_generations=2, micro_batch_size=size, micro_batch_tokens=tokens, precision=how, beta=0.0)
+        grpo.update(model, torch.optim.SGD(model.parameters(), 0.0), grpo.Batch(samples, torch.arange(8.0), None), args)
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert found[0].norm() > 0.9 and all((other - found[0]).norm() < near for other in found[1:])  # clipped to 1
+
+
+@pytest.mark.slow
+def test_resumed_ejected_and_in_two_processes(tmp_path):
+    """A run of two steps, resumed after the first one, and of the ejected script, is the same bit for bit. Two
+    processes train, and their sampler's numbers are the scorer's."""
+    (tmp_path / "rewards.py").write_text(
+        "def graded(completions, **_): return [len(str(x)) % 3 / 2 for x in completions]"
+    )
+    task = write_rows(tmp_path / "rows.jsonl", [{"prompt": question} for question in QUESTIONS * 4])
+    flags = [*ONLINE.split(), "--task", task, "--reward", f"{tmp_path}/rewards.py:graded"]
+    with copied_at(1, tmp_path / "stopped"):
+        whole = new_run(grpo, tmp_path / "runs", *flags)
+    command_line(grpo, "--resume", tmp_path / "stopped")
+    assert_same_result(tmp_path / "stopped", whole)
+    (tmp_path / "mine.py").write_text(eject(ROOT / "algos/grpo.py"))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 2, ROOT / "algos/grpo.py"]
+    for name, words in (("mine", [tmp_path / "mine.py"]), ("two", torchrun)):
+        command = [sys.executable, *words, *flags, "--threads", 1, "--output-dir", tmp_path / name]
+        subprocess.run(list(map(str, command)), check=True, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    (mine,), (two,) = (list((tmp_path / name).iterdir()) for name in ("mine", "two"))
+    assert_same_result(mine, whole)
+    assert max(row.get("sampler_gap", 0.0) for row in metrics(two)) < 1e-4
+    assert not torch.equal(
+        weights(two)["model.norm.weight"], load_file(FOLDER / "model.safetensors")["model.norm.weight"]
+    )
