@@ -114,7 +114,7 @@ def test_a_step_with_lora(module, tmp_path):
 
 
 ONLINE = (f"--model {FOLDER} --device cpu --num-prompts 2 --num-generations 2 --max-completion-length 6 --beta 0 "
-          "--eval-prompts 1 --eval-samples 1 --max-steps 2 --save-every 1 --precision float32 --learning-rate 1e-5")  # fmt: skip
+          "--eval-prompts 1 --eval-samples 1 --max-steps 2 --save-every 1 --precision float32")  # fmt: skip
 
 
 @pytest.mark.slow
@@ -136,9 +136,8 @@ def test_micro_batches_change_nothing(precision, near, chat, prompts):
 def test_resumed_ejected_and_in_two_processes(tmp_path):
     """A run of two steps, resumed after the first one, and of the ejected script, is the same bit for bit. Two
     processes train, and their sampler's numbers are the scorer's."""
-    (tmp_path / "rewards.py").write_text(
-        "def graded(completions, **_): return [len(str(x)) % 3 / 2 for x in completions]"
-    )
+    reward = "def graded(completions, **_): return [len(str(x)) % 3 / 2 for x in completions]"
+    (tmp_path / "rewards.py").write_text(reward)
     task = write_rows(tmp_path / "rows.jsonl", [{"prompt": question} for question in QUESTIONS * 4])
     flags = [*ONLINE.split(), "--task", task, "--reward", f"{tmp_path}/rewards.py:graded"]
     with copied_at(1, tmp_path / "stopped"):
@@ -153,6 +152,4 @@ def test_resumed_ejected_and_in_two_processes(tmp_path):
     (mine,), (two,) = (list((tmp_path / name).iterdir()) for name in ("mine", "two"))
     assert_same_result(mine, whole)
     assert max(row.get("sampler_gap", 0.0) for row in metrics(two)) < 1e-4
-    assert not torch.equal(
-        weights(two)["model.norm.weight"], load_file(FOLDER / "model.safetensors")["model.norm.weight"]
-    )
+    assert not torch.equal(weights(two)["model.norm.weight"], weights(mine)["model.norm.weight"])
