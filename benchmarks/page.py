@@ -242,7 +242,7 @@ def gpu() -> str:
     """For README.md: what benchmarks/gpu.py has found on a GPU."""
     parts = {part: read(f"gpu/{part}") for part in ("check", "speed", "learn")}
     ran = {part: data for part, data in parts.items() if data and not data["smoke"]}
-    real = "\n- a real language model for more than 20 steps (algos/README.md);"
+    real = "\n- a real language model for more than 24 steps (algos/README.md);"
     if not ran:
         return (
             "- a GPU: neither CUDA nor Apple's MPS. `benchmarks/gpu.py` is ready to try one.\n"

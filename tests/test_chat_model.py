@@ -118,7 +118,7 @@ ONLINE = (f"--model {FOLDER} --device cpu --num-prompts 2 --num-generations 2 --
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision, near", [("float32", 1e-4), ("bfloat16", 0.2)])
+@pytest.mark.parametrize("precision, near", [("float32", 1e-4), ("bfloat16", 0.1)])
 def test_micro_batches_change_nothing(precision, near, chat, prompts):
     """The whole gradient, of rows one by one and by tokens, beside that of one float32 batch; in bfloat16 roughly."""
     samples = sample(chat[0], *pad_left(prompts[:4], "cpu"), 2, 12, chat[0].generation_config.eos_token_id, 1.0,
