@@ -39,7 +39,7 @@ ONLINE = dict(task=TASK, max_steps=24, num_prompts=8, num_generations=8, max_com
 CASES = {
     "sft": dict(task=(TASK,), max_steps=20, batch_size=16, learning_rate=1e-5, lr_schedule="constant", warmup_steps=0),
     "grpo": ONLINE, "rloo": ONLINE, "ppo_lm": ONLINE,
-    "dpo": dict(task=str(PAIRS), max_steps=12, batch_size=16, learning_rate=2e-6, lr_schedule="constant"),
+    "dpo": dict(task=PAIRS.name, max_steps=12, batch_size=16, learning_rate=2e-6, lr_schedule="constant"),
 }  # fmt: skip
 Case, Side = Literal["sft", "grpo", "rloo", "ppo_lm", "dpo"], Literal["ours", "trl"]
 
@@ -49,8 +49,9 @@ def arguments(case: str, seed: int, **more):
     args = dict(model=str(FOLDER), seed=seed, device="cpu", precision="bfloat16", eval_every=0, save_every=10**6,
                 eval_prompts=1, eval_samples=1, sample_batch_size=256, eval_max_new_tokens=16,
                 max_length=1024)  # fmt: skip
+    args["task"] = str(PAIRS) if case == "dpo" else CASES[case]["task"]
     kind = importlib.import_module(f"algos.{case}").Args
-    return kind(**{name: x for name, x in (args | CASES[case] | more).items() if name in kind.__dataclass_fields__})
+    return kind(**{name: x for name, x in (CASES[case] | args | more).items() if name in kind.__dataclass_fields__})
 
 
 def said(role: str, text: str) -> list[dict]:
