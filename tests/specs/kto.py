@@ -4,6 +4,10 @@ from tests.flags import JITTER, PAIRS
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
+labels-swapped:unpaired: a label may say that a completion is good or that it is harmful
+- sides = (("chosen", True), ("rejected", False))
++ sides = (("chosen", False), ("rejected", True))
+
 labels-swapped:kto: a label may say that a completion is good or that it is harmful
 - labels = torch.tensor([row["label"] for row in rows]
 + labels = torch.tensor([not row["label"] for row in rows]
@@ -79,7 +83,7 @@ SPEC = Spec(
     "Language models: preferences and demonstrations",
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
-    tests="exact_kto parity_trl_preferences wiring dpo_runs",
+    tests="exact_kto unpaired parity_trl_preferences wiring dpo_runs",
     curves={
         "kto-sort": Curve(
             dict(task="sort", max_steps=40, eval_every=0, eval_prompts=256), "margin",

@@ -5,8 +5,8 @@ from tests.specs import parse_bugs
 TESTS = {  # as Spec.tests
     "algos/environments/from_trl.py": "tools",
     "utils/control.py": "envs exact_ppo exact_sac parity_sb3 properties::test_replay_buffer",
-    "utils/core.py": "resume_control command_line_control envs",
-    "utils/builtin.py": "tasks properties preferences sft",
+    "utils/core.py": "resume_control command_line_control envs runs",
+    "utils/builtin.py": "tasks text properties preferences sft",
     "utils/data.py": "tasks text large_data preferences unpaired properties sft reward_models",
     "utils/dist.py": "distributed exact_grpo exact_dpo invariance alarm",
     "utils/lm.py": "exact_grpo parity_trl invariance lora alarm architectures engine distributed",
@@ -304,10 +304,6 @@ environments-all-alike: one seed for all environments of a vector
 labels-swapped:data: datasets differ in which column or index is the preferred one
 - yield row | {"chosen": right, "rejected": wrong}
 + yield row | {"chosen": wrong, "rejected": right}
-
-labels-swapped:unpaired: a label may say that a completion is good or that it is harmful
-- sides = (("chosen", True), ("rejected", False))
-+ sides = (("chosen", False), ("rejected", True))
 
 variance-of-a-sample-of-members:utils: NumPy's default is ddof 0, torch's 1
 - raw.std(1, correction=0)
