@@ -14,7 +14,6 @@ from utils.core import UserError, as_kwargs
 from utils.data import Task
 
 HELDOUT, TRIES = 128, 10_000  # questions, and how many are drawn to find them: a small task has fewer
-
 NUMBER = re.compile(r"[-\u2212]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 
@@ -55,11 +54,13 @@ def load_task(spec: str) -> Task:
         return float(questions.score_answer(stated(text, row["answer"]), row))
 
     heldout: dict[str, dict] = {}
+    others = 0
     for number in range(TRIES):
         if row := draw(number, True):
             heldout[row["prompt"]] = row
+        others += row is None
         if len(heldout) == HELDOUT:
             break
-    if not heldout:
+    if not heldout or not others:
         raise UserError(f"--task reasoning_gym:{spec} has so few questions that none can be held out: make it larger")
     return Task(name, train, list(heldout.values()), score)
