@@ -7,7 +7,7 @@ reasoning-gym (requirements-test.txt).
                                                         results/speed_smollm2.jsonl: both sides in turn, nothing else
 
 Both sides have the same rows in the same order, batch, rate, lengths and bfloat16, and the same evaluation of 128
-held-out questions. TRL draws its own samples. rloo and ppo_lm have no other side here.
+held-out questions. TRL draws its own samples. rloo and ppo_lm have no other side here, and were not run yet.
 """
 
 import importlib
@@ -139,7 +139,6 @@ def pairs(prompts: int = 480) -> None:
             answers = {name: said("assistant", kinds[name == "chosen"]) for name in ("chosen", "rejected")}
             rows.append({"prompt": said("user", row["prompt"])} | answers)
     PAIRS.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{len(rows)} pairs: {PAIRS}")
 
 
 if __name__ == "__main__":

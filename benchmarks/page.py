@@ -229,11 +229,13 @@ def published_budget() -> str:
 
 def chat() -> str:
     """For algos/README.md: what chat_curves.py has recorded, a row for each side."""
-    columns = {"seed": "d", "eval/greedy": ".2f", "eval/sampled": ".2f", "seconds": ".0f", "step, s": ".0f"}
-    rows = [f"| curve | {' | '.join(columns)} |", "|---" * 6 + "|"]
+    rows = ["| curve | seeds | greedy | sampled | seconds a step | peak, GB |", "|---" * 6 + "|"]
+    speeds = [json.loads(line) for line in (RESULTS / "speed_smollm2.jsonl").read_text().splitlines()]
     paths = (ROOT / "benchmarks/curves").glob("*-smollm2-*.jsonl")
     for name in sorted((path.stem for path in paths), key=lambda name: (name.removeprefix("trl-"), name)):
-        cells = [", ".join(format(row[x], how) for row in recorded(name)) for x, how in columns.items()]
+        cells = [", ".join(f"{row[x]:.2g}" for row in recorded(name)) for x in ("seed", "eval/greedy", "eval/sampled")]
+        timed = [row for row in speeds if name == f"{'trl-' * (row['side'] == 'trl')}{row['case']}-smollm2-sums"]
+        cells += [f"{sorted(row[x] for row in timed)[len(timed) // 2]:.3g}" for x in ("step, s", "peak, GB")]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
