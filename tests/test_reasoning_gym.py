@@ -18,9 +18,9 @@ def test_rows_and_rewards(spec):
     rows = [task.train(i, 1) for i in range(300)]
     assert [other.train(i, 1)["prompt"] for i in (299, 7)] == [rows[i]["prompt"] for i in (299, 7)]
     assert [task.train(i, 2)["prompt"] for i in range(20)] != [row["prompt"] for row in rows[:20]]
-    questions = [row["prompt"] for row in task.heldout]
-    assert task.heldout == other.heldout and len(set(questions)) == len(questions) == 128
-    assert not {row["prompt"] for row in rows} & {*questions} and len({row["prompt"] for row in rows}) > 200
+    asked, heldout = ({row["prompt"] for row in some} for some in (rows, task.heldout))
+    assert task.heldout == other.heldout and not asked & heldout
+    assert len(heldout) == len(task.heldout) == 128 and len(asked) > 200
     for row in rows[:20]:
         assert task.score(row, row["completion"]) == task.score(row, f"So <answer>{row['answer']}</answer>.") == 1
         assert task.score(row, "<answer>?</answer>") < 0.1
@@ -28,7 +28,7 @@ def test_rows_and_rewards(spec):
 
 def test_settings_reach_the_task():
     prompts = [load_task(SUMS).train(i, 1)["prompt"] for i in range(50)]
-    assert all(sum(prompt.count(sign) for sign in (" + ", " - ")) == 1 for prompt in prompts)
+    assert all(prompt.count(" + ") + prompt.count(" - ") == 1 for prompt in prompts)
     assert max(len(word) for prompt in prompts for word in prompt.split() if word.isdigit()) == 2
 
 
@@ -41,11 +41,12 @@ def test_what_a_text_states(text, right, answer):
     assert stated(text, right) == answer
 
 
-@pytest.mark.parametrize("spec, words", [
-    ("none", "cannot make --task reasoning_gym:none"), ("chain_sum?digits=2", "cannot make --task .*digits"),
-    ("chain_sum?min_terms=0", "cannot make --task .*min_terms"),
-    ("count_bits?min_n=1&max_n=2", "so few questions that none can be held out"),
+@pytest.mark.parametrize("spec, words, rest", [
+    ("none", "cannot make --task reasoning_gym:none", 1), ("chain_sum?digits=2", "cannot make --task .*digits", 1),
+    ("chain_sum?min_terms=0", "cannot make .*min_terms", 1), ("syllogism", "so few", 1), ("syllogism", "so few", 0),
 ])  # fmt: skip
-def test_what_there_is_not(spec, words):
+def test_what_there_is_not(spec, words, rest, monkeypatch):
+    """rest: of each question's hash, by which none or all are held out."""
+    monkeypatch.setattr("zlib.crc32", lambda _: rest)
     with pytest.raises(UserError, match=words):
         load_task(f"reasoning_gym:{spec}")

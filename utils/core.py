@@ -248,7 +248,7 @@ class Run:
             sys.exit(128 + asked)
 
     def restore(self, **parts) -> bool:
-        """With --resume: brings `parts` and the global generators back. Else returns False. Call it before the loop."""
+        """With --resume: `parts` and the global generators as saved; else False. Draw nothing from it to the loop."""
         if self.state:
             load(self.state, parts)
             set_rng_state(self.state["rng"])
