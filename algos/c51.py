@@ -31,6 +31,7 @@ Expect
 Metrics
     q                   mean of Q(s, a) over the newest batch; cannot leave [--v-min, --v-max]: near a bound, widen them
     td_error            mean of |Q(s, a) - mean of the target distribution|
+    clipped             share of targets whose mean lies outside [--v-min, --v-max]; 0, else widen them
 
 Differences
     - Adam's epsilon is torch's, 1e-8; the paper's is 0.01 / 32, CleanRL's 0.01 / --batch-size. With the latter, the
@@ -63,6 +64,7 @@ from utils.control import (
     make_vector,
     score_saved,
     step_vector,
+    try_out,
 )
 from utils.core import Run, UserError, main, prepare
 
@@ -173,16 +175,17 @@ def project(probs: Tensor, values: Tensor, atoms: Tensor) -> Tensor:
 
 
 def c51_loss(agent: Agent, batch: Transitions, args: Args) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, Q(s, a) and the mean of the target, (B, 1) each without gradient."""
+    """The loss, Q(s, a) and the mean of the target before it is clipped, (B, 1) each without gradient."""
     atoms, row = agent.q.atoms, torch.arange(len(batch.obs), device=batch.obs.device)
     with torch.no_grad():
         next_probs = agent.target.log_probs(batch.next_obs).exp()
         chosen = (agent.q(batch.next_obs) if args.double else next_probs @ atoms).argmax(1)
         values = batch.rewards + args.gamma * (1 - batch.terminated) * atoms
         target = project(next_probs[row, chosen], values, atoms)
+        mean = (next_probs[row, chosen] * values).sum(1, keepdim=True)
     log_probs = agent.q.log_probs(batch.obs)[row, batch.actions[:, 0].long()]
     q = log_probs.detach().exp() @ atoms
-    return -(target * log_probs).sum(1).mean(), q[:, None], (target @ atoms)[:, None]
+    return -(target * log_probs).sum(1).mean(), q[:, None], mean
 
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, number: int, args: Args,
@@ -202,7 +205,10 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, n
 def metrics(agent: Agent, q: Tensor, target: Tensor) -> dict[str, float]:
     """Of the newest update, whose gradients are still there."""
     grad_norm = torch.nn.utils.get_total_norm([p.grad for p in agent.q.parameters() if p.grad is not None])
-    return {"q": q.mean().item(), "td_error": (q - target).abs().mean().item(), "grad_norm": grad_norm.item()}
+    middle, half_width = agent.q.atoms[[0, -1]].mean(), (agent.q.atoms[-1] - agent.q.atoms[0]) / 2
+    clipped = ((target - middle).abs() > 1.001 * half_width).float().mean()
+    return {"q": q.mean().item(), "td_error": (q - target).abs().mean().item(), "grad_norm": grad_norm.item(),
+            "clipped": clipped.item()}  # fmt: skip
 
 
 def exploration(step: int, args: Args) -> float:
@@ -239,11 +245,11 @@ def act(agent: Agent, obs: np.ndarray, epsilon: np.ndarray | float, generator: t
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    env = make()
+    env, tests = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     agent = Agent(obs_size, int(space.n), args).to(device)
-    score_agent = partial(evaluate, make, lambda obs, scale, generator: space.start + act(
+    score_agent = partial(evaluate, tests, lambda obs, scale, generator: space.start + act(
         agent, obs, args.end_e * scale.cpu().numpy(), generator)[:, 0], args, device)  # fmt: skip
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
@@ -277,6 +283,9 @@ def train(args: Args) -> list[dict]:
         if due or logs:
             columns = {"epsilon": epsilon, "time/steps_per_second": run.speed(step)}
             columns |= metrics(agent, *newest) if newest else {}
+            if columns.get("clipped", 0) > 0.05 >= max((row.get("clipped", 0) for row in run.history), default=0):
+                run.print(f"warning: {columns['clipped']:.0%} of the targets lie outside --v-min {args.v_min:g} and "
+                          f"--v-max {args.v_max:g}, which must hold all discounted returns")  # fmt: skip
             if logs:  # an evaluation in between leaves the episodes to the row that is due
                 columns, episodes = columns | episode_columns(episodes), []
             run.log(step, **columns, **(score_agent() if due else {}))

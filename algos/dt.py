@@ -50,7 +50,6 @@ Differences
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -63,7 +62,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
-from utils.control import is_bounded, make_env, rollouts, score_saved, to_env, to_unit
+from utils.control import is_bounded, make_env, rollouts, score_saved, to_env, to_unit, try_out
 from utils.core import Run, UserError, main, prepare
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
 
@@ -251,11 +250,11 @@ def check(args: Args, space: gym.Space) -> None:
 
 
 @torch.no_grad()
-def achieved(model: DecisionTransformer, make: Callable, space: gym.spaces.Box, args: Args, device: torch.device,
+def achieved(model: DecisionTransformer, envs: list[gym.Env], space: gym.spaces.Box, args: Args, device: torch.device,
              video: Path | None = None) -> np.ndarray:  # fmt: skip
-    """Returns (targets, episodes). Each of --target-returns gets the same start states, so a policy that ignores the
-    target gets the same returns."""
-    count, length = len(args.target_returns) * args.eval_episodes, args.context_length
+    """Returns (targets, episodes), one for each environment. Each of --target-returns gets the same start states, so a
+    policy that ignores the target gets the same returns."""
+    count, length = len(envs), args.context_length
     to_go = torch.tensor(args.target_returns, dtype=torch.float32, device=device).repeat_interleave(args.eval_episodes)
     empty = partial(torch.zeros, count, length, device=device)
     seen = Windows(empty(len(model.obs_mean)), empty(math.prod(space.shape)), empty(1), empty().long(), empty().bool())
@@ -274,7 +273,7 @@ def achieved(model: DecisionTransformer, make: Callable, space: gym.spaces.Box, 
         return to_env(seen.actions[:, -1].cpu().numpy(), space)
 
     model.eval()
-    returns, *_ = rollouts(make, act, count, args.seed, video, args.eval_episodes)
+    returns, *_ = rollouts(envs, act, args.seed, video, args.eval_episodes)
     model.train()
     return returns.reshape(len(args.target_returns), args.eval_episodes)
 
@@ -292,13 +291,13 @@ def scores(returns: np.ndarray, targets: tuple[float, ...]) -> dict[str, float]:
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
     data = None if args.evaluate else whole(load_dataset(args))  # as the authors' download script
-    env = make()
+    env, tests = try_out(make, args, len(args.target_returns or TARGETS) * args.eval_episodes)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     model = DecisionTransformer(obs_size, math.prod(space.shape), args).to(device)
 
     def score_agent(video: Path | None = None) -> dict[str, float]:
-        return scores(achieved(model, make, space, args, device, video), args.target_returns)
+        return scores(achieved(model, tests, space, args, device, video), args.target_returns) if tests else {}
 
     if args.evaluate:
         return score_saved(args, score_agent, model=model)
@@ -330,7 +329,7 @@ def train(args: Args) -> list[dict]:
         if due or run.due(step, args.log_every):
             columns = {name: value.item() for name, value in metrics.items()}
             columns["time/updates_per_second"] = run.speed(step)
-            if due:
+            if due and tests:
                 columns |= compared(score_agent(), data, run, step)
             run.log(step, **columns)
         run.end_step(step, parts)

@@ -11,7 +11,7 @@ that misses its goal has reached other states: it is learned from as if these ha
     stored         at the end of an episode of T steps, for each step t: (s_t || g, a_t, r_t, s_t+1 || g), and --her-k
                    times (s_t || g', a_t, r(s_t+1, g'), s_t+1 || g')
     g'             what step j achieved, j uniform in t .. T - 1: with j = t the step itself reaches it
-    r(s, g)        the environment's compute_reward; compute_terminated says whether reaching g' would have ended it
+    r(s, g)        the environment's compute_reward; its compute_terminated, if any, says whether g' would have ended it
 
 The environment observes a dictionary of observation, achieved_goal and desired_goal, as in Gymnasium-Robotics. In
 BitFlip-v0 of n bits action i flips bit i, and the goal is a pattern of bits: one of 2^n.
@@ -42,7 +42,7 @@ Differences
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,7 @@ from utils.control import (
     make_vector,
     score_saved,
     step_vector,
+    try_out,
 )
 from utils.core import Run, UserError, main, prepare
 
@@ -176,8 +177,8 @@ class Goals(NamedTuple):
 
     achieved: slice
     desired: slice
-    reward: Callable  # achieved (n, G), desired (n, G) -> (n,)
-    terminated: Callable  # achieved (G,), desired (G,) -> bool: Gymnasium-Robotics' PointMaze takes no more than one
+    reward: Callable  # achieved (G,), desired (G,), the step's info -> number
+    terminated: Callable | None  # the same -> bool; None: the environment does not say
 
 
 def find_goals(env_id: str, make: Callable) -> Goals:
@@ -185,9 +186,8 @@ def find_goals(env_id: str, make: Callable) -> Goals:
     wrapped = make()
     env = wrapped.unwrapped
     parts = getattr(env.observation_space, "spaces", {})
-    computes = hasattr(env, "compute_reward") and hasattr(env, "compute_terminated")
-    if set(parts) != {"achieved_goal", "desired_goal", "observation"} or not computes:
-        needed = "a dictionary of observation, achieved_goal and desired_goal, compute_reward and compute_terminated"
+    if set(parts) != {"achieved_goal", "desired_goal", "observation"} or not hasattr(env, "compute_reward"):
+        needed = "a dictionary of observation, achieved_goal and desired_goal, and compute_reward"
         raise UserError(f"--env-id {env_id} has no goals: {TITLE} needs {needed}")
     ends = np.cumsum([gym.spaces.flatdim(part) for part in parts.values()])
     places = {name: slice(end - gym.spaces.flatdim(part), end) for (name, part), end in zip(parts.items(), ends)}
@@ -195,12 +195,12 @@ def find_goals(env_id: str, make: Callable) -> Goals:
         raise UserError(f"--env-id {env_id} has goals of shape {shape}: {TITLE} needs vectors, so flatten them")
     wrapped.reset(seed=0)
     obs, reward, _, _, info = wrapped.step(wrapped.action_space.sample())
-    computed = env.compute_reward(obs[None, places["achieved_goal"]], obs[None, places["desired_goal"]], info)
+    computed = env.compute_reward(obs[places["achieved_goal"]], obs[places["desired_goal"]], info)
     if not np.allclose(reward, computed, rtol=1e-3, atol=1e-3):
         wrong = f"warning: --env-id {env_id} gave the reward {reward} where compute_reward says {np.ravel(computed)[0]}"
         print(f"{wrong}: played and relabelled steps would have rewards of two kinds", file=sys.stderr)
-    return Goals(places["achieved_goal"], places["desired_goal"], partial(env.compute_reward, info={}),
-                 partial(env.compute_terminated, info={}))  # fmt: skip
+    return Goals(places["achieved_goal"], places["desired_goal"], env.compute_reward,
+                 getattr(env, "compute_terminated", None))  # fmt: skip
 
 
 def future(length: int, k: int, generator: torch.Generator) -> Tensor:
@@ -209,15 +209,17 @@ def future(length: int, k: int, generator: torch.Generator) -> Tensor:
     return torch.arange(length) + (drawn * torch.arange(length, 0, -1)).long()
 
 
-def relabel(episode, later: Tensor, goals: Goals):
+def relabel(episode, infos: Sequence[dict], later: Tensor, goals: Goals):
     """The T steps of an episode, on the CPU, as if step t had gone for what step later[t] achieved. episode: a named
-    tuple with obs, actions, rewards, terminated, next_obs."""
+    tuple with obs, actions, rewards, terminated, next_obs. infos: of each step. What the environment does not say of
+    an end stays: a step ends the episode where it did."""
     achieved = episode.next_obs[:, goals.achieved]
     goal, obs, next_obs = achieved[later], episode.obs.clone(), episode.next_obs.clone()
     obs[:, goals.desired] = next_obs[:, goals.desired] = goal
-    pairs = achieved.numpy(), goal.numpy()
-    rewards = torch.tensor(np.broadcast_to(goals.reward(*pairs), len(goal)))[:, None]
-    terminated = torch.tensor([bool(goals.terminated(*pair)) for pair in zip(*pairs)])[:, None]
+    steps, terminated = [*zip(achieved.numpy(), goal.numpy(), infos)], episode.terminated
+    rewards = torch.tensor([np.asarray(goals.reward(*step)).item() for step in steps])[:, None]
+    if goals.terminated is not None:
+        terminated = torch.tensor([bool(goals.terminated(*step)) for step in steps])[:, None]
     return episode._replace(obs=obs, rewards=rewards, terminated=terminated, next_obs=next_obs)
 
 
@@ -298,12 +300,12 @@ def act(agent: Agent, obs: np.ndarray, epsilon: np.ndarray | float, generator: t
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    env = make()
+    env, tests = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     goals = find_goals(args.env_id, make)
     agent = Agent(obs_size, int(space.n), args).to(device)
-    score_agent = partial(evaluate, make, lambda obs, scale, generator: space.start + act(
+    score_agent = partial(evaluate, tests, lambda obs, scale, generator: space.start + act(
         agent, obs, args.end_e * scale.cpu().numpy(), generator)[:, 0], args, device)  # fmt: skip
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
@@ -312,27 +314,28 @@ def train(args: Args) -> list[dict]:
     generator = torch.Generator(device).manual_seed(args.seed)
     replay = ReplayBuffer(args.buffer_size, (obs_size, 1, 1, 1, obs_size), device)
     run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/success", "q"))
-    envs, obs = make_vector(make, args, run.step)
+    envs, obs = make_vector(make, args, run.step, infos=("whole",))
     parts = dict(agent=agent, optimizer=optimizer, generator=generator, replay=replay)
     run.restore(**parts)
     step, episodes = run.step, run.state.get("episodes", [])
-    paths: list[list[np.ndarray]] = [[] for _ in range(args.num_envs)]  # the rows of episodes that have not ended yet
+    paths: list[list] = [[] for _ in range(args.num_envs)]  # rows and infos of episodes that have not ended yet
     while step < run.total:
         # collect
         epsilon = exploration(step, args)
         actions = act(agent, obs, epsilon, generator)
         next_obs, true_obs, rewards, terminated, truncated, ended = step_vector(envs, space.start + actions[:, 0])
         taken = np.concatenate([obs, actions, rewards[:, None], terminated[:, None], true_obs], 1, dtype=np.float32)
-        for path, row in zip(paths, taken):
-            path.append(row)
+        for i, end in enumerate(terminated | truncated):
+            paths[i].append((taken[i], (envs.infos["final_info"] if end else envs.infos)["whole"][i][0]))
         before, step, obs, episodes = step, step + args.num_envs, next_obs, episodes + ended
 
         # hindsight
         for i in np.flatnonzero(terminated | truncated):
-            episode = Transitions(*torch.from_numpy(np.stack(paths[i])).split(replay.sizes, 1))
-            others = [relabel(episode, later, goals) for later in future(len(paths[i]), args.her_k, generator)]
-            for rows in (episode, *others):
-                replay.add(*(part.numpy() for part in rows))
+            rows, infos = zip(*paths[i])
+            episode = Transitions(*torch.from_numpy(np.stack(rows)).split(replay.sizes, 1))
+            others = [relabel(episode, infos, later, goals) for later in future(len(rows), args.her_k, generator)]
+            for transitions in (episode, *others):
+                replay.add(*(part.numpy() for part in transitions))
             paths[i] = []
 
         # update

@@ -73,6 +73,7 @@ from utils.control import (
     step_vector,
     to_env,
     to_unit,
+    try_out,
 )
 from utils.core import Run, UserError, main, prepare, preset
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
@@ -275,7 +276,7 @@ def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
     settings = preset(args, PRESETS, args.domain)
     data = None if args.evaluate else load_dataset(args)
-    env = make()
+    env, tests = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     action_size = math.prod(space.shape)
@@ -284,7 +285,7 @@ def train(args: Args) -> list[dict]:
     def policy(obs: np.ndarray, *noise) -> np.ndarray:
         return to_env(act(agent.actor, space, agent.normalized(obs), *noise), space)
 
-    score_agent = partial(evaluate, make, policy, args, device)
+    score_agent = partial(evaluate, tests, policy, args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     check_spaces(data, obs_size, space)
@@ -330,7 +331,7 @@ def train(args: Args) -> list[dict]:
         if due or run.due(step, args.log_every):
             columns = {name: value.item() for name, value in metrics.items()} | episode_columns(episodes)
             columns["time/updates_per_second"], episodes = run.speed(step), []
-            if due:
+            if due and tests:
                 columns |= compared(score_agent(), data, run, step)
             run.log(step, **columns)
         run.end_step(step, parts | (online | dict(episodes=episodes) if step > args.max_steps else {}))

@@ -54,14 +54,13 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.control import (
     EnvArgs,
-    RunningMeanStd,
     episode_columns,
     evaluate,
     make_env,
-    make_image_env,
     make_vector,
     score_saved,
     step_vector,
+    try_out,
 )
 from utils.core import Run, UserError, main, prepare
 
@@ -163,14 +162,27 @@ class Lives(gym.Wrapper):
         return obs, reward, terminated, truncated, info
 
 
-def make_game(args: Args, **more) -> gym.Env:
+def make_image_env(args: Args) -> gym.Env:
+    """As `make_env`, but images (bytes with three dimensions) stay, and come as C x H x W: the smaller one of the first
+    and the last dimension is taken for the channels."""
+    env = make_env(args, flatten=False)
+    space = env.observation_space
+    if space.dtype != np.uint8 or len(space.shape or ()) != 3:
+        return make_env(args)
+    if space.shape[0] < space.shape[2]:
+        return env
+    moved = gym.spaces.Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
+    return gym.wrappers.TransformObservation(env, lambda obs: np.moveaxis(obs, 2, 0), moved)
+
+
+def make_game(args: Args) -> gym.Env:
     """Of ALE a game with Gymnasium's AtariPreprocessing: up to 30 no-ops at the start, each action for 4 frames, the
     maximum of the last two, grey, 84 x 84, and 4 of those stacked: observations (4, 84, 84) uint8. Actions are not
     sticky, as in CleanRL and unlike ALE v5's default: `repeat_action_probability=0.25` makes them so (Machado et al.
     2018, arXiv 1709.06009). `frameskip` is another number of frames. Other environments as they are. Raises UserError
     where a package for games is missing, and where there are no images."""
     if not args.env_id.startswith("ALE/"):
-        env = make_image_env(args, **more)
+        env = make_image_env(args)
         if len(env.observation_space.shape) != 3:
             raise UserError(f"--env-id {args.env_id} has no images but {env.observation_space}: use ppo.py")
         return env
@@ -187,7 +199,7 @@ def make_game(args: Args, **more) -> gym.Env:
     asked = dict(pair.split("=", 1) for pair in args.env_kwargs)
     frameskip, sticky = int(asked.get("frameskip", 4)), float(asked.get("repeat_action_probability", 0))
     kwargs = (*args.env_kwargs, "frameskip=1", f"repeat_action_probability={sticky}")  # the wrapper skips the frames
-    game = SeededGame(make_env(replace(args, env_kwargs=kwargs), flatten=False, **more), sticky > 0)
+    game = SeededGame(make_env(replace(args, env_kwargs=kwargs), flatten=False), sticky > 0)
     return gym.wrappers.FrameStackObservation(Lives(gym.wrappers.AtariPreprocessing(game, frame_skip=frameskip)), 4)
 
 
@@ -201,6 +213,15 @@ class Agent(nn.Module):
         self.space, self.continuous = space, isinstance(space, gym.spaces.Box)
         if self.continuous:
             self.parts = [int(np.prod(space.shape))]
+            low, high = torch.from_numpy(np.stack([space.low, space.high])).double()
+            far = (torch.special.ndtr(high) - torch.special.ndtr(low) <= 0.5) & (high - low).isfinite()
+            self.middle = torch.where(far, (low + high) / 2, 0.0).numpy().astype(space.dtype)
+            self.half_width = torch.where(far, (high - low) / 2, 1.0).numpy().astype(space.dtype)
+            if far.any():
+                print(
+                    "half of N(0, 1) or more lies outside the bounds of actions, so it is stretched to them",
+                    file=sys.stderr,
+                )
             self.log_std = nn.Parameter(torch.full((self.parts[0],), log_std_init))
         elif isinstance(space, gym.spaces.MultiBinary):
             self.parts = [2] * int(np.prod(space.shape))
@@ -252,9 +273,11 @@ class Agent(nn.Module):
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
         """Actions (N, A) as the vector environment takes them: Gaussian ones clipped to the bounds, but only when they
-        are executed. Their log-probability is that of the action before clipping."""
+        are executed. Their log-probability is that of the action before clipping. Where half of N(0, 1) or more
+        lies outside the bounds, [-1, 1] is stretched to them: else it would begin at an edge, and see no difference."""
         if self.continuous:
-            return actions.reshape(-1, *self.space.shape).clip(self.space.low, self.space.high)
+            actions = self.middle + self.half_width * actions.reshape(-1, *self.space.shape)
+            return actions.clip(self.space.low, self.space.high)
         return actions.reshape(-1, *self.space.shape) + getattr(self.space, "start", 0)
 
 
@@ -278,6 +301,30 @@ def image_networks(shape: tuple[int, int, int], hidden_size: int, actions: int) 
     hidden = [*body[:-1:2], last]
     orthogonal([*hidden, actor, critic], [2**0.5] * len(hidden) + [0.01, 1.0])
     return actor, critic, nn.Sequential(*body, last, nn.ReLU())
+
+
+class RunningMeanStd:
+    """Mean and (population) variance over all rows seen so far, in float64 (Chan et al. 1979, parallel variance). The
+    first rows weigh as if 1e-4 rows of mean 0 and variance 1 had come before, as in OpenAI's baselines."""
+
+    def __init__(self, shape: tuple[int, ...] = ()):
+        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), 1e-4
+
+    def update(self, batch: np.ndarray) -> None:
+        """batch: (rows, *shape)."""
+        rows = len(batch)
+        mean = np.add.reduce(batch, 0, dtype=np.float64) / rows
+        deviations = batch - mean
+        squares, delta, total = np.add.reduce(deviations * deviations, 0), mean - self.mean, self.count + rows
+        self.var = (self.var * self.count + squares + delta * delta * (self.count * rows / total)) / total
+        self.mean = self.mean + delta * (rows / total)
+        self.count = total
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.mean, self.var, self.count = state["mean"].numpy(), state["var"].numpy(), state["count"].item()
 
 
 class Statistics:
@@ -439,14 +486,14 @@ def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, sca
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_game, args)
-    env = make()
+    env, tests = try_out(make, args)
     obs_size, space = env.observation_space.shape, env.action_space
     if args.eval_every is None:
         args.eval_every = min(max(args.total_timesteps // 5, 1), 250_000)
     check(args, space)
     agent = Agent(obs_size, space, args.hidden_size, args.log_std_init).to(device)
     statistics = Statistics(args.env_id.startswith("ALE/"), args.num_envs, args.gamma, args.normalize)
-    score_agent = partial(evaluate, make, partial(act_in_evaluation, agent, statistics), args, device)
+    score_agent = partial(evaluate, tests, partial(act_in_evaluation, agent, statistics), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent, statistics=statistics)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

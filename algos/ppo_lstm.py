@@ -58,13 +58,13 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.control import (
     EnvArgs,
-    RunningMeanStd,
     episode_columns,
     evaluate,
-    make_image_env,
+    make_env,
     make_vector,
     score_saved,
     step_vector,
+    try_out,
 )
 from utils.core import Run, UserError, main, prepare, preset
 
@@ -144,6 +144,19 @@ def cartpole_without_velocities(**kwargs) -> gym.Env:
 gym.register("CartPoleNoVelocity-v0", cartpole_without_velocities)
 
 
+def make_image_env(args: Args) -> gym.Env:
+    """As `make_env`, but images (bytes with three dimensions) stay, and come as C x H x W: the smaller one of the first
+    and the last dimension is taken for the channels."""
+    env = make_env(args, flatten=False)
+    space = env.observation_space
+    if space.dtype != np.uint8 or len(space.shape or ()) != 3:
+        return make_env(args)
+    if space.shape[0] < space.shape[2]:
+        return env
+    moved = gym.spaces.Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
+    return gym.wrappers.TransformObservation(env, lambda obs: np.moveaxis(obs, 2, 0), moved)
+
+
 class Agent(nn.Module):
     """A tanh layer (of images: an encoder), an LSTM, and heads for policy and value. Orthogonal weights (gain sqrt 2;
     LSTM 1, policy head 0.01, value head 1), zero biases. Actions as in ppo.py.
@@ -155,6 +168,15 @@ class Agent(nn.Module):
         self.space, self.continuous = space, isinstance(space, gym.spaces.Box)
         if self.continuous:
             self.parts = [int(np.prod(space.shape))]
+            low, high = torch.from_numpy(np.stack([space.low, space.high])).double()
+            far = (torch.special.ndtr(high) - torch.special.ndtr(low) <= 0.5) & (high - low).isfinite()
+            self.middle = torch.where(far, (low + high) / 2, 0.0).numpy().astype(space.dtype)
+            self.half_width = torch.where(far, (high - low) / 2, 1.0).numpy().astype(space.dtype)
+            if far.any():
+                print(
+                    "half of N(0, 1) or more lies outside the bounds of actions, so it is stretched to them",
+                    file=sys.stderr,
+                )
             self.log_std = nn.Parameter(torch.full((self.parts[0],), log_std_init))
         elif isinstance(space, gym.spaces.MultiBinary):
             self.parts = [2] * int(np.prod(space.shape))
@@ -229,9 +251,11 @@ class Agent(nn.Module):
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
         """Actions (N, A) as the vector environment takes them: Gaussian ones clipped to the bounds, but only when they
-        are executed. Their log-probability is that of the action before clipping."""
+        are executed. Their log-probability is that of the action before clipping. Where half of N(0, 1) or more
+        lies outside the bounds, [-1, 1] is stretched to them: else it would begin at an edge, and see no difference."""
         if self.continuous:
-            return actions.reshape(-1, *self.space.shape).clip(self.space.low, self.space.high)
+            actions = self.middle + self.half_width * actions.reshape(-1, *self.space.shape)
+            return actions.clip(self.space.low, self.space.high)
         return actions.reshape(-1, *self.space.shape) + getattr(self.space, "start", 0)
 
 
@@ -255,6 +279,30 @@ def image_networks(shape: tuple[int, int, int], hidden_size: int, actions: int) 
     hidden = [*body[:-1:2], last]
     orthogonal([*hidden, actor, critic], [2**0.5] * len(hidden) + [0.01, 1.0])
     return actor, critic, nn.Sequential(*body, last, nn.ReLU())
+
+
+class RunningMeanStd:
+    """Mean and (population) variance over all rows seen so far, in float64 (Chan et al. 1979, parallel variance). The
+    first rows weigh as if 1e-4 rows of mean 0 and variance 1 had come before, as in OpenAI's baselines."""
+
+    def __init__(self, shape: tuple[int, ...] = ()):
+        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), 1e-4
+
+    def update(self, batch: np.ndarray) -> None:
+        """batch: (rows, *shape)."""
+        rows = len(batch)
+        mean = np.add.reduce(batch, 0, dtype=np.float64) / rows
+        deviations = batch - mean
+        squares, delta, total = np.add.reduce(deviations * deviations, 0), mean - self.mean, self.count + rows
+        self.var = (self.var * self.count + squares + delta * delta * (self.count * rows / total)) / total
+        self.mean = self.mean + delta * (rows / total)
+        self.count = total
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.mean, self.var, self.count = state["mean"].numpy(), state["var"].numpy(), state["count"].item()
 
 
 class Statistics:
@@ -446,7 +494,7 @@ def act_in_evaluation(agent: Agent, statistics: Statistics, memory: bool) -> Cal
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_image_env, args)
-    env = make()
+    env, tests = try_out(make, args)
     shape, space = env.observation_space.shape, env.action_space
     obs_size = shape if len(shape) == 3 else shape[0]
     kind = "continuous" if isinstance(space, gym.spaces.Box) else "discrete"
@@ -456,7 +504,7 @@ def train(args: Args) -> list[dict]:
     statistics = Statistics(obs_size, args.num_envs, args.gamma, args.normalize)
 
     def score_agent(video: Path | None = None) -> dict[str, float]:
-        return evaluate(make, act_in_evaluation(agent, statistics, args.memory), args, device, video)
+        return evaluate(tests, act_in_evaluation(agent, statistics, args.memory), args, device, video)
 
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent, statistics=statistics)

@@ -52,13 +52,13 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.control import (
     EnvArgs,
-    RunningMeanStd,
     episode_columns,
     evaluate,
     make_env,
     make_vector,
     score_saved,
     step_vector,
+    try_out,
 )
 from utils.core import Run, UserError, main, prepare, preset
 
@@ -168,6 +168,8 @@ class Masked(gym.Wrapper):
     """Puts the mask of an observation in front of it: K numbers, 1 where an action is allowed. So the mask goes where
     the observation goes: into the rollout, through processes, to evaluation."""
 
+    time = 0  # steps of the episode
+
     def __init__(self, env: gym.Env):
         super().__init__(env)
         space: Any = env.observation_space
@@ -179,34 +181,37 @@ class Masked(gym.Wrapper):
     def with_mask(self, obs: np.ndarray, info: dict, over: bool = False) -> np.ndarray:
         """(D,) -> (K + D,). Raises UserError where no mask came, or one that does not fit or allows nothing. After the
         last observation of an episode (`over`) nothing is done, so its mask may."""
+        who = f"the environment {self.env.unwrapped}, step {self.time} of an episode:"
         if "action_mask" in info:
             mask = info["action_mask"]
         elif self.env.has_wrapper_attr("action_masks"):
             mask = self.env.get_wrapper_attr("action_masks")()
         else:
             wanted = "it must have action_masks() or give info['action_mask'] in reset and step; ppo.py needs no masks"
-            raise UserError(f"the environment {self.env.unwrapped} gave no mask of its actions: {wanted}")
+            raise UserError(f"{who} there is no mask of the actions: {wanted}")
         mask = np.hstack(mask).astype(bool)  # of several choices: one array, or one for each
         if mask.shape != (sum(self.parts),):
             right = f"its actions {self.action_space} need {sum(self.parts)}, one after the other"
-            raise UserError(f"the environment gave an action mask of {mask.size} entries: {right}")
+            raise UserError(f"{who} the action mask has {mask.size} entries: {right}")
         if not over and not np.logical_or.reduceat(mask, self.starts).all():
             right = "it must allow an action, or end the episode"
-            raise UserError(f"the environment gave the action mask {mask.astype(int).tolist()}, of no choice: {right}")
+            raise UserError(f"{who} the action mask {mask.astype(int).tolist()} leaves no choice: {right}")
         return np.append(mask, obs).astype(self.observation_space.dtype)
 
     def reset(self, **kwargs):
         obs, info = self.env.reset(**kwargs)
+        self.time = 0
         return self.with_mask(obs, info), info
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
+        self.time += 1
         return self.with_mask(obs, info, terminated or truncated), reward, terminated, truncated, info
 
 
-def make_masked(args: Args, **more) -> gym.Env:
+def make_masked(args: Args) -> gym.Env:
     """As `make_env`, with masks. Raises UserError for actions that are no choices."""
-    env = make_env(args, **more)
+    env = make_env(args)
     if not isinstance(env.action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)):
         wanted = "masks need Discrete, MultiDiscrete or MultiBinary"
         raise UserError(f"--env-id {args.env_id} has the action space {env.action_space}: {wanted}")
@@ -280,6 +285,30 @@ def network(size_in: int, hidden_size: int, size_out: int, gain: float) -> nn.Se
     layers = [nn.Linear(size_in, hidden_size), nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, size_out)]
     orthogonal(layers, [2**0.5, 2**0.5, gain])
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+class RunningMeanStd:
+    """Mean and (population) variance over all rows seen so far, in float64 (Chan et al. 1979, parallel variance). The
+    first rows weigh as if 1e-4 rows of mean 0 and variance 1 had come before, as in OpenAI's baselines."""
+
+    def __init__(self, shape: tuple[int, ...] = ()):
+        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), 1e-4
+
+    def update(self, batch: np.ndarray) -> None:
+        """batch: (rows, *shape)."""
+        rows = len(batch)
+        mean = np.add.reduce(batch, 0, dtype=np.float64) / rows
+        deviations = batch - mean
+        squares, delta, total = np.add.reduce(deviations * deviations, 0), mean - self.mean, self.count + rows
+        self.var = (self.var * self.count + squares + delta * delta * (self.count * rows / total)) / total
+        self.mean = self.mean + delta * (rows / total)
+        self.count = total
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.mean, self.var, self.count = state["mean"].numpy(), state["var"].numpy(), state["count"].item()
 
 
 class Statistics:
@@ -443,14 +472,13 @@ def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, sca
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_masked, args)
-    env = make()
-    env.reset(seed=args.seed)  # where no mask comes, this says so before the run has a folder
+    env, tests = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     settings = preset(args, PRESETS, "discrete")
     check(args)
     agent = Agent(obs_size, space, args.hidden_size).to(device)
     statistics = Statistics(obs_size, sum(agent.parts), args.num_envs, args.gamma, args.normalize)
-    score_agent = partial(evaluate, make, partial(act_in_evaluation, agent, statistics), args, device)
+    score_agent = partial(evaluate, tests, partial(act_in_evaluation, agent, statistics), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent, statistics=statistics)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

@@ -71,6 +71,7 @@ from utils.control import (
     make_vector,
     score_saved,
     step_vector,
+    try_out,
 )
 from utils.core import Run, UserError, main, prepare
 
@@ -270,19 +271,20 @@ class Priorities:
 
 
 def rainbow_loss(agent: Agent, batch: Transitions, args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss; without gradient Q(s, a) and the mean of the target, (B, 1) each, and the divergence of the target from
-    what is learned (B,)."""
+    """The loss; without gradient Q(s, a) and the mean of the target before it is clipped, (B, 1) each, and the
+    divergence of the target from what is learned (B,)."""
     atoms, row = agent.q.atoms, torch.arange(len(batch.obs), device=batch.obs.device)
     with torch.no_grad():
         next_probs = agent.target.log_probs(batch.next_obs).exp()
         chosen = (agent.q(batch.next_obs) if args.double else next_probs @ atoms).argmax(1)
         values = batch.rewards + args.gamma**batch.steps * (1 - batch.terminated) * atoms
         target = project(next_probs[row, chosen], values, atoms)
+        mean = (next_probs[row, chosen] * values).sum(1, keepdim=True)
     log_probs = agent.q.log_probs(batch.obs)[row, batch.actions[:, 0].long()]
     q = log_probs.detach().exp() @ atoms
     losses = -(target * log_probs).sum(1)
     divergence = (losses.detach() + torch.xlogy(target, target).sum(1)).clamp(min=0)
-    return (batch.weights[:, 0] * losses).mean(), q[:, None], (target @ atoms)[:, None], divergence
+    return (batch.weights[:, 0] * losses).mean(), q[:, None], mean, divergence
 
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, number: int, args: Args,
@@ -305,7 +307,10 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, n
 def metrics(agent: Agent, q: Tensor, target: Tensor) -> dict[str, float]:
     """Of the newest update, whose gradients are still there."""
     grad_norm = torch.nn.utils.get_total_norm([p.grad for p in agent.q.parameters() if p.grad is not None])
-    return {"q": q.mean().item(), "td_error": (q - target).abs().mean().item(), "grad_norm": grad_norm.item()}
+    middle, half_width = agent.q.atoms[[0, -1]].mean(), (agent.q.atoms[-1] - agent.q.atoms[0]) / 2
+    clipped = ((target - middle).abs() > 1.001 * half_width).float().mean()
+    return {"q": q.mean().item(), "td_error": (q - target).abs().mean().item(), "grad_norm": grad_norm.item(),
+            "clipped": clipped.item()}  # fmt: skip
 
 
 def exploration(step: int, args: Args) -> float:
@@ -346,12 +351,12 @@ def act(agent: Agent, obs: np.ndarray, epsilon: np.ndarray | float, generator: t
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    env = make()
+    env, tests = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     agent = Agent(obs_size, int(space.n), args).to(device)
     end_e = 0.0 if args.noisy else args.end_e
-    score_agent = partial(evaluate, make, lambda obs, scale, generator: space.start + act(
+    score_agent = partial(evaluate, tests, lambda obs, scale, generator: space.start + act(
         agent, obs, end_e * scale.cpu().numpy(), generator, scale)[:, 0], args, device)  # fmt: skip
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
@@ -404,6 +409,9 @@ def train(args: Args) -> list[dict]:
         if due or logs:
             columns = {"epsilon": epsilon, "time/steps_per_second": run.speed(step)}
             columns |= metrics(agent, *newest) if newest else {}
+            if columns.get("clipped", 0) > 0.05 >= max((row.get("clipped", 0) for row in run.history), default=0):
+                run.print(f"warning: {columns['clipped']:.0%} of the targets lie outside --v-min {args.v_min:g} and "
+                          f"--v-max {args.v_max:g}, which must hold all discounted returns")  # fmt: skip
             if logs:  # an evaluation in between leaves the episodes to the row that is due
                 columns, episodes = columns | episode_columns(episodes), []
             run.log(step, **columns, **(score_agent() if due else {}))

@@ -59,13 +59,13 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.control import (
     EnvArgs,
-    RunningMeanStd,
     episode_columns,
     evaluate,
     make_env,
     make_vector,
     score_saved,
     step_vector,
+    try_out,
 )
 from utils.core import Run, UserError, main, prepare, preset
 
@@ -188,6 +188,15 @@ class Agent(nn.Module):
         self.space, self.continuous = space, isinstance(space, gym.spaces.Box)
         if self.continuous:
             self.parts = [int(np.prod(space.shape))]
+            low, high = torch.from_numpy(np.stack([space.low, space.high])).double()
+            far = (torch.special.ndtr(high) - torch.special.ndtr(low) <= 0.5) & (high - low).isfinite()
+            self.middle = torch.where(far, (low + high) / 2, 0.0).numpy().astype(space.dtype)
+            self.half_width = torch.where(far, (high - low) / 2, 1.0).numpy().astype(space.dtype)
+            if far.any():
+                print(
+                    "half of N(0, 1) or more lies outside the bounds of actions, so it is stretched to them",
+                    file=sys.stderr,
+                )
             self.log_std = nn.Parameter(torch.full((self.parts[0],), log_std_init))
         elif isinstance(space, gym.spaces.MultiBinary):
             self.parts = [2] * int(np.prod(space.shape))
@@ -241,9 +250,11 @@ class Agent(nn.Module):
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
         """Actions (N, A) as the vector environment takes them: Gaussian ones clipped to the bounds, but only when they
-        are executed. Their log-probability is that of the action before clipping."""
+        are executed. Their log-probability is that of the action before clipping. Where half of N(0, 1) or more
+        lies outside the bounds, [-1, 1] is stretched to them: else it would begin at an edge, and see no difference."""
         if self.continuous:
-            return actions.reshape(-1, *self.space.shape).clip(self.space.low, self.space.high)
+            actions = self.middle + self.half_width * actions.reshape(-1, *self.space.shape)
+            return actions.clip(self.space.low, self.space.high)
         return actions.reshape(-1, *self.space.shape) + getattr(self.space, "start", 0)
 
 
@@ -257,6 +268,30 @@ def network(size_in: int, hidden_size: int, size_out: int, gain: float) -> nn.Se
     layers = [nn.Linear(size_in, hidden_size), nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, size_out)]
     orthogonal(layers, [2**0.5, 2**0.5, gain])
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+class RunningMeanStd:
+    """Mean and (population) variance over all rows seen so far, in float64 (Chan et al. 1979, parallel variance). The
+    first rows weigh as if 1e-4 rows of mean 0 and variance 1 had come before, as in OpenAI's baselines."""
+
+    def __init__(self, shape: tuple[int, ...] = ()):
+        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), 1e-4
+
+    def update(self, batch: np.ndarray) -> None:
+        """batch: (rows, *shape)."""
+        rows = len(batch)
+        mean = np.add.reduce(batch, 0, dtype=np.float64) / rows
+        deviations = batch - mean
+        squares, delta, total = np.add.reduce(deviations * deviations, 0), mean - self.mean, self.count + rows
+        self.var = (self.var * self.count + squares + delta * delta * (self.count * rows / total)) / total
+        self.mean = self.mean + delta * (rows / total)
+        self.count = total
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.mean, self.var, self.count = state["mean"].numpy(), state["var"].numpy(), state["count"].item()
 
 
 class Statistics:
@@ -438,13 +473,13 @@ def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, sca
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    env = make()
+    env, tests = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     settings = preset(args, PRESETS, "continuous" if isinstance(space, gym.spaces.Box) else "discrete")
     check(args, space)
     agent = Agent(obs_size, space, args.hidden_size, args.log_std_init).to(device)
     statistics = Statistics(obs_size, args.num_envs, args.int_gamma, args.normalize)
-    score_agent = partial(evaluate, make, partial(act_in_evaluation, agent, statistics), args, device)
+    score_agent = partial(evaluate, tests, partial(act_in_evaluation, agent, statistics), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent, statistics=statistics)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

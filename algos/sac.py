@@ -76,6 +76,7 @@ from utils.control import (
     score_saved,
     step_vector,
     to_env,
+    try_out,
 )
 from utils.core import Run, UserError, main, prepare
 
@@ -288,7 +289,7 @@ def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | fl
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    env = make()
+    env, tests = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     action_size = math.prod(space.shape)
@@ -296,7 +297,7 @@ def train(args: Args) -> list[dict]:
         args.target_entropy = -float(action_size)
     agent = Agent(obs_size, action_size, args.hidden_size, args.alpha, count=args.num_critics,
                   layer_norm=args.layer_norm, dropout=args.dropout).to(device)  # fmt: skip
-    score_agent = partial(evaluate, make, lambda *inputs: to_env(act(agent.actor, space, *inputs), space), args, device)
+    score_agent = partial(evaluate, tests, lambda *given: to_env(act(agent.actor, space, *given), space), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)

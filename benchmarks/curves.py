@@ -280,10 +280,9 @@ def add(name: tyro.conf.Positional[str], run: tyro.conf.Positional[Path]) -> Non
     config, settings = json.loads((run / "config.json").read_text()), json.loads(json.dumps(CURVES[name].settings))
     history = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     args, last = config["args"], history[-1]["step"]
-    total = args.get("total_timesteps") or args["max_steps"]
     if config["algo"] != SCRIPT_OF[name] or args | settings != args:
         sys.exit(f"{run} has other settings than the curve {name}: {settings}")
-    if last != total:
+    if last != (args.get("total_timesteps") or args["max_steps"]):
         sys.exit(f"{run} is not finished: --resume {run}")
     if args["seed"] in {row["seed"] for row in recorded(name)}:
         sys.exit(f"{name} has seed {args['seed']} already")
@@ -291,8 +290,7 @@ def add(name: tyro.conf.Positional[str], run: tyro.conf.Positional[Path]) -> Non
     row = row_of(CURVES[name].column, args["seed"], history) | {"seconds": round(last / statistics.median(speeds), 1)}
     with open(FOLDER / f"{name}.jsonl", "a") as file:
         about = {k: config.get(k, environment()[k]) for k in ("versions", "commit", "machine")}
-        file.write(json.dumps(row | {"settings": settings} | about))
-        file.write("\n")
+        file.write(json.dumps(row | {"settings": settings} | about) + "\n")
 
 
 def show() -> None:
@@ -320,7 +318,6 @@ def show() -> None:
                 axis.fill_between(steps, low, high, alpha=0.2)
         axis.set(title=name, xlabel="evaluation" if column.startswith("eval/") else "step", ylabel=column)
         axis.legend()
-        axis.grid(alpha=0.3)
         figure.savefig(FOLDER / f"{name}.png", dpi=110, bbox_inches="tight")
         plt.close(figure)
 

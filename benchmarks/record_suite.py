@@ -35,7 +35,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos import sac  # noqa: E402
-from utils.control import evaluate, make_env, seed_of, to_env  # noqa: E402
+from utils.control import evaluate, make_env, seed_of, to_env, try_out  # noqa: E402
 from utils.core import Run  # noqa: E402
 
 
@@ -111,19 +111,21 @@ def record(args: sac.Args, output: Path, record_steps: int) -> None:
     """Writes the six collections of one run of sac.py with one environment."""
     seen, (untrained, *agents) = train(args)
     make, actor = partial(make_env, args), untrained[2].actor
-    space, device = make().action_space, torch.device(args.device)
-    low = evaluate(make, lambda *inputs: to_env(sac.act(actor, space, *inputs), space), args, device)["eval/return"]
+    env, tests = try_out(make, args)
+    space, device = env.action_space, torch.device(args.device)
+    low = evaluate(tests, lambda *inputs: to_env(sac.act(actor, space, *inputs), space), args, device)["eval/return"]
     high = agents[-1][1]
     medium = next((one for one in agents if one[1] >= low + (high - low) / 3), agents[-1])
     random, medium_rows, expert = (play(one[2], args, record_steps) for one in (untrained, medium, agents[-1]))
     about = {"env_id": args.env_id, "env_kwargs": json.dumps(args.env_kwargs), "seed": args.seed,
              "medium_step": medium[0], "random_return": low, "expert_return": high}  # fmt: skip
     output.mkdir(parents=True, exist_ok=True)
-    for name, parts in {"random": [random], "medium": [medium_rows], "medium-replay": [seen[: medium[0]]],
-                        "medium-expert": [medium_rows, expert], "full-replay": [seen],
-                        "expert": [expert]}.items():  # fmt: skip
-        save(output / f"{name}.hdf5", about, *parts)
-    print(f"collections: {output}", flush=True)
+    collections = {"random": [random], "full-replay": [seen], "medium-replay": [seen[: medium[0]]],
+                   "medium": [medium_rows], "medium-expert": [medium_rows, expert], "expert": [expert]}  # fmt: skip
+    kept = list(collections) if high > low else ["random", "full-replay"]  # who has learned nothing is no expert
+    for name in kept:
+        save(output / f"{name}.hdf5", about, *collections[name])
+    print(f"collections: {output}: {', '.join(kept)}; returns of {low:.4g} and {high:.4g}", flush=True)
 
 
 def main(env_id: str, output: Path, total_timesteps: int = 1_000_000, record_steps: int = 1_000_000, seed: int = 1):

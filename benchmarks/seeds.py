@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import cores  # noqa: E402
 from utils.core import UserError  # noqa: E402
 
+SHARES = ("eval/success", "eval/pass@*", "*fraction", "*accuracy*")  # their intervals end at 0 and 1
 OURS = ("seed", "output-dir", "resume")  # set for each seed, so not to be given
 
 
@@ -105,7 +106,8 @@ def summary(histories: list[list[dict]]) -> dict[str, list[list[float]]]:
             continue
         values = [seed[name, step] for seed in logged]
         mean, width = np.mean(values), student.ppf(0.975, count - 1) * np.std(values, ddof=1) / count**0.5
-        table.setdefault(name, []).append([step, mean, mean - width, mean + width, *values])
+        low, high = (0, 1) if any(fnmatch(name, share) for share in SHARES) else (-np.inf, np.inf)
+        table.setdefault(name, []).append([step, mean, *np.clip([mean - width, mean + width], low, high), *values])
     return table
 
 
@@ -128,7 +130,6 @@ def write(table: dict[str, list[list[float]]], seeds: int, title: str, args: Arg
         axis.plot(step, mean, marker="o" if len(step) < 40 else None, markersize=3)
         axis.fill_between(step, low, high, alpha=0.2)
         axis.set(title=name, xlabel="step")
-        axis.grid(alpha=0.3)
         print(f"{name} at step {step[-1]:,}: {mean[-1]:.4g}, 95 % interval {low[-1]:.4g} to {high[-1]:.4g}")
     figure.suptitle(f"{title}: mean of {seeds} seeds and its 95 % interval (Student's t)", fontsize=9)
     figure.tight_layout()

@@ -69,7 +69,7 @@ def close(actual, expected, atol=1e-10) -> None:
 
 def env_of(env_id: str, *env_kwargs: str):
     """The environment as a script makes it."""
-    return make_env(SimpleNamespace(env_id=env_id, env_kwargs=env_kwargs))
+    return make_env(SimpleNamespace(env_id=env_id, env_kwargs=env_kwargs, capture_video=False))
 
 
 def checkpoint(folder) -> dict:

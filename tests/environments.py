@@ -45,8 +45,6 @@ class Walk(gym.Env):
         return self.state, reward, bool(abs(self.state[0]) > self.size), False, info
 
     def render(self):
-        if self.label == "cannot be drawn":
-            raise gym.error.DependencyNotInstalled("pygame is not installed")
         return np.full((32, 32, 3), 100, np.uint8)
 
 
@@ -76,12 +74,13 @@ class Goal(Hop):
         return self.observe(), {}
 
     def step(self, action):
-        _, reward, terminated, *rest = super().step(action)
+        _, reward, terminated, truncated, info = super().step(action)
         obs = self.observe()
-        reward += self.compute_reward(obs["achieved_goal"], self.goal, {})
-        return obs, float(reward), terminated, *rest
+        reward += self.compute_reward(obs["achieved_goal"], self.goal, info)
+        return obs, float(reward), terminated, truncated, info
 
     def compute_reward(self, achieved_goal, desired_goal, info):
+        assert achieved_goal == np.round(info["place"]), "the info of another step"
         return (achieved_goal == desired_goal).all(-1) - 1.0
 
     def compute_terminated(self, achieved_goal, desired_goal, info):
@@ -96,6 +95,41 @@ class Reach(Goal):
 
     def step(self, action):
         return super().step(action[0] / 2)
+
+
+class Only(Hop):
+    """Of which there can be `most` at a time, until they are closed. `made` counts them."""
+
+    most, made, alive = 1, 0, 0
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        Only.made, Only.alive = Only.made + 1, Only.alive + 1
+        assert Only.alive <= Only.most
+
+    def close(self):
+        Only.alive -= 1
+
+
+class Mistaken(Hop):
+    """What beginners write. how: no seed, bare (only the observation comes from reset), four (values from step), shape
+    (of the observation is not the space's)."""
+
+    def __init__(self, how: str = "", **kwargs):
+        super().__init__(**kwargs)
+        self.mistake = how
+        if how == "no seed":
+            self.reset = lambda: (self.state, {})
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        return obs if self.mistake == "bare" else (obs, info)
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        if self.mistake == "four":
+            return obs, reward, terminated, info
+        return obs[:1] if self.mistake == "shape" else obs, reward, terminated, truncated, info
 
 
 def deep(state):
@@ -197,6 +231,10 @@ class Toll(gym.Env):
         return obs, float(chosen[0]) + noise, self.time == 40, False, info
 
 
+class Mission(spaces.Space):
+    """A kind of space of another library."""
+
+
 class Probe(gym.Env):
     """Observes the step in the episode, the length at which it ends by itself, the action as it arrived. Lengths of 2
     to 7 under a time limit of 5: episodes terminate, are cut off, and both in one step."""
@@ -259,6 +297,7 @@ OBSERVATIONS = {
     "sequence": spaces.Sequence(BOX),
     "graph": spaces.Graph(BOX, None),
     "dict of a sequence": spaces.Dict(a=BOX, b=spaces.Sequence(BOX)),
+    "dict of another kind": spaces.Dict(a=BOX, b=spaces.Tuple([Mission()])),
 }
 ACTIONS = {
     "discrete": spaces.Discrete(3, start=-1),
@@ -276,6 +315,8 @@ gym.register("Walk-v0", "environments:Walk", max_episode_steps=40)
 gym.register("Hop-v0", "environments:Hop", max_episode_steps=40)
 gym.register("Goal-v0", "environments:Goal", max_episode_steps=40)
 gym.register("Reach-v0", "environments:Reach", max_episode_steps=40)
+gym.register("Only-v0", "environments:Only", max_episode_steps=40)
+gym.register("Mistaken-v0", "environments:Mistaken", max_episode_steps=40)
 gym.register("Endless-v0", "environments:Walk", kwargs={"size": 1_000})
 gym.register("Fixed-v0", Fixed)
 gym.register("Bandit-v0", "environments:Bandit")

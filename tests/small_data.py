@@ -12,7 +12,7 @@ from utils.control import make_env
 
 def pendulum(path: Path, env_id: str = "Pendulum-v1", length: int = 40) -> Path:
     """Six episodes with random actions, of Pendulum all cut off by time, as one of our collections."""
-    args = SimpleNamespace(env_id=env_id, env_kwargs=(f"max_episode_steps={length}",))
+    args = SimpleNamespace(env_id=env_id, env_kwargs=(f"max_episode_steps={length}",), capture_video=False)
     env, generator = Recorder(make_env(args)), np.random.default_rng(0)
     for episode in range(6):
         env.reset(seed=episode)

@@ -13,7 +13,7 @@ from helpers import SMALL, assert_same_result, command_line, metrics, new_run, u
 from test_exact_ppo import BINARY, DISCRETE, GAUSSIAN, MULTI
 
 from algos import ppo, ppo_atari
-from utils.control import make_env, make_image_env, make_vector
+from utils.control import make_env, make_vector
 
 pytest.importorskip("ale_py", reason="not run: ale-py is not installed")
 PIXELS = ["--env-id", "environments:Pixels-v0", "--hidden-size", 8]
@@ -30,7 +30,7 @@ def settings(env_id: str, *pairs: str, **more) -> ppo_atari.Args:
 
 @pytest.mark.parametrize("layout", ["last", "first"])
 def test_channels_come_first(layout):
-    ours = make_image_env(settings("environments:Pixels-v0", f"layout={layout}"))
+    ours = ppo_atari.make_image_env(settings("environments:Pixels-v0", f"layout={layout}"))
     plain = gym.make("Pixels-v0")
     assert ours.observation_space == gym.spaces.Box(0, 255, (3, 8, 10), np.uint8)
     expected = np.moveaxis(plain.reset(seed=3)[0], -1, 0)
@@ -42,7 +42,7 @@ def test_channels_come_first(layout):
 @pytest.mark.parametrize("name, shape", [("image", (3, 4, 4)), ("matrix", (6,)), ("dict", (5,)), ("box", (3,))])
 def test_only_bytes_with_three_dimensions_are_images(name, shape):
     args = settings("environments:Bandit-v0", f"observation={name}")
-    assert make_image_env(args).observation_space.shape == shape
+    assert ppo_atari.make_image_env(args).observation_space.shape == shape
     assert len(make_env(args).observation_space.shape) == 1
 
 

@@ -1,5 +1,6 @@
 """Weight that every reader and copier pays: CONTRIBUTING.md's rule in numbers. A limit may fall. Where one is above the
-aim that stands beside it, the aim was missed so far. That of utils rose by 30 for what files do to rows."""
+aim that stands beside it, the aim was missed so far. That of utils rose by 30 for what files do to rows, those of copied
+control scripts by up to 50 for `try_out`: what users' own environments do."""
 
 import ast
 from functools import cache
@@ -11,7 +12,7 @@ from utils.eject import eject
 
 UTILS = sorted(path for path in (ROOT / "utils").glob("*.py") if path.stem != "__init__")
 EJECTED = {  # all lines
-    "ppo": (890, 800), "sac": (830, 740), "dqn": (740, 680), "dt": (920, 760), "iql": (1020, 820),
+    "ppo": (940, 800), "sac": (870, 740), "dqn": (780, 680), "dt": (945, 760), "iql": (1055, 820),
     "dpo": (1810, 1250), "rloo": (1850, 1250), "grpo": (1885, 1300),
 }  # fmt: skip
 CODE = {  # lines of code of all Python files in a folder, of which those of another are another's

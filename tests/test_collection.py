@@ -1,6 +1,8 @@
 """What benchmarks/record_suite.py writes: whole steps of the environment, in order, of the agents that D4RL names, and
 where each episode ended."""
 
+from dataclasses import replace
+
 import h5py
 import numpy as np
 import pytest
@@ -17,9 +19,10 @@ NAMES = ["random", "medium", "medium-replay", "medium-expert", "full-replay", "e
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("record")
     args = sac.Args(device="cpu", threads=1, env_kwargs=("max_episode_steps=70",), total_timesteps=1000,
-                    learning_starts=300, hidden_size=16, batch_size=32, learning_rate=3e-3, eval_every=250,
+                    learning_starts=100, hidden_size=16, batch_size=64, learning_rate=3e-3, utd_ratio=2, eval_every=250,
                     eval_episodes=2, output_dir=str(folder / "runs"))  # fmt: skip
     record(args, folder, 300)
+    record(replace(args, learning_starts=1000), folder / "nothing", 10)
     return folder
 
 
@@ -42,6 +45,10 @@ def test_the_six_of_d4rl(folder):
         part = data["medium-replay"][key]
         assert (part == data["full-replay"][key][: len(part)]).all()
     assert len({data[name]["actions"].std() for name in ("random", "expert")}) == 2
+
+
+def test_who_has_learned_nothing_is_no_expert(folder):
+    assert {path.stem for path in (folder / "nothing").glob("*.hdf5")} == {"random", "full-replay"}
 
 
 @pytest.mark.parametrize("name", NAMES)

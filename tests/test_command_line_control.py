@@ -83,10 +83,10 @@ OWN = {
         ("--v-min 5 --v-max 5", "--v-min 5.0", "below --v-max"),
     ],
     "her": [
-        ("--env-id CartPole-v1", "no goals", "compute_terminated"),
+        ("--env-id CartPole-v1", "no goals", "compute_reward"),
         ("--env-id Pendulum-v1", "HER needs a Discrete"),
     ],
-    "her_sac": [("--env-id Pendulum-v1", "no goals", "compute_terminated")],
+    "her_sac": [("--env-id Pendulum-v1", "no goals", "compute_reward")],
     "bc": DATASETS,
     "iql": DATASETS,
     "rlpd": [("--batch-size 9", "--offline-ratio 0.5", "--batch-size 9"), *DATASETS],
@@ -193,6 +193,7 @@ def test_what_differs_on_resume_is_printed(trained, tmp_path, capsys):
     command_line(ppo, "--resume", folder, "--gamma", 0.5, "--total-timesteps", 192)
     out = capsys.readouterr().out
     assert "changed on --resume: {'total_timesteps': 192, 'gamma': 0.5}" in out and "begin new episodes" in out
+    assert "settings" not in out, "nothing is filled in"
     assert metrics(folder)[-1]["step"] == 192
 
 

@@ -1,24 +1,28 @@
 """Our small environments are what their docstrings say, and a user can run them by name with any script."""
 
+import importlib
 import itertools
+import shutil
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from control import env_of
+from control import CONTROL, env_of, score
+from helpers import REPO, SMALL, command_line, metrics, new_run
 from scipy import stats
 
 from algos.environments.recall import Recall
 from algos.her import BitFlip
 from algos.her_sac import PointReach
 from algos.rnd import DeepSea
+from benchmarks import record_suite, seeds
 from utils.control import make_vector
 
 NAMES = (
     "algos.her:BitFlip-v0", "algos.her_sac:PointReach-v0", "algos.ppo_mask:Board-v0", "algos.rnd:DeepSea-v0",
     "algos.ppo_lstm:CartPoleNoVelocity-v0", "algos.environments.recall:Recall-v0",
-    "algos.environments.noise_mdp:NoiseMDP-v0",
+    "algos.environments.noise_mdp:NoiseMDP-v0", "algos.environments.room:Room-v0",
 )  # fmt: skip
 
 
@@ -131,3 +135,19 @@ def test_what_must_be_recalled_is_shown_once(delay):
         obs, reward, terminated, truncated, _ = env.step(answer)
         assert not obs.any() and reward == (answer == cues[-1]) and terminated and not truncated
     assert stats.chisquare(np.bincount(cues)).pvalue > 1e-3
+
+
+def test_the_room_to_copy(tmp_path, monkeypatch, capsys, imports_as_they_were):
+    """As a user's own file: trained, scored and drawn, with several seeds, and recorded."""
+    shutil.copy(REPO / "algos/environments/room.py", tmp_path / "mine.py")
+    monkeypatch.chdir(tmp_path)
+    for algo in ("ppo", "sac"):
+        args = [*SMALL[algo], "--env-id", "mine:Room-v0"]
+        run = new_run(CONTROL[algo], tmp_path / algo, *args, "--env-kwargs", "cold=-5")
+        assert score(CONTROL[algo], run, capsys) == {k: v for k, v in metrics(run)[-1].items() if k.startswith("eval/")}
+    if importlib.util.find_spec("moviepy"):
+        command_line(CONTROL["sac"], "--evaluate", run, "--capture-video")
+        assert list((run / "video").glob("*.mp4"))
+    seeds.main(seeds.Args(REPO / "algos/sac.py", 2, 2, tmp_path / "seeds"), args)
+    record_suite.main("mine:Room-v0", tmp_path / "data", 100, 50)
+    assert (tmp_path / "seeds/seeds.csv").exists() and (tmp_path / "data/full-replay.hdf5").exists()

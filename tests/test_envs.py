@@ -1,5 +1,6 @@
 """utils/control.py: any environment as a vector, and evaluated without a trace."""
 
+import importlib
 import json
 import random
 import subprocess
@@ -11,17 +12,17 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from control import BANDIT, WALK, env_of, score, write_project
+from control import BANDIT, CONTROL, WALK, env_of, score, write_project
 from environments import OBSERVATIONS
 from helpers import REPO, SMALL, command_line, metrics, new_run, runs_in, start, user_error
 
 from algos import ppo
 from utils import control
-from utils.control import evaluate, is_bounded, make_vector, rollouts, seed_of, step_vector
-from utils.core import UserError, crosses, rng_state
+from utils.control import evaluate, is_bounded, make_vector, seed_of, step_vector
+from utils.core import UserError, rng_state
 
 CPU = torch.device("cpu")
-REFUSED = {"sequence", "graph", "dict of a sequence"}
+REFUSED = {"text", "sequence", "graph", "dict of a sequence", "dict of another kind"}
 
 pytestmark = pytest.mark.usefixtures("imports_as_they_were")
 
@@ -53,6 +54,39 @@ def played(envs, steps: int, seed: int = 0) -> list:
 def test_what_cannot_be_made(env_id, words):
     with pytest.raises(UserError, match=words):
         env_of(env_id)
+
+
+@pytest.mark.parametrize("how, words", [
+    ("no seed", "takes no seed"), ("bare", "observation, info from reset"), ("four", "truncated, info from step"),
+    ("shape", r"of shape \(2,\)"),
+])  # fmt: skip
+def test_mistakes_of_beginners(how, words, tmp_path, capsys):
+    with user_error(capsys, "--env-id environments:Mistaken-v0", words.replace("\\", "")):
+        command_line(
+            ppo, "--env-id", "environments:Mistaken-v0", "--env-kwargs", f"how={how}", "--output-dir", tmp_path
+        )
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("algo", ["ppo", "dqn"])
+def test_environments_are_made_once(algo, tmp_path, capsys):
+    """Four of evaluation, those of training, and none for a look. Without evaluation there is one at a time."""
+    only = importlib.import_module("environments").Only
+    args = [*SMALL[algo], "--env-id", "environments:Only-v0", "--eval-every", 32, "--num-envs", 1]
+    only.most, only.made, only.alive = 5, 0, 0
+    run = new_run(CONTROL[algo], tmp_path / "a", *args, "--eval-episodes", 2)
+    assert only.made == 5 and sum("eval/return" in row for row in metrics(run)) > 2
+    only.most, only.alive = 1, 0
+    run = new_run(CONTROL[algo], tmp_path / "b", *args, "--eval-episodes", 0)
+    assert (run / "model").is_dir() and not any("eval/return" in row for row in metrics(run))
+    assert "seen as (2,); limit of an episode: 40 steps" in capsys.readouterr().out
+
+
+def test_a_large_replay_buffer_is_told(capsys):
+    control.ReplayBuffer(2**28 // 3, (2, 1), CPU)
+    assert capsys.readouterr().out == ""
+    control.ReplayBuffer(2**28 // 3 + 1, (2, 1), CPU)
+    assert "1.1 GB" in capsys.readouterr().out
 
 
 def test_arguments_of_the_environment():
@@ -187,7 +221,7 @@ def test_bounds_that_actions_can_be_stretched_to(high, bounded):
 
 
 def scored(make, act, episodes=4, seed=5):
-    return evaluate(make, act, SimpleNamespace(eval_episodes=episodes, seed=seed), CPU)
+    return evaluate([make() for _ in range(2 * episodes)], act, SimpleNamespace(seed=seed), CPU)
 
 
 def test_evaluation_is_one_episode_of_each_environment():
@@ -263,13 +297,6 @@ def test_video(tmp_path, capsys):
     assert video.suffix == ".mp4" and video.stat().st_size > 100
 
 
-def test_video_without_moviepy(tmp_path, monkeypatch, capsys):
-    run = new_run(ppo, tmp_path / "runs", *SMALL["ppo"], *WALK)
-    monkeypatch.setitem(sys.modules, "moviepy", None)
-    with user_error(capsys, "--capture-video", "moviepy"):
-        command_line(ppo, "--evaluate", run, "--capture-video")
-
-
 def test_an_evaluation_without_end_says_so(monkeypatch, capsys):
     """What it names sets a limit, and then nothing is said."""
     monkeypatch.setattr(control, "LONGEST", 30)
@@ -280,18 +307,3 @@ def test_an_evaluation_without_end_says_so(monkeypatch, capsys):
     named = said.split("--env-kwargs ")[1].split()[0].replace("1000", "7")
     assert scored(lambda: env_of("environments:Endless-v0", named), act, 2, 1)["eval/length"] == 7
     assert capsys.readouterr().out == ""
-
-
-def test_rollouts_start_alike_where_asked():
-    """Modulo `starts`, so that what they are asked for is all that differs; otherwise each has its own start."""
-    for starts, equal in ((2, True), (None, False)):
-        seen = []
-        act = lambda obs, *_: (seen.append(obs.copy()), np.zeros((4, 1), np.float32))[1]  # noqa: B023, E731
-        rollouts(lambda: env_of("environments:Walk-v0"), act, 4, 1, starts=starts)
-        assert np.array_equal(seen[0][:2], seen[0][2:]) == equal and seen[0][0, 0] != seen[0][1, 0]
-
-
-def test_what_is_due_where_an_iteration_has_many_steps():
-    """Once for each multiple that an iteration ends at or passes; 0 is never."""
-    due = [step for step in range(6, 31, 6) if crosses(step, step - 6, 8)]
-    assert due == [12, 18, 24] and not any(crosses(step, step - 6, 0) for step in range(6, 31, 6))

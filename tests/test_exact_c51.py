@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from control import adam, close, float64, mlp, named, randomise
+from control import CONTROL, adam, close, float64, mlp, named, randomise, walk
+from helpers import SMALL, new_run
 from test_exact_dqn import one_hot, rows
 from torch import nn
 
@@ -64,10 +65,10 @@ def test_targets_by_hand():
     agent = SimpleNamespace(q=Net(**vars(net(other))), target=Net(**vars(net(probs))))
     rewards, terminated = torch.tensor([[0.2], [1.0], [0.2], [9.0]]), torch.tensor([[0.0], [1.0], [1.0], [0.0]])
     batch = c51.Transitions(torch.zeros(4, 1), torch.zeros(4, 1), rewards, terminated, torch.zeros(4, 1))
-    for double, first in ((False, 0.45 * 0.2 + 0.55 * 1.2), (True, 0.7)):
+    for double, first, last in ((False, 0.45 * 0.2 + 0.55 * 1.2, 9.55), (True, 0.7, 9.5)):
         _, q, target = c51.c51_loss(agent, batch, c51.Args(gamma=0.5, double=double))
         close(q, np.full((4, 1), 0.5))
-        close(target, [[first], [1.0], [0.2], [2.0]])
+        close(target, [[first], [1.0], [0.2], [last]])
 
 
 @float64()
@@ -95,7 +96,8 @@ def test_update_equals_a_second_implementation(double):
         kept = own_probs("target", batch.next_obs)
         kept = torch.stack([row[i] for row, i in zip(kept, chosen)]).detach().numpy()
         ends = batch.terminated.numpy()
-        target = by_floor_and_ceiling(kept, batch.rewards.numpy() + GAMMA * (1 - ends) * atoms.numpy(), -2.0, 2.0)
+        values = batch.rewards.numpy() + GAMMA * (1 - ends) * atoms.numpy()
+        target, means = by_floor_and_ceiling(kept, values, -2.0, 2.0), (kept * values).sum(1)
         found = own_probs("q", batch.obs)
         found = torch.stack([row[int(a)] for row, a in zip(found, batch.actions)])
         loss = -(torch.from_numpy(target) * found.log()).sum() / B
@@ -107,7 +109,8 @@ def test_update_equals_a_second_implementation(double):
         for name, tensor in p.items():
             close(agent.state_dict()[name], tensor.detach())
         close(numbers["q"], q.mean())
-        close(numbers["td_error"], np.abs(q.numpy() - (target * atoms.numpy()).sum(1)).mean())
+        close(numbers["td_error"], np.abs(q.numpy() - means).mean())
+        close(numbers["clipped"], (np.abs(means) > 2.001).mean())
         close(numbers["grad_norm"], math.sqrt(sum((x**2).sum() for x in gradients.values())))
     assert differs, "both networks choose alike, so --double is not tested"
 
@@ -137,3 +140,10 @@ def test_update_finds_the_distribution_and_not_only_its_mean():
         c51.update(agent, optimizer, batch, count, args)
     found = agent.q.log_probs(one_hot([0, 1], 2)).exp()[:, 0]
     close(found, [[0, 0, 0.3, 0, 0.7], [0.3, 0, 0, 0, 0.7]], 2e-3)
+
+
+@pytest.mark.parametrize("algo", ["c51", "rainbow"])
+def test_targets_beyond_the_atoms_are_told_once(algo, tmp_path, capsys):
+    """Hop's rewards are below 0, and the atoms begin there by default."""
+    new_run(CONTROL[algo], tmp_path, *SMALL[algo], *walk(algo), "--learning-rate", 0.1, "--log-every", 16)
+    assert capsys.readouterr().out.count("of the targets lie outside --v-min 0 and --v-max 100") == 1

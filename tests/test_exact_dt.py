@@ -254,8 +254,7 @@ def evaluate(targets: tuple[float, ...]):
     model.obs_std.copy_(torch.tensor([0.4, 2.0, 0.9]))
     args = dt.Args(target_returns=targets, eval_episodes=3, context_length=3, rtg_scale=50.0)
     spy = model.register_forward_pre_hook(lambda module, inputs: given.append((module.training, inputs[0])))
-    made = iter(range(100))
-    returns = dt.achieved(model, lambda: Toy(next(made) % 3), SPACE, args, torch.device("cpu"))
+    returns = dt.achieved(model, [Toy(i % 3) for i in range(3 * len(targets))], SPACE, args, torch.device("cpu"))
     assert model.training
     spy.remove()
     return returns, given, model.eval()

@@ -44,7 +44,8 @@ def test_relabelling_by_hand():
         seen[:-1], torch.tensor([[0.0], [1], [0]]), -torch.ones(3, 1), torch.zeros(3, 1), seen[1:]
     )
     before = [part.clone() for part in episode]
-    found = her.relabel(episode, torch.tensor([1, 1, 2]), goals)
+    infos = [{"scale": 1}, {"scale": 2}, {"scale": 3}]
+    found = her.relabel(episode, infos, torch.tensor([1, 1, 2]), goals)
     wanted = torch.tensor([[1.0, 1], [1, 1], [0, 1]])
     close(found.obs, torch.cat([places[:-1], wanted, places[:-1]], 1))
     close(found.next_obs, torch.cat([places[1:], wanted, places[1:]], 1))
@@ -52,10 +53,13 @@ def test_relabelling_by_hand():
     close(found.rewards, [[-1.0], [0.0], [0.0]])
     close(found.terminated, [[0.0], [1.0], [1.0]])
     assert all(torch.equal(part, old) for part, old in zip(episode, before)), "the episode itself was changed"
-    beyond = lambda achieved, goal: (achieved > goal).any(-1) * 1.0  # noqa: E731  # what is achieved stands first
-    found = her.relabel(episode, torch.tensor([2, 2, 2]), goals._replace(reward=beyond, terminated=beyond))
-    close(found.rewards, [[1.0], [1.0], [0.0]])
+    beyond = lambda achieved, goal, info: (achieved > goal).any() * info["scale"]  # noqa: E731  # achieved stands first
+    found = her.relabel(episode, infos, torch.tensor([2, 2, 2]), goals._replace(reward=beyond, terminated=beyond))
+    close(found.rewards, [[1.0], [2.0], [0.0]])
     close(found.terminated, [[1.0], [1.0], [0.0]])
+    ended = episode._replace(terminated=torch.tensor([[0.0], [0.0], [1.0]]))
+    found = her.relabel(ended, infos, torch.tensor([1, 1, 2]), goals._replace(terminated=None))
+    close(found.terminated, ended.terminated)
 
 
 def test_where_goals_are():
@@ -98,7 +102,7 @@ def test_updates_on_relabelled_steps_find_the_values_in_closed_form():
         seen = torch.cat([bits, torch.zeros(31, n), bits], 1).double()
         episode = her.Transitions(seen[:-1], actions, torch.zeros(30, 1), torch.zeros(30, 1), seen[1:])
         for later in her.future(30, 4, generator):
-            for row in zip(*(part.double() for part in her.relabel(episode, later, goals))):
+            for row in zip(*(part.double() for part in her.relabel(episode, [{}] * 30, later, goals))):
                 rows[tuple(torch.cat(row[:2]).tolist())] = row
     assert len(rows) == 8 * 8 * n
     batch = her.Transitions(*(torch.stack(part) for part in zip(*rows.values())))

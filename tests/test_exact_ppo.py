@@ -27,7 +27,8 @@ from utils.core import read_checkpoint
 FUNCTIONS = "update", "collect", "ppo_loss", "gae", "act_in_evaluation"
 script = stand_in("ppo", *FUNCTIONS)
 only_ppo = pytest.mark.parametrize("script", ["ppo"], indirect=True)
-DISCRETE, MULTI, GAUSSIAN = Discrete(3, start=5), MultiDiscrete([2, 3], start=[7, 1]), Box(-0.5, 0.5, (2,))
+DISCRETE, MULTI = Discrete(3, start=5), MultiDiscrete([2, 3], start=[7, 1])
+GAUSSIAN = Box(np.array([-0.75, 2], np.float32), np.array([0.75, 3], np.float32))  # the second one is stretched
 BINARY = MultiBinary(3)
 SPACES = pytest.mark.parametrize(
     "space", [DISCRETE, MULTI, BINARY, GAUSSIAN], ids=["discrete", "multi", "binary", "gaussian"]
@@ -372,15 +373,20 @@ def test_rollout_by_hand(space):
     assert batch.terminated[0].tolist() == [True, False] and episodes[0] == (21.0 + 22.0, 2)
 
 
+def executed(actions: np.ndarray) -> np.ndarray:
+    """What GAUSSIAN's environment gets: clipped, and first stretched to bounds that exclude most of N(0, 1)."""
+    return np.stack([actions[..., 0].clip(-0.75, 0.75), (2.5 + 0.5 * actions[..., 1]).clip(2, 3)], -1)
+
+
 @SPACES
 def test_actions_of_a_rollout(space):
-    """The environment gets the batch's actions shifted by `start`, or clipped to its bounds; the batch keeps what was
-    sampled, with new noise for each step and environment."""
+    """The environment gets the batch's actions shifted by `start`, or `executed`; the batch keeps what was sampled,
+    with new noise for each step and environment."""
     batch, _, _, _, taken = rollout(space)
     sampled, taken = batch.actions.numpy(), np.stack(taken, 1).reshape(6, 2, -1)
     if space is GAUSSIAN:
         assert abs(sampled).max() > 0.6 and len(np.unique(sampled)) == sampled.size
-        assert np.array_equal(taken, sampled.clip(-0.5, 0.5))
+        assert np.array_equal(taken, executed(sampled))
         agent = linear_agent(2, space).float()
         agent.log_std.data.fill_(-20)  # hardly any noise: the action is the mean at the observation in the same row
         batch = rollout(space, agent)[0]
@@ -428,7 +434,7 @@ def test_evaluation_acts_on_frozen_statistics():
     actions = ppo.act_in_evaluation(agent, statistics, obs, scale, generator)
     mean, var = moments([[0.0, 1.0], [2.0, 5.0]])
     likeliest = weights(agent)["actor.weight"] @ ((obs[0] - mean) / np.sqrt(var))
-    close(actions[0], likeliest.clip(-0.5, 0.5), 1e-5)
+    close(actions[0], executed(likeliest), 1e-5)
     assert abs(likeliest).min() < 0.5 and not np.allclose(actions[0], actions[1])
     for name in ("mean", "var", "count"):
         assert torch.equal(statistics.state_dict()["obs"][name], before["obs"][name])

@@ -325,7 +325,7 @@ def test_first_weights():
 @pytest.mark.parametrize("memory", [True, False])
 def test_evaluation_remembers_and_begins_with_nothing(memory):
     agent, statistics = make_agent(GAUSSIAN).float(), Statistics(D, 1, 0.99, True)
-    agent.space = gym.spaces.Box(-9, 9, (2,))
+    agent.space, agent.middle, agent.half_width = gym.spaces.Box(-9, 9, (2,)), 0, 1
     obs, scale, generator = drawn(3, 2, D).numpy(), torch.zeros(2, 1), torch.Generator()
     for _ in range(2):  # each evaluation has a memory of its own
         act = ppo_lstm.act_in_evaluation(agent, statistics, memory)

@@ -210,13 +210,13 @@ def test_wrong_masks_are_seen_before_the_run(args, words, tmp_path, capsys):
 @pytest.mark.parametrize("vector", ["sync", "async"])
 @pytest.mark.parametrize("action, mask", [("discrete", "[0, 0, 0]"), ("multidiscrete", "0, 0, 0]")])
 def test_a_mask_that_allows_nothing_is_one_clear_error(action, mask, vector, tmp_path, capsys):
-    with user_error(capsys, mask, "no choice", "end the episode"):
+    with user_error(capsys, "Toll-v0", "step 3 of", mask, "no choice", "end the episode"):
         args = [*TOLL, "gives=empty", f"action={action}", "--vector", vector, "--output-dir", tmp_path]
         command_line(ppo_mask, *SMALL["ppo"], *args)
 
 
 def test_a_mask_may_be_a_list_for_each_choice():
-    env = SimpleNamespace(action_space=MULTI, observation_space=gym.spaces.Box(0, 1, (1,)))
+    env = SimpleNamespace(action_space=MULTI, observation_space=gym.spaces.Box(0, 1, (1,)), unwrapped="")
     masked = ppo_mask.Masked.__new__(ppo_mask.Masked)
     masked.env, masked.parts, masked.starts = env, [2, 3], [0, 2]
     masked._observation_space, masked._action_space = env.observation_space, MULTI

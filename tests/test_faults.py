@@ -175,21 +175,6 @@ def test_no_space_left_for_a_checkpoint(reference, tmp_path, monkeypatch):
     assert recovered(Walk(), folder, reference)
 
 
-def test_no_space_left_for_the_model(reference, tmp_path, monkeypatch):
-    """Resuming writes it again."""
-
-    def half(tensors, path) -> None:
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(sys.modules[__name__], "save_file", half)
-        new_run(Walk(), tmp_path, *SMALL)
-    (folder,) = runs_in(tmp_path)
-    assert checkpoint(folder)["step"] == 8
-    assert recovered(Walk(), folder, reference)
-
-
 # --- lost files of a run ---
 
 

@@ -19,7 +19,7 @@ from minari.data_collector import EpisodeBuffer
 from algos import bc
 from algos.dt import whole
 from benchmarks.record_suite import save
-from utils.control import make_env, to_env, to_unit
+from utils.control import make_env
 from utils.core import UserError
 from utils.offline import KEYS, Dataset, OfflineArgs, check_spaces, compared, load_dataset
 
@@ -387,20 +387,6 @@ def test_trajectories_by_hand():
 
 def test_returns_are_summed_in_double_precision():
     assert trajectories([0, 0, 1e8, 1, -1e8, 0]).trajectory_returns().tolist() == [0, 1, 0]
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_units_and_bounds_are_inverse(shape):
-    """On bounds that are not symmetric and of several sizes; the middle is 0, bounds are -1 and 1."""
-    low, high = np.array([-1, 0, -3, 10], np.float32), np.array([2, 5, -1, 10.5], np.float32)
-    space = Box(low.reshape(shape), high.reshape(shape))
-    unit = np.random.default_rng(0).uniform(-1, 1, (50, 4))
-    there = to_env(unit, space)
-    assert there.shape == (50, *shape) and (there >= space.low).all() and (there <= space.high).all()
-    np.testing.assert_allclose(to_unit(there.reshape(50, 4), space), unit, atol=1e-12)
-    np.testing.assert_allclose(to_env(to_unit(there.reshape(50, 4), space), space), there, atol=1e-12)
-    np.testing.assert_allclose(to_unit(np.stack([low, high, (low + high) / 2]), space), [[-1] * 4, [1] * 4, [0] * 4])
-    assert np.abs(to_unit(np.stack([low - 1e-5, high + 1e-5]), space)).max() == 1
 
 
 # --- wrong input ---

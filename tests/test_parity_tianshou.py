@@ -68,8 +68,8 @@ def stored(module, inputs: dict, tmp_path, *args) -> list[torch.Tensor]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "make_env", lambda args, **_: Played(inputs))
+        patch.setattr(module, "try_out", lambda make, args: (make(), []))
         patch.setattr(module, "act", lambda *_: next(actions))
-        patch.setattr(module, "evaluate", lambda *_: {})
         patch.setattr(module, "ReplayBuffer", kept)
         new_run(module, tmp_path, "--device", "cpu", "--total-timesteps", T, "--learning-starts", T, "--gamma", GAMMA,
                 "--hidden-size", 2, *args)  # fmt: skip

@@ -31,7 +31,7 @@ from torch.testing import assert_close
 from algos import dpo, dt, iql, ppo
 from utils import builtin
 from utils import data as data_of
-from utils.control import ReplayBuffer, RunningMeanStd, to_env, to_unit
+from utils.control import ReplayBuffer, to_env, to_unit
 from utils.core import Run, UserError, crosses
 from utils.data import RowFault, as_pair, epochs, load_rows
 from utils.dist import pad_left, positions
@@ -300,7 +300,7 @@ def test_running_statistics(batches, data):
     """Mean and variance of all rows however they are split and ordered, and none ever negative."""
     rows = np.concatenate(batches)
     shuffled = rows[list(data.draw(st.permutations(range(len(rows)))))]
-    split, whole = RunningMeanStd((2,)), RunningMeanStd((2,))
+    split, whole = ppo.RunningMeanStd((2,)), ppo.RunningMeanStd((2,))
     for batch in batches:
         split.update(batch)
         assert (split.var >= 0).all() and np.isfinite(split.mean).all()
@@ -312,7 +312,7 @@ def test_running_statistics(batches, data):
             getattr(split, name), getattr(whole, name), rtol=1e-7, atol=1e-10 * scale**order, err_msg=name
         )
     np.testing.assert_allclose(split.mean, rows.mean(0), rtol=0, atol=1.1e-4 / len(rows) * scale)
-    again = RunningMeanStd((2,))
+    again = ppo.RunningMeanStd((2,))
     again.load_state_dict(split.state_dict())
     assert again.count == split.count and (again.mean == split.mean).all() and (again.var == split.var).all()
 

@@ -18,7 +18,6 @@ from small_data import pendulum
 from algos import her, ppo, ppo_lstm
 from utils.core import Run
 
-ENDS = ("--env-kwargs", "ends=true")
 CASES = {  # name: SCRIPT or SCRIPT-... -> arguments. Every run has 160 steps or updates
     **{algo: () for algo in CONTROL if algo not in OFFLINE},
     "ppo_atari": ("--total-timesteps", 160),

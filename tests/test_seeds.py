@@ -72,6 +72,9 @@ def test_the_interval_is_students():
     table = seeds.summary(rows)
     assert table.keys() == {"a", "b"} and len(table["a"]) == 1, "a step that one seed did not log has no mean of all"
     assert table["a"][0] == pytest.approx([0, 3, low, high, 2, 3, 4], abs=1e-5)
+    rows = [[{"step": 0, "eval/success": x, "eval/return": x}] for x in (1.0, 1.0, 0.9)]
+    found = {name: value[0][3] for name, value in seeds.summary(rows).items()}
+    assert found["eval/success"] == 1 < found["eval/return"], "a share is at most 1"
     draws = np.random.default_rng(0).normal(size=(2000, 4))
     covered = [
         low < 0 < high for x in draws for _, _, low, high, *_ in seeds.summary([[{"step": 0, "a": y}] for y in x])["a"]

@@ -348,9 +348,9 @@ def test_a_resumed_run_begins_other_episodes(algo, tmp_path, monkeypatch):
     """Their seeds follow from the environment's steps so far."""
     module, steps = importlib.import_module(f"algos.{algo}"), []
 
-    def noted(make, args, step, *rest, function=module.make_vector):
+    def noted(make, args, step, *rest, function=module.make_vector, **more):
         steps.append(step)
-        return function(make, args, step, *rest)
+        return function(make, args, step, *rest, **more)
 
     monkeypatch.setattr(module, "make_vector", noted)
     settings = SPECS[algo].flags | {"online_steps": 48}

@@ -1,8 +1,9 @@
-"""Environments: one or a vector of them, evaluation in others, actions in [-1, 1], running statistics, a replay buffer.
+"""Environments: one or a vector of them, evaluation in others, actions in [-1, 1], a replay buffer.
 
 Shapes: N environments, D observation numbers, A action numbers.
 """
 
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,46 +30,74 @@ class EnvArgs(RunArgs):
     eval_every: int | None = None
     """steps between evaluations; 0: at the end only; None: a fifth of the run, 50,000 at most"""
     eval_episodes: int = 10
-    """evaluation episodes, once with the likeliest action and once with sampled ones"""
+    """evaluation episodes, once with the likeliest action and once with sampled ones; 0: no evaluation, also for
+    environments of which there can be only one"""
     evaluate: str = ""
     """folder of a run: score its agent instead of training one"""
     capture_video: bool = False
     """with --evaluate: write RUN/video/ of the first episode"""
 
 
-def make_env(args, flatten: bool = True, **more) -> gym.Env:
+def make_env(args, flatten: bool = True) -> gym.Env:
     """The environment of --env-id, its observations flattened where they are no vector. `module:Name-v0` imports
     `module` first, also from the working directory. Raises UserError where there is none, or none with a fixed size."""
     find_users_code(Path.cwd())
+    how = as_kwargs(args.env_kwargs) | ({"render_mode": "rgb_array"} if args.capture_video and args.evaluate else {})
     try:
         spec = EnvSpec.from_json(args.env_id) if args.env_id.startswith("{") else args.env_id  # JSON: of Minari
-        env = gym.make(spec, disable_env_checker=True, **as_kwargs(args.env_kwargs), **more)
-    except (gym.error.Error, ModuleNotFoundError) as error:
+        env = gym.make(spec, disable_env_checker=True, **how)
+    except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
         right = "give a registered Gymnasium name, or MODULE:NAME of a module that registers it"
         raise UserError(f"cannot make --env-id {args.env_id} ({error}): {right}") from error
     space = env.observation_space
     if not flatten or isinstance(space, gym.spaces.Box) and len(space.shape) == 1:
         return env
-    if not space.is_np_flattenable:
-        raise UserError(f"--env-id {args.env_id} has the observation space {space}: it must have a fixed size")
+    if not has_fixed_size(space):
+        right = "it must have a fixed size, so register it with a wrapper such as minigrid's ImgObsWrapper"
+        raise UserError(f"--env-id {args.env_id} has the observation space {space}: {right}")
     return gym.wrappers.FlattenObservation(env)
 
 
-def make_image_env(args, **more) -> gym.Env:
-    """As `make_env`, but images (bytes with three dimensions) stay, and come as C x H x W: the smaller one of the first
-    and the last dimension is taken for the channels."""
-    env = make_env(args, flatten=False, **more)
-    space = env.observation_space
-    if space.dtype != np.uint8 or len(space.shape or ()) != 3:
-        return make_env(args, **more)
-    if space.shape[0] < space.shape[2]:
-        return env
-    moved = gym.spaces.Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
-    return gym.wrappers.TransformObservation(env, lambda obs: np.moveaxis(obs, 2, 0), moved)
+def has_fixed_size(space: gym.Space) -> bool:
+    """Not text, graphs and sequences, nor other libraries' kinds of spaces."""
+    if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        return all(map(has_fixed_size, space.values() if isinstance(space, gym.spaces.Dict) else space))
+    return isinstance(space, gym.spaces.Box | gym.spaces.Discrete | gym.spaces.MultiDiscrete | gym.spaces.MultiBinary)
+
+
+def try_out(make: Callable, args, count: int | None = None) -> tuple[gym.Env, list[gym.Env]]:
+    """Makes the environments of evaluation: `count`, or two for each of --eval-episodes. The first one is tried:
+    UserError is raised where its first steps are not as Gymnasium wants them. Returns it, and all of them. Where
+    nothing is evaluated it is closed: there may be an environment of which only one can be."""
+    before = rng_state()  # an environment may draw from the global generators, which are the training's
+    count, env = 2 * args.eval_episodes if count is None else count, make()
+    raw, shape = env.unwrapped, env.unwrapped.observation_space.shape
+
+    def check_return(came, wanted: str) -> None:
+        if type(came) is not tuple or len(came) != wanted.count(",") + 1 or shape not in (None, np.shape(came[0])):
+            right = f"must return {wanted}" + (f", the observation of shape {shape}" if shape is not None else "")
+            raise UserError(f"--env-id {args.env_id} {right}, and returned {came!r:.200}")
+
+    if not {"seed", "kwargs"} & inspect.signature(raw.reset).parameters.keys():
+        raise UserError(f"--env-id {args.env_id} must have reset(self, *, seed=None, options=None), and takes no seed")
+    check_return(first := raw.reset(seed=args.seed), "observation, info from reset")
+    env.reset(seed=args.seed)
+    raw.action_space.seed(args.seed)
+    if not (hasattr(raw, "action_masks") or "action_mask" in first[1]):  # else a random action may be forbidden
+        check_return(raw.step(raw.action_space.sample()), "observation, reward, terminated, truncated, info from step")
+    if not args.evaluate:
+        print(f"observations: {raw.observation_space}, seen as {env.observation_space.shape}; limit of an episode: "
+              f"{env.spec.max_episode_steps} steps (--env-kwargs max_episode_steps=1000 sets one)")  # fmt: skip
+    envs = [env, *(make() for _ in range(count - 1))]
+    if not count:
+        envs.pop().close()
+    set_rng_state(before)
+    return env, envs
 
 
 class OnlyInfos(gym.Wrapper):
-    """Leaves of each info what `names` say: a vector takes longer to gather the rest than to step."""
+    """Leaves of each info what `names` say, "whole" for all of it: a vector takes longer to gather the rest than to
+    step."""
 
     def __init__(self, env: gym.Env, names: tuple[str, ...]):
         super().__init__(env)
@@ -80,6 +109,7 @@ class OnlyInfos(gym.Wrapper):
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
         obs = obs.copy() if terminated or truncated else obs  # a reset may write into the same array
+        info = {"whole": (dict(info),)} if "whole" in self.names else info  # a vector takes dictionaries apart
         return obs, reward, terminated, truncated, {name: info[name] for name in self.names if name in info}
 
 
@@ -130,26 +160,28 @@ def episode_columns(episodes: list[tuple[float, int]]) -> dict[str, float]:
     return dict(zip(("return", "length"), np.mean(episodes, 0).tolist())) if episodes else {}
 
 
-def evaluate(make: Callable, act: Callable, args, device: torch.device, video: Path | None = None) -> dict[str, float]:
-    """`eval_episodes` with the likeliest action, as many with sampled ones: act(obs (N, D), scale (N, 1), generator),
-    where `scale` 0 or 1 multiplies the noise of a row. Start states are the same at every evaluation. eval/success is
-    the share of the likeliest action's episodes with a success in any step, where the environment reports it."""
-    n, generator = args.eval_episodes, torch.Generator(device).manual_seed(args.seed)
+def evaluate(envs: list, act: Callable, args, device: torch.device, video: Path | None = None) -> dict[str, float]:
+    """One episode in each of `envs`, half of them with the likeliest action, half with sampled ones: act(obs (N, D),
+    scale (N, 1), generator), where `scale` 0 or 1 multiplies the noise of a row. Start states are the same at every
+    evaluation. eval/success is the share of the likeliest action's episodes with a success in any step, where the
+    environment reports it. No columns where there are no environments."""
+    n, generator = len(envs) // 2, torch.Generator(device).manual_seed(args.seed)
+    if not envs:
+        return {}
     scale = (torch.arange(2 * n, device=device) >= n).float()[:, None]
-    returns, lengths, success = rollouts(make, lambda obs, *_: act(obs, scale, generator), 2 * n, args.seed, video)
+    returns, lengths, success = rollouts(envs, lambda obs, *_: act(obs, scale, generator), args.seed, video)
     columns = {"return": returns[:n], "return_stochastic": returns[n:], "length": lengths[:n], "success": success[:n]}
     return {f"eval/{name}": column.mean().item() for name, column in columns.items() if not np.isnan(column).any()}
 
 
-def rollouts(make: Callable, act: Callable, episodes: int, seed: int, video: Path | None = None,
-             starts: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """One episode in each of N = `episodes` environments of its own: returns (N,), lengths (N,), success (N,), which is
-    NaN where the environment's info has neither "success" nor "is_success". Environments whose numbers are equal modulo
-    `starts` start alike. act(obs (N, D), rewards (N,) of the step before, running (N,) bool) -> actions (N, ...)."""
-    before = rng_state()  # an environment may draw from the global generators, which are the training's
-    envs = [make(render_mode="rgb_array") if video and i == 0 else make() for i in range(episodes)]
+def rollouts(envs: list[gym.Env], act: Callable, seed: int, video: Path | None = None, starts: int | None = None
+             ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """One episode in each of N environments: returns (N,), lengths (N,), success (N,), which is NaN where the
+    environment's info has neither "success" nor "is_success". Environments whose numbers are equal modulo `starts`
+    start alike. act(obs (N, D), rewards (N,) of the step before, running (N,) bool) -> actions (N, ...)."""
+    before, episodes = rng_state(), len(envs)
     if video:
-        envs[0] = gym.wrappers.RecordVideo(envs[0], str(video))
+        envs = [gym.wrappers.RecordVideo(envs[0], str(video)), *envs[1:]]
     seeds = [seed_of(seed, 2**31, i % (starts or episodes)) for i in range(episodes)]
     obs = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds)])
     (rewards, returns, lengths), success = np.zeros((3, episodes)), np.full(episodes, np.nan)
@@ -165,8 +197,8 @@ def rollouts(make: Callable, act: Callable, episodes: int, seed: int, video: Pat
     if running.any():
         print(f"{running.sum()} evaluation episodes were cut off after {LONGEST} steps; --env-kwargs "
               "max_episode_steps=1000 sets a limit")  # fmt: skip
-    for env in envs:
-        env.close()
+    if video:
+        envs[0].close()
     set_rng_state(before)
     return returns, lengths, success
 
@@ -175,12 +207,7 @@ def score_saved(args, score_agent: Callable, **parts) -> list[dict]:
     """What --evaluate does: `parts` get their state from that run's checkpoint, and the score is printed as JSON."""
     folder = Path(args.evaluate)
     load(read_checkpoint(folder), parts)
-    try:
-        print(json.dumps(score_agent(video=folder / "video" if args.capture_video else None)))
-    except Exception as error:
-        if not args.capture_video:
-            raise
-        raise UserError(f"--capture-video cannot draw this environment here ({error}): leave it out") from error
+    print(json.dumps(score_agent(video=folder / "video" if args.capture_video else None)))
     return []
 
 
@@ -203,36 +230,14 @@ def to_unit(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
     return (2 * (actions - low) / (high - low) - 1).clip(-1, 1)
 
 
-class RunningMeanStd:
-    """Mean and (population) variance over all rows seen so far, in float64 (Chan et al. 1979, parallel variance). The
-    first rows weigh as if 1e-4 rows of mean 0 and variance 1 had come before, as in OpenAI's baselines."""
-
-    def __init__(self, shape: tuple[int, ...] = ()):
-        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), 1e-4
-
-    def update(self, batch: np.ndarray) -> None:
-        """batch: (rows, *shape)."""
-        rows = len(batch)
-        mean = np.add.reduce(batch, 0, dtype=np.float64) / rows
-        deviations = batch - mean
-        squares, delta, total = np.add.reduce(deviations * deviations, 0), mean - self.mean, self.count + rows
-        self.var = (self.var * self.count + squares + delta * delta * (self.count * rows / total)) / total
-        self.mean = self.mean + delta * (rows / total)
-        self.count = total
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in vars(self).items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.mean, self.var, self.count = state["mean"].numpy(), state["var"].numpy(), state["count"].item()
-
-
 class ReplayBuffer:
     """A ring of the newest `capacity` rows on the device, each a tuple of float32 vectors of `sizes` numbers."""
 
     def __init__(self, capacity: int, sizes: tuple[int, ...], device: torch.device):
         self.capacity, self.sizes, self.total = capacity, sizes, 0
         self.rows = torch.empty(capacity, sum(sizes), device=device)
+        if self.rows.nbytes > 2**30:
+            print(f"the replay buffer will take {self.rows.nbytes / 1e9:.1f} GB when it is full: see --buffer-size")
 
     def add(self, *parts: np.ndarray) -> None:
         """Appends rows: one (n, size) array for each of `sizes`."""

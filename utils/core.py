@@ -92,14 +92,14 @@ def preset(args: RunArgs, presets: dict[str, dict], row: str) -> str:
     filled = {name: value for name, value in presets[row].items() if getattr(args, name) is None}
     for name, value in filled.items():
         setattr(args, name, value)
-    return f"settings for {row}: {filled}"
+    return f"settings for {row}: {filled}" if filled else ""
 
 
 def choose_precision(args, device: torch.device | str, frozen: bool = False) -> bool:
     """Fills in --precision where FSDP or the processor decide. Returns whether the loaded weights are bfloat16."""
-    cpu = torch.cpu.get_capabilities() if torch.device(device).type == "cpu" else {"amx_bf16": True}
-    slow = None if cpu.get("amx_bf16") or cpu.get("avx512_bf16") else "float32"  # in bfloat16
-    args.precision = args.precision or ("bfloat16" if args.fsdp else slow)
+    flags = torch.cpu.get_capabilities()
+    slow = torch.device(device).type == "cpu" and not (flags.get("amx_bf16") or flags.get("avx512_bf16"))
+    args.precision = args.precision or ("bfloat16" if args.fsdp else "float32" if slow else None)
     return args.precision == "pure-bfloat16" or bool(frozen or args.lora_rank) and args.precision != "float32"
 
 
@@ -196,7 +196,7 @@ class Run:
         self.signal = number
 
     def print(self, text: str) -> None:
-        if self.writes:
+        if self.writes and text:
             self.bar.write(text)
 
     def log(self, step: int, **columns: float) -> None:
@@ -209,7 +209,7 @@ class Run:
             print(json.dumps(row), file=self.metrics, flush=True)
         if self.wandb:
             self.wandb.log(row, step=step)
-        self.shown |= {name: f"{row[name]:.3g}" for name in self.headline if name in row}
+        self.shown |= {name: f"{row[name]:.3g}" for name in (*self.headline, "eval/success") if name in row}
         self.bar.set_postfix(self.shown, refresh=False)
         if self.bar.disable and (step >= self.total or crosses(step, self.logged, max(1, self.total // 10))):
             self.print(f"step {step}/{self.total}  " + "  ".join(f"{k} {v}" for k, v in self.shown.items()))

@@ -142,7 +142,7 @@ def resolve(model, args, presets: dict[str, dict]) -> str:
         raise UserError(f"--{name.replace('_', '-')} must be at least {least}: processes times minibatches")
     if args.precision == "pure-bfloat16" and not args.lora_rank:  # adapters are float32
         settings += "\nwarning: small updates round to nothing in bfloat16 weights: use --precision bfloat16"
-    return f"{size / 1e6:.2f}M parameters in {args.precision}, {settings}"
+    return f"{size / 1e6:.2f}M parameters in {args.precision}" + (settings and f", {settings}")
 
 
 def save_model(model, tokenizer, folder: Path, args) -> None:

@@ -176,8 +176,6 @@ def check_spaces(data: Dataset, obs_size: int, action_space: gym.Space) -> None:
         raise UserError(f"{wrong}, but the environment has {wanted[0]} and {wanted[1]}: name its own with --env-id")
     low, high = action_space.low.ravel(), action_space.high.ravel()
     if (low == high).any():  # what [-1, 1] is brought from
-        raise UserError(
-            f"the environment has the action space {action_space}: its upper bounds must be above the lower"
-        )
+        raise UserError(f"the environment has the action space {action_space}: upper bounds must be above the lower")
     if (data.actions < low - 1e-4).any() or (data.actions > high + 1e-4).any():
         raise UserError(f"--dataset {data.name} has actions beyond the environment's bounds, {low} and {high}")
