@@ -1,6 +1,6 @@
 """Weight that every reader and copier pays: CONTRIBUTING.md's rule in numbers. A limit may fall. Where one is above the
-aim that stands beside it, the aim was missed so far. That of utils rose by 30 for what files do to rows, those of copied
-control scripts by up to 50 for `try_out`: what users' own environments do."""
+aim that stands beside it, the aim was missed so far. That of utils rose by 30 for what files do to rows, those of
+copied control scripts by up to 50 for `try_out`: what users' own environments do."""
 
 import ast
 from functools import cache

@@ -86,8 +86,8 @@ def try_out(make: Callable, args, count: int | None = None) -> tuple[gym.Env, li
     if not (hasattr(raw, "action_masks") or "action_mask" in first[1]):  # else a random action may be forbidden
         check_return(raw.step(raw.action_space.sample()), "observation, reward, terminated, truncated, info from step")
     if not args.evaluate:
-        print(f"observations: {raw.observation_space}, seen as {env.observation_space.shape}; limit of an episode: "
-              f"{env.spec.max_episode_steps} steps (--env-kwargs max_episode_steps=1000 sets one)")  # fmt: skip
+        seen = f"{type(raw.observation_space).__name__}{shape or ''} seen as {env.observation_space.shape}"
+        print(f"observations: {seen}; --env-kwargs max_episode_steps=N is {env.spec.max_episode_steps}")
     envs = [env, *(make() for _ in range(count - 1))]
     if not count:
         envs.pop().close()
