@@ -32,7 +32,7 @@ from algos import dpo, dt, iql, ppo
 from utils import builtin
 from utils import data as data_of
 from utils.control import ReplayBuffer, to_env, to_unit
-from utils.core import Run, UserError, crosses
+from utils.core import UserError, crosses
 from utils.data import RowFault, as_pair, epochs, load_rows
 from utils.dist import pad_left, positions
 from utils.lm import TokenLogps
@@ -514,16 +514,6 @@ def test_crosses(iterations, every):
         passed = any(multiple % every == 0 for multiple in range(before + 1, before + size + 1))
         assert crosses(before + size, before, every) == passed
         before, told = before + size, told + passed
-
-
-@quick
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 25))
-def test_due(iterations, every):
-    run = SimpleNamespace(step=0, total=sum(iterations))
-    for size in iterations:
-        step = run.step + size
-        assert Run.due(run, step, every) == (step == run.total or every > 0 and crosses(step, run.step, every))
-        run.step = step
 
 
 @quick

@@ -12,11 +12,6 @@ def test_the_middle_half_of_all_scores():
     assert middle == pytest.approx((1 + 2 + 3 + 4) / 4) and low < middle < high
 
 
-def test_seeds_are_drawn_within_tasks():
-    """Two tasks whose seeds agree: nothing is uncertain, though the tasks differ."""
-    assert iqm([np.zeros(4), np.ones(4)], draws=50) == pytest.approx((0.5, 0.5, 0.5))
-
-
 def test_the_last_tenth_of_the_steps():
     """30 evaluations in 300,000 steps: the last three; of the first 100,000 the tenth."""
     rows = [{"eval/return": [float(k) for k in range(1, 31)]}, {"eval/return": [1.0] * 30}]

@@ -10,10 +10,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))
 
 
-def text_rows(n: int) -> list[dict]:
-    return [dict(prompt=f"question {i // 2}", completion=f"answer {i}", label=i % 3 == 0) for i in range(n)]
-
-
 def chosen_columns(rows: list[dict], *names: str) -> list[dict]:
     return [{name: row[name] for name in names} for row in rows]
 

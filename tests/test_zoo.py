@@ -15,13 +15,12 @@ INSTALLED = [next(cells[0] for cells in CELLS[i::-1] if cells[0].strip()) for i 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("install, algo, args, _, words", [(x, *cells[1:]) for x, cells in zip(INSTALLED, CELLS)])
-def test_a_row(install, algo, args, _, words, tmp_path, monkeypatch, capsys, imports_as_they_were):
+def test_a_row(install, algo, args, _, words, tmp_path, capsys, imports_as_they_were):
     for package in re.findall(r"`([\w-]+)==", install):
         try:
             version(package)
         except PackageNotFoundError:
             pytest.skip(f"not run: {package} is not installed")
-    monkeypatch.setenv("MUJOCO_GL", "egl")
     args = [*SMALL[algo], *args.split(), "--eval-episodes", 1, "--eval-every", 0]
     if not words:
         assert (new_run(CONTROL[algo], tmp_path, *args) / "model").is_dir()
