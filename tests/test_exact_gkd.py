@@ -235,17 +235,6 @@ def test_kdrl_is_the_sum_of_both(estimator):
 
 
 @float64
-@pytest.mark.parametrize("estimator", ["full", "sampled"])
-def test_micro_batches_change_nothing(estimator):
-    batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS))
-    settings = dict(num_iterations=2, num_minibatches=P, reward_weight=0.5, estimator=estimator, rate=2.0)
-    whole, expected = run_update(batch, **settings)
-    moved, found = run_update(batch, micro_batch_size=1, **settings)
-    close(moved, whole)
-    close(list(found.values()), [expected[name] for name in found])
-
-
-@float64
 def test_answers_that_were_not_sampled_have_no_old_policy():
     """NaN in their log-probabilities: the divergence is the same, and nothing else becomes NaN."""
     batch = make_batch(GROUPS, [[0.0] * 3] * P)

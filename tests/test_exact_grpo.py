@@ -311,6 +311,7 @@ def test_kl_estimators():
     close(slopes["k3"], pi - ref.exp())
 
 
+@with_function("grpo", "advantages")
 def test_advantages_by_hand():
     """Group mean; std with ddof 1 plus 1e-4 of group or batch; NaN left out and 0; equal rewards give 0."""
     nan = math.nan
@@ -326,18 +327,26 @@ def test_advantages_by_hand():
 
 
 @with_function("grpo", "token_weights")
-def test_token_weights_by_hand(script):
-    """Each aggregation's weights; a row without tokens weighs nothing but counts as a completion. ppo_lm.py has two."""
+def test_token_weights_by_hand(script, monkeypatch):
+    """Each aggregation's weights, half of them where another process has as much; a row without tokens weighs nothing
+    but counts as a completion. ppo_lm.py has two."""
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
     if "sequence" in get_args(grpo.Args.__annotations__["aggregation"]):
         close(grpo.token_weights(mask, "sequence", 4), [[1 / 6, 1 / 6, 0], [1 / 9] * 3, [0] * 3])
     assert ("sequence" in get_args(grpo.Args.__annotations__["aggregation"])) == (script != "ppo_lm")
     close(grpo.token_weights(mask, "token", 4), [[1 / 5, 1 / 5, 0], [1 / 5] * 3, [0] * 3])
     close(grpo.token_weights(mask, "constant", 4), [[1 / 12, 1 / 12, 0], [1 / 12] * 3, [0] * 3])
+    kinds = get_args(grpo.Args.__annotations__["aggregation"])
+    weights = {kind: grpo.token_weights(mask, kind, 4) for kind in kinds}
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "total", lambda sums: 2 * sums)
+        for kind in kinds:
+            close(grpo.token_weights(mask, kind, 4), weights[kind] / 2)
     assert not grpo.token_weights(torch.zeros(2, 2, dtype=torch.bool), "token", 4).any()
     close(grpo.token_weights(mask[:1, 1:], "token", 4), [[1, 0]])
 
 
+@with_function("grpo", "advantages")
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
 def test_groups_without_variance_get_exactly_zero(scale):
     """Also where a mean is rounded, and whatever is unknown."""

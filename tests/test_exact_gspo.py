@@ -58,16 +58,6 @@ def test_the_gap_is_that_of_sampler_and_scorer():
     close(metrics["sampler_gap"], np.concatenate(gaps).mean())
 
 
-@pytest.mark.parametrize("size", [1, 3, 6])
-def test_micro_batches_change_nothing(size):
-    batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS), ref=OTHER)
-    settings = dict(beta=0.1, num_iterations=2, num_minibatches=P)
-    whole, expected = run_update(batch, micro_batch_size=3, **settings)
-    moved, metrics = run_update(batch, micro_batch_size=min(size, 3), **settings)
-    close(moved, whole)
-    close(list(metrics.values()), [expected[name] for name in metrics])
-
-
 def test_the_first_step_is_grpo_s():
     """At ratio 1 the gradient is that of grpo.py with means over completions."""
     batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS), ref=OTHER)

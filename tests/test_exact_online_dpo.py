@@ -222,17 +222,6 @@ def test_metrics_by_hand(alpha):
     assert metrics["frac_ties"] == 0.0
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 16])
-@pytest.mark.parametrize("settings", [{}, dict(loss="ipo"), dict(xpo_alpha=ALPHA)], ids=str)
-def test_micro_batches_change_nothing(size, settings):
-    batch = make_batch(GROUPS, [[0.5, -0.2, 1.0, 1.0], [0.1, 0.4, math.nan, 1.5]], ref=OTHER)
-    whole, metrics = movement(batch, **settings)
-    parts, others = movement(batch, micro_batch_size=size, **settings)
-    close(parts, whole)
-    assert metrics.keys() == others.keys()
-    close(list(others.values()), list(metrics.values()))
-
-
 @pytest.mark.parametrize("pad", [0, EOS])
 @pytest.mark.parametrize("alpha", [0.0, ALPHA])
 def test_first_eos_is_trained_and_padding_is_not(pad, alpha):

@@ -146,16 +146,6 @@ def test_groups_without_whitening_are_dr_grpo(aggregation):
     assert metrics.keys() == other.keys() and abs(ours).max() > 1e-3
 
 
-@pytest.mark.parametrize("baseline", ["none", "group"])
-@pytest.mark.parametrize("size", [1, 3, 6])
-def test_micro_batches_change_nothing(baseline, size):
-    batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS), old=TABLE + 0.1 * random_table(3), ref=OTHER)
-    whole, expected = run_update(batch, beta=BETA, baseline=baseline)
-    moved, metrics = run_update(batch, beta=BETA, baseline=baseline, micro_batch_size=size)
-    close(moved, whole)
-    close(list(metrics.values()), [expected[name] for name in metrics])
-
-
 @pytest.mark.parametrize("pad", [0, EOS])
 def test_first_eos_is_trained_and_nothing_after_it(pad):
     groups, rewards = [((1,), (0, 2)), ((2, 1), (1,))], [[1.0, 0.0], [0.0, 1.0]]

@@ -99,16 +99,6 @@ def test_second_epoch_clips_whole_completions():
     close(metrics["sampler_gap"], abs(then - before).mean())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_micro_batches_change_nothing(size):
-    batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS), old=TABLE + 0.1 * random_logits(3), ref=OTHER)
-    whole, expected = run_update(batch, beta=BETA)
-    moved, metrics = run_update(batch, beta=BETA, micro_batch_size=size)
-    close(moved, whole)
-    assert metrics.keys() == expected.keys()
-    close(list(metrics.values()), list(expected.values()))
-
-
 @pytest.mark.parametrize("pad", [0, EOS])
 def test_first_eos_is_trained_and_nothing_after_it(pad):
     """Also where padding is the EOS id."""

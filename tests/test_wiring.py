@@ -162,12 +162,15 @@ def test_an_update_has_what_belongs_together(algo, tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "update", noted)
     settings = {"reward": ("tiny_runs:paired",), "num_prompts": 4, "max_steps": 3, "overlong_buffer": 0}
-    train(algo, SPECS[algo].flags | settings | {"reward_weight": 1.0}, tmp_path)
+    settings |= {"reward_weight": 1.0, "missing_eos_penalty": 0.5}
+    cost = 0.5 * ("missing_eos_penalty" in options(algo))
+    train(algo, SPECS[algo].flags | settings, tmp_path)
     for batch in batches:
         samples, each = batch.samples, len(batch.rewards) // len(batch.samples.prompt_ids)
         prompts = [tokenizer.decode(ids[mask]) for ids, mask in zip(samples.prompt_ids, samples.prompt_mask)]
         rewards = paired([prompt for prompt in prompts for _ in range(each)], decode(samples, tokenizer)[0])
-        assert batch.rewards.tolist() == rewards
+        assert batch.rewards.tolist() == [r - cost * (not end) for r, end in zip(rewards, samples.ended.tolist())]
+    assert {*batches[0].samples.ended.tolist()} == {True, False}
     if (reference := getattr(batches[0], "ref_logps", None)) is not None:
         logps = batches[0].samples.logps
         torch.testing.assert_close(reference, logps if reference.ndim == 2 else logps.sum(1), rtol=0, atol=1e-4)
@@ -221,6 +224,33 @@ def test_a_process_has_its_share_of_a_step(algo, tmp_path, monkeypatch):
         train(algo, settings, tmp_path)
     whole, second = steps[0], steps[-1]
     assert len(whole) == parts and [texts[1::2] for texts in whole] == second
+
+
+@pytest.mark.parametrize("algo", [algo for algo in LANGUAGE if algo != "reinforce_lm"])  # its baseline sums, too
+def test_denominators_are_those_of_all_processes(algo, tmp_path, monkeypatch):
+    """Where another process has as much, a batch has half of its gradient."""
+    settings = SPECS[algo].flags | {"max_steps": 1, "num_iterations": 1, "num_minibatches": 1, "max_sampling_rounds": 1}
+    module, norms = importlib.import_module(f"algos.{algo}"), []
+    for times in 1, 2:
+        monkeypatch.setattr(module, "total", lambda sums, *_, times=times: times * sums)
+        norms.append(train(algo, settings, tmp_path)[0][-1]["grad_norm"])
+    assert norms[0] == pytest.approx(2 * norms[1], rel=1e-4) != 0
+
+
+@pytest.mark.parametrize("algo", [algo for algo in ONLINE if "num_minibatches" in options(algo)])
+def test_a_row_is_in_one_minibatch(algo, tmp_path, monkeypatch):
+    module, seen = importlib.import_module(f"algos.{algo}"), []
+
+    def noted(*inputs, function=module.micro_batches):
+        for rows, arguments in function(*inputs):
+            seen[-1] += rows.tolist()
+            yield rows, arguments
+
+    monkeypatch.setattr(module, "micro_batches", noted)
+    for parts in 1, 2:
+        seen.append([])
+        train(algo, SPECS[algo].flags | {"max_steps": 1, "num_minibatches": parts, "num_iterations": 1}, tmp_path)
+    assert sorted(seen[0]) == sorted(seen[1]) and len(seen[0]) >= 8
 
 
 @pytest.mark.parametrize("algo", ONLINE)

@@ -5,8 +5,8 @@ from tests.specs.dqn import SPEC as PARENT
 
 BUGS = """
 original-goals-not-stored: only hindsight is learned from
-- for rows in (episode, *others):
-+ for rows in others:
+- for transitions in (episode, *others):
++ for transitions in others:
 
 episodes-mixed: the list of rows is not emptied: goals of another episode
 -             paths[i] = []
