@@ -4,6 +4,7 @@ import builtins
 import importlib
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 import utils.lm
 import utils.rewards
-from algos import grpo, ppo_lm, sft, vineppo
+from algos import grpo, ppo_lm, sac, sft, vineppo
 from utils.core import Run, choose_precision, plot
 from utils.data import load_task
 from utils.lm import TINY_MODEL, completion_logps, load_model, resolve, sample
@@ -295,12 +296,14 @@ def test_a_gguf_file_is_a_model(tmp_path, monkeypatch):
     assert "quantization_config" not in json.loads((tmp_path / "model/config.json").read_text())
 
 
-def test_a_run_says_how_long_it_takes(tmp_path, monkeypatch, capsys):
-    """Once, after its first steps, also into a file: from the second row of this process on, at that row's speed."""
+@pytest.mark.parametrize("args, left", [(grpo.Args(), 15), (sac.Args(learning_starts=12), 7)], ids=["grpo", "sac"])
+def test_a_run_says_how_long_it_takes(args, left, tmp_path, monkeypatch, capsys):
+    """Once, after its first steps, also into a file: from the second row of this process on at that row's speed, and
+    from the second one on in which it learns."""
     clock = iter(range(0, 1000, 4))  # each look at it takes 4 seconds
     monkeypatch.setattr("utils.core.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    args = grpo.Args(output_dir=str(tmp_path))
-    run = Run(args, "grpo", "sort", 50, ("reward",))
-    for step in (0, 2, 12, 22):
+    run = Run(replace(args, output_dir=str(tmp_path)), "grpo", "sort", 50, ("reward",))
+    for step in (0, 2, 12, 22, 32):
         run.log(step, **{"time/tokens_per_second": 7.0})
-    assert re.findall(".* to go", capsys.readouterr().out) == ["2.5 steps, 7 tokens a second, about 0:00:15 to go"]
+    said = re.findall(".* to go", capsys.readouterr().out)
+    assert said == [f"2.5 steps, 7 tokens a second, about 0:00:{left:02} to go"]

@@ -90,8 +90,7 @@ def prepare(args: RunArgs) -> torch.device:
 def preset(args: RunArgs, presets: dict[str, dict], row: str) -> str:
     """Fills in every argument that was left at None from that row of `presets`. Returns a line for the terminal."""
     filled = {name: value for name, value in presets[row].items() if getattr(args, name) is None}
-    for name, value in filled.items():
-        setattr(args, name, value)
+    vars(args).update(filled)
     return f"settings for {row}: {filled}" if filled else ""
 
 
@@ -213,7 +212,8 @@ class Run:
         self.bar.set_postfix(self.shown, refresh=False)
         if self.bar.disable and (step >= self.total or crosses(step, self.logged, max(1, self.total // 10))):
             self.print(f"step {step}/{self.total}  " + "  ".join(f"{k} {v}" for k, v in self.shown.items()))
-        if not self.told and self.state.get("step", 0) < self.logged < step < self.total:  # the first row is slower
+        since = max(self.state.get("step", 0), getattr(self.args, "learning_starts", 0))
+        if not self.told and since < self.logged < step < self.total:  # the first row behind it is slower
             self.told, speed, tokens = True, self.speed(step), row.get("time/tokens_per_second")
             rates = f"{speed:.3g} steps" + (f", {tokens:.0f} tokens" if tokens else "")
             self.print(f"{rates} a second, about {timedelta(seconds=round((self.total - step) / speed))} to go")
