@@ -1,48 +1,22 @@
 """What the tests of the control and offline scripts share."""
 
 import contextlib
+import importlib
 import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from environments import Probe
 from helpers import command_line
 
-from algos import (
-    bc,
-    c51,
-    crossq,
-    ddpg,
-    dqn,
-    dt,
-    gsde,
-    her,
-    her_sac,
-    iql,
-    ppo,
-    ppo_atari,
-    ppo_lstm,
-    ppo_mask,
-    rainbow,
-    reinforce,
-    rlpd,
-    rnd,
-    sac,
-    td3,
-)  # fmt: skip
 from tests.specs import SPECS
 from utils.control import make_env
 
-SCRIPTS = {"ppo": ppo, "sac": sac, "ddpg": ddpg, "td3": td3, "dqn": dqn}
-OTHERS = {"crossq": crossq, "gsde": gsde, "her_sac": her_sac, "c51": c51, "her": her, "rainbow": rainbow,
-          "reinforce": reinforce, "ppo_atari": ppo_atari, "ppo_lstm": ppo_lstm, "ppo_mask": ppo_mask, "rnd": rnd
-          }  # fmt: skip
-OFFLINE = {"bc": bc, "iql": iql, "dt": dt, "rlpd": rlpd}
-CONTROL = SCRIPTS | OTHERS | OFFLINE
-scripts = pytest.mark.parametrize("algo", SCRIPTS)
+CONTROL = {algo: importlib.import_module(f"algos.{algo}") for algo, spec in SPECS.items()
+           if spec.family in ("Control", "Offline")}  # fmt: skip
+OFFLINE = [algo for algo, module in CONTROL.items() if hasattr(module.Args, "dataset")]
 WALK = ["--env-id", "environments:Walk-v0"]
 BANDIT = "--env-id environments:Bandit-v0 --env-kwargs"
 

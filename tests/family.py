@@ -277,11 +277,12 @@ SPEC = Spec(
     "{title}, arXiv 0000.00000",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_{child}",
-    no_recipe="TODO",
+    tests="exact_{child} " + PARENT.tests,
+    no_recipe="TODO why the paper's settings cannot be a command",
     flags=PARENT.flags,
     special=PARENT.special,
     noise=PARENT.noise,
+    walk=PARENT.walk,
     bugs=parse_bugs(BUGS),
 )
 '''

@@ -8,15 +8,18 @@ from functools import cache
 import pytest
 
 from tests.family import ROOT, code_of
+from tests.specs import SPECS
 from utils.eject import eject
 
 UTILS = sorted(path for path in (ROOT / "utils").glob("*.py") if path.stem != "__init__")
 EJECTED = {  # all lines
-    "ppo": (945, 800), "sac": (870, 740), "dqn": (780, 680), "dt": (945, 760), "iql": (1055, 820),
+    "ppo": (945, 800), "sac": (870, 740), "dqn": (785, 680), "dt": (950, 760), "iql": (1055, 820),
     "dpo": (1810, 1250), "rloo": (1850, 1250), "grpo": (1885, 1300),
 }  # fmt: skip
+LATER = len(SPECS) - 45  # each later script may add 200 lines to tests, and 100 for its peer
 CODE = {  # lines of code of all Python files in a folder, of which those of another are another's
-    "utils": (1700, 1400), "tests": (22400, 20000), "benchmarks": (2900, 2900), "benchmarks/peers": (2900, 2900),
+    "utils": (1700, 1400), "tests": (22400 + 200 * LATER, 20000 + 200 * LATER), "benchmarks": (2900, 2900),
+    "benchmarks/peers": (2900 + 100 * LATER, 2900 + 100 * LATER),
 }  # fmt: skip
 LARGEST = {"lm": 273, "data": 233}  # of a file in utils; the aim is 230
 

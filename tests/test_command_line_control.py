@@ -5,7 +5,7 @@ import shutil
 
 import h5py
 import pytest
-from control import BANDIT, CONTROL, OFFLINE, SCRIPTS, WALK, score, walk
+from control import BANDIT, CONTROL, OFFLINE, WALK, score, walk
 from every_script import options
 from helpers import SMALL, command_line, metrics, new_run, user_error, weights
 from small_data import pendulum
@@ -116,26 +116,10 @@ def test_wrong_input_is_seen_before_the_run(algo, args, words, tmp_path, monkeyp
 TRAINED = {
     "ppo-cartpole": [],
     "ppo-walk": [*WALK, "--env-kwargs", "size=5", "label=a b"],
-    "ppo_atari-pixels": ["--env-id", "environments:Pixels-v0", "--env-kwargs", "layout=first", "--hidden-size", 8],
-    "ppo_lstm-walk": [*WALK, "--env-kwargs", "size=5"],
-    "rnd-walk": [*WALK, "--env-kwargs", "size=5"],
-    "ppo_mask": [],
-    "gsde-walk": [*WALK, "--env-kwargs", "size=5"],
-    "her_sac-reach": walk("her_sac"),
-    "sac-walk": [*WALK, "--env-kwargs", "size=5"],
-    "crossq-walk": [*WALK, "--env-kwargs", "size=5"],
-    "dqn-hop": [*walk("dqn"), "--env-kwargs", "size=5"],
-    "reinforce-hop": [*walk("reinforce"), "--env-kwargs", "size=5"],
-    "c51-hop": walk("c51"),
-    "rainbow-hop": walk("rainbow"),
-    "her-goal": walk("her"),
-    "ddpg-walk": [*WALK, "--env-kwargs", "size=5"],
-    "td3-walk": [*WALK, "--env-kwargs", "size=5"],
-    "bc": [],
-    "iql": ["--online-steps", 32],
-    "dt": [],
-    "rlpd": [],
-}
+    "ppo_atari": ["--env-id", "environments:Pixels-v0", "--env-kwargs", "layout=first", "--hidden-size", 8],
+    "ppo_mask": [], "bc": [], "iql": ["--online-steps", 32], "dt": [], "rlpd": [],
+}  # fmt: skip
+TRAINED |= {algo: [*walk(algo), "--env-kwargs", "size=5"] for algo in CONTROL if algo not in TRAINED and algo != "ppo"}
 
 
 @pytest.fixture(scope="session")
@@ -180,7 +164,7 @@ def test_evaluate_needs_a_run(trained, tmp_path, capsys):
     with user_error(capsys, str(folder / "model"), "config.json"):
         command_line(ppo, "--evaluate", folder / "model")
     with user_error(capsys, str(folder), "a run of ppo.py, not of sac.py"):
-        command_line(SCRIPTS["sac"], "--evaluate", folder)
+        command_line(CONTROL["sac"], "--evaluate", folder)
     (folder / "checkpoint.pt").unlink()
     for flag in ("--evaluate", "--resume"):
         with user_error(capsys, str(folder), "no checkpoint yet"):

@@ -46,6 +46,10 @@ double-turned-round:c51: which of the two chooses is easy to mix up
 - (agent.q(batch.next_obs) if args.double else next_probs @ atoms)
 + (next_probs @ atoms if args.double else agent.q(batch.next_obs))
 
+clipped-below-alone: returns below 0 are what one had in mind
+- ((target - middle).abs() > 1.001 * half_width)
++ ((middle - target) > 1.001 * half_width)
+
 softmax-over-actions: three dimensions, and the last but one is taken
 - .log_softmax(-1)
 + .log_softmax(1)

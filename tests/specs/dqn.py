@@ -109,6 +109,11 @@ SPEC = Spec(
             LIKE_CLEANRL | dict(huber=False), "return",
             numbers={"late return": "plain"}, slow=True,
         ),
+        "dqn-lunarlander": Curve(  # RL Baselines3 Zoo's settings
+            dict(env_id="LunarLander-v3", total_timesteps=100_000, learning_rate=6.3e-4, batch_size=128,
+            target_network_frequency=250, gradient_steps=4, exploration_fraction=0.12, end_e=0.1, hidden_size=256,
+            eval_every=20_000), "eval/return", numbers={}, slow=True,
+        ),
     },
     effects={
         "dqn-bias": Effect(  # every Q is 0: the mean of an estimate is its bias

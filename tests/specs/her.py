@@ -39,6 +39,10 @@ goal-achieved-before-the-step: rewards are of the state that a step leads to
 -     achieved = episode.next_obs[:, goals.achieved]
 +     achieved = episode.obs[:, goals.achieved]
 
+info-of-the-reset: SAME_STEP's infos are those of the next episode, and the last step has its own in final_info
+- (envs.infos["final_info"] if end else envs.infos)["whole"]
++ envs.infos["whole"]
+
 copies-share-their-array: a view is written to, and the original loses its goal
 - episode.obs.clone(), episode.next_obs.clone()
 + episode.obs, episode.next_obs

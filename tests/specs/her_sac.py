@@ -5,7 +5,7 @@ from tests.specs.sac import SPEC as PARENT
 
 BUGS = """
 no-hindsight: the flag is lost
-- others = [relabel(episode, later, goals) for later in future(len(paths[i]), args.her_k, generator)]
+- others = [relabel(episode, infos, later, goals) for later in future(len(rows), args.her_k, generator)]
 + others = []
 """
 REACH = dict(total_timesteps=3000, learning_starts=500, gamma=0.95, learning_rate=1e-3, batch_size=64, hidden_size=64,
@@ -21,6 +21,10 @@ SPEC = Spec(
         "her_sac-reach": Curve(
             REACH | dict(env_id="PointReach-v0", eval_every=600), "eval/success",
             numbers={"mean eval/success": "share"},
+        ),
+        "her_sac-fetchreach": Curve(
+            dict(env_id="gymnasium_robotics:FetchReach-v4", total_timesteps=10_000, learning_starts=1000,
+            hidden_size=256, batch_size=256, eval_every=2000, eval_episodes=20), "eval/success", numbers={}, slow=True,
         ),
     },
     effects={

@@ -4,6 +4,14 @@ from tests.flags import PPO, WALK
 from tests.specs import Curve, Recipe, Spec, parse_bugs
 
 BUGS = """
+variance-without-the-means: variances of batches are averaged, and that between their means is forgotten
+- (self.var * self.count + squares + delta * delta * (self.count * rows / total)) / total
++ (self.var * self.count + squares) / total
+
+stretched-by-the-width: from -1 to 1 it is two
+- self.half_width = torch.where(far, (high - low) / 2, 1.0)
++ self.half_width = torch.where(far, high - low, 1.0)
+
 ratio-turned-round:ppo: which policy stands in the numerator is easy to mix up, and at ratio 1 the values are equal
 - log_ratio = logps - old_logps
 + log_ratio = old_logps - logps
@@ -134,6 +142,8 @@ statistics-not-restored: statistics are not parameters (vwxyzjn/cleanrl#532, #42
 - statistics=statistics, generator=generator)
 + generator=generator)
 """
+DOORKEY = dict(env_id="algos.environments.minigrid:Grid-v0", env_kwargs=("name=MiniGrid-DoorKey-5x5-v0",),
+               total_timesteps=200_000, eval_every=40_000)  # fmt: skip
 
 SPEC = Spec(
     "PPO, arXiv 1707.06347",
@@ -170,6 +180,15 @@ SPEC = Spec(
             )
             for task in ("HalfCheetah", "Hopper", "InvertedDoublePendulum", "Swimmer", "Walker2d")
         },
+        "ppo-lunarlander": Curve(  # RL Baselines3 Zoo's settings
+            dict(env_id="LunarLander-v3", total_timesteps=1_000_000, num_envs=16, num_steps=1024, num_minibatches=256,
+            update_epochs=4, learning_rate=3e-4, gamma=0.999, gae_lambda=0.98, ent_coef=0.01, eval_every=50_000),
+            "eval/return", numbers={}, slow=True,
+        ),
+        "ppo-doorkey": Curve(
+            DOORKEY | dict(num_envs=8, num_steps=128, num_minibatches=16, update_epochs=10, learning_rate=2.5e-4),
+            "eval/return", numbers={}, slow=True,
+        ),
         "ppo-hopper": Curve(
             dict(env_id="Hopper-v5", total_timesteps=204_800, eval_every=40_960), "eval/return",
             numbers={"eval/return_stochastic": "log"}, slow=True,

@@ -1,6 +1,7 @@
 """PPO with an LSTM: algos/ppo_lstm.py."""
 
 from tests.specs import Curve, Effect, Spec, parse_bugs
+from tests.specs.ppo import DOORKEY
 from tests.specs.ppo import SPEC as PARENT
 
 BUGS = """
@@ -59,6 +60,7 @@ SPEC = Spec(
         "ppo_lstm-cartpole": Curve(
             HIDDEN | dict(eval_every=8192), "eval/return", numbers={"mean eval/return": "plain"},
         ),
+        "ppo_lstm-doorkey": Curve(DOORKEY, "eval/return", numbers={}, slow=True),
     },
     effects={
         "ppo_lstm-cartpole": Effect(

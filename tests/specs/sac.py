@@ -177,6 +177,10 @@ SPEC = Spec(
             dict(env_id="Hopper-v5", total_timesteps=1_000_000, learning_starts=10_000, eval_every=20_000),
             "eval/return", numbers={}, slow=True,
         ),
+        "sac-bipedalwalker": Curve(
+            dict(env_id="BipedalWalker-v3", total_timesteps=300_000, learning_rate=7.3e-4, buffer_size=300_000,
+            learning_starts=10_000, gamma=0.98, tau=0.02, eval_every=50_000), "eval/return", numbers={}, slow=True,
+        ),
     },
     recipes=(
         Recipe(

@@ -257,10 +257,6 @@ heldout-in-training:envs: one seed for everything: evaluation starts where train
 - seed_of(seed, 2**31, i % (starts or episodes))
 + seed_of(seed, i % (starts or episodes))
 
-images-reshaped: channels last and channels first hold as many numbers
-- lambda obs: np.moveaxis(obs, 2, 0)
-+ lambda obs: obs.reshape(moved.shape)
-
 no-bootstrap-at-truncation:envs: one flag `done` of the old interface: time limits look like failures
 - return obs, true_obs, rewards, terminated, truncated, episodes
 + return obs, true_obs, rewards, terminated | truncated, truncated, episodes
@@ -406,10 +402,6 @@ no-bootstrap-at-truncation:offline: datasets have terminals, timeouts and ends o
 
 next-observation-of-the-reset:offline: the row after is the next observation but for the last row of a trajectory
 -         data.next_obs[ends] = last
-
-variance-without-the-means: variances of batches are averaged, and that between their means is forgotten
-- (self.var * self.count + squares + delta * delta * (self.count * rows / total)) / total
-+ (self.var * self.count + squares) / total
 
 bounds-taken-as-symmetric: in MuJoCo most bounds are -1 and 1
 - stretched = space.low + (actions.reshape(-1, *space.shape) + 1) / 2 * (space.high - space.low)
