@@ -117,9 +117,10 @@ TRAINED = {
     "ppo-cartpole": [],
     "ppo-walk": [*WALK, "--env-kwargs", "size=5", "label=a b"],
     "ppo_atari": ["--env-id", "environments:Pixels-v0", "--env-kwargs", "layout=first", "--hidden-size", 8],
-    "ppo_mask": [], "bc": [], "iql": ["--online-steps", 32], "dt": [], "rlpd": [],
+    "ppo_mask": [], "iql": ["--online-steps", 32],
 }  # fmt: skip
-TRAINED |= {algo: [*walk(algo), "--env-kwargs", "size=5"] for algo in CONTROL if algo not in TRAINED and algo != "ppo"}
+TRAINED |= {algo: [] if algo in OFFLINE else [*walk(algo), "--env-kwargs", "size=5"] for algo in CONTROL
+            if algo not in TRAINED and algo != "ppo"}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

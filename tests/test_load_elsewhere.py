@@ -1,7 +1,7 @@
 """A saved agent acts the same without our code: the blocks of algos/README.md, put together as the page says, against
 the scripts' own evaluation."""
 
-import contextlib
+import contextlib  # noqa: I001
 import inspect
 import io
 import json
@@ -17,7 +17,9 @@ import pytest
 from helpers import ENVIRONMENT, SMALL, command_line, new_run
 from small_data import pendulum
 
-from algos import bc, c51, crossq, ddpg, dqn, dt, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac, td3
+from algos import (
+    bc, c51, crossq, ddpg, dqn, dt, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac, td3, td3_bc,
+)  # fmt: skip
 from utils.control import seed_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +44,7 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "c51": (C51, c51, ["--learning-rate", "0.04"]),
     "rainbow": (RAINBOW, rainbow, ["--learning-rate", "0.04"]),
     "bc": (OFFLINE, bc, ["--dataset", "DATA"]),
+    "td3_bc": (SAC, td3_bc, ["--dataset", "DATA"]),
     "iql": (OFFLINE, iql, ["--dataset", "DATA"]),
     "iql normalized": (OFFLINE, iql, ["--dataset", "DATA", "--normalize"]),
     "ppo_mask": (MASK, ppo_mask, ["--env-id", "Taxi-v4", "--env-kwargs", SHORT, "--learning-rate", "0.04"]),

@@ -19,7 +19,7 @@ from algos import her, ppo, ppo_lstm
 from utils.core import Run
 
 CASES = {  # name: SCRIPT or SCRIPT-... -> arguments. Every run has 160 steps or updates
-    **{algo: () for algo in CONTROL if algo not in OFFLINE},
+    **{algo: () for algo in CONTROL},
     "ppo_atari": ("--total-timesteps", 160),
     "ppo-raw": ("--no-normalize", "--no-anneal-lr", "--target-kl", 1e-4, "--clip-vloss"),
     "sac-ensemble": ("--num-critics", 3, "--subset-size", 2, "--actor-q", "mean", "--policy-frequency", 7,
@@ -29,7 +29,6 @@ CASES = {  # name: SCRIPT or SCRIPT-... -> arguments. Every run has 160 steps or
     "gsde": ("--sde-sample-freq", 8),
     "ppo-noisy": (), "sac-noisy": (), "dqn-noisy": (),  # rewards of NumPy's global generator
     "rainbow-plain": ("--no-noisy", "--no-prioritized", "--n-step", 1),
-    "bc": (), "dt": (), "iql": (), "rlpd": (),
     "iql-online": ("--max-steps", 64, "--online-steps", 96, "--log-every", 20),  # episodes wait for their row
 }  # fmt: skip
 
