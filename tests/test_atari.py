@@ -12,7 +12,7 @@ from control import close
 from helpers import SMALL, assert_same_result, command_line, metrics, new_run, user_error, weights
 from test_exact_ppo import BINARY, DISCRETE, GAUSSIAN, MULTI
 
-from algos import ppo, ppo_atari
+from algos import ppo, ppo_atari, ppo_lstm
 from utils.control import make_env, make_vector
 
 pytest.importorskip("ale_py", reason="not run: ale-py is not installed")
@@ -28,9 +28,13 @@ def settings(env_id: str, *pairs: str, **more) -> ppo_atari.Args:
 # images
 
 
+both = pytest.mark.parametrize("module", [ppo_atari, ppo_lstm], ids=["ppo_atari", "ppo_lstm"])
+
+
+@both
 @pytest.mark.parametrize("layout", ["last", "first"])
-def test_channels_come_first(layout):
-    ours = ppo_atari.make_image_env(settings("environments:Pixels-v0", f"layout={layout}"))
+def test_channels_come_first(module, layout):
+    ours = module.make_image_env(settings("environments:Pixels-v0", f"layout={layout}"))
     plain = gym.make("Pixels-v0")
     assert ours.observation_space == gym.spaces.Box(0, 255, (3, 8, 10), np.uint8)
     expected = np.moveaxis(plain.reset(seed=3)[0], -1, 0)
@@ -39,10 +43,11 @@ def test_channels_come_first(layout):
         assert np.array_equal(ours.step(action)[0], np.moveaxis(plain.step(action)[0], -1, 0))
 
 
+@both
 @pytest.mark.parametrize("name, shape", [("image", (3, 4, 4)), ("matrix", (6,)), ("dict", (5,)), ("box", (3,))])
-def test_only_bytes_with_three_dimensions_are_images(name, shape):
+def test_only_bytes_with_three_dimensions_are_images(module, name, shape):
     args = settings("environments:Bandit-v0", f"observation={name}")
-    assert ppo_atari.make_image_env(args).observation_space.shape == shape
+    assert module.make_image_env(args).observation_space.shape == shape
     assert len(make_env(args).observation_space.shape) == 1
 
 

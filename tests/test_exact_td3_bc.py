@@ -18,9 +18,9 @@ D, A, B = 3, 2, 16
 
 
 def agent_of(scale: float = 1.0) -> SimpleNamespace:
-    """The actor's outputs are parameters; Q_i(s, a) is scale times i - |a - i / 4|^2, whose slope is known."""
+    """The actor's outputs are parameters; Q_i(s, a) is scale times i / 4 - |a - i / 4|^2, whose slope is known."""
     table = nn.Parameter(torch.rand(B, A, generator=torch.Generator().manual_seed(1)) - 0.5)
-    critics = lambda obs, a: tuple(scale * (i - (a - i / 4).square().sum(1, keepdim=True)) for i in (1, 2))  # noqa: E731
+    critics = lambda obs, a: tuple(scale * (i / 4 - (a - i / 4).square().sum(1, keepdim=True)) for i in (1, 2))  # noqa: E731
     return SimpleNamespace(actor=lambda obs: table, table=table, critics=critics, target_critics=critics,
                            target_actor=lambda obs: obs[:, :A])  # fmt: skip
 
@@ -33,11 +33,12 @@ def test_the_actor_s_gradient_in_closed_form(alpha, weight, scale):
     agent, batch = agent_of(scale), minibatch(td3_bc.Transitions, 1)
     loss, actions, q = td3_bc.actor_loss(agent, batch, alpha, weight)
     loss.backward()
-    own = 1 - (agent.table.detach() - 0.25).square().sum(1, keepdim=True)
+    own = 1 / 4 - (agent.table.detach() - 0.25).square().sum(1, keepdim=True)
     slope = -2 * (agent.table.detach() - 0.25)
     expected = -alpha / own.abs().mean() * slope / B + weight * 2 * (agent.table.detach() - batch.actions) / (B * A)
     close(agent.table.grad, expected)
     close(q, scale * own)
+    assert own.min() < 0 < own.max()
     close(actions, agent.table)
     assert not q.requires_grad and not actions.requires_grad
 
@@ -49,7 +50,7 @@ def test_the_target_by_hand():
     noise = 0.5 * torch.randn(B, A, generator=torch.Generator().manual_seed(3))
     loss, q, target = td3_bc.critic_loss(agent, batch, noise, 0.9)
     blurred = (batch.next_obs[:, :A] + noise).numpy().clip(-1, 1)
-    smaller = np.minimum(*(i - ((blurred - i / 4) ** 2).sum(1) for i in (1, 2)))[:, None]
+    smaller = np.minimum(*(i / 4 - ((blurred - i / 4) ** 2).sum(1) for i in (1, 2)))[:, None]
     ends, rewards = batch.terminated.numpy(), batch.rewards.numpy()
     expected = np.where(ends == 1, rewards, rewards + 0.9 * smaller)
     close(target, expected)

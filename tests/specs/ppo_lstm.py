@@ -53,7 +53,7 @@ SPEC = Spec(
     "Recurrent PPO",
     PARENT.family,
     small=PARENT.small.replace("--num-minibatches 2", "--num-minibatches 2 --hidden-size 16"),
-    tests="parity_sb3_contrib exact_ppo_lstm resume_control wiring "
+    tests="parity_sb3_contrib exact_ppo_lstm atari::test_channels_come_first resume_control wiring "
           "command_line_control::test_evaluate_gives_the_last_row",
     no_recipe="there is no paper of its own; --help has the settings",
     curves={
