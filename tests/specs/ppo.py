@@ -143,7 +143,7 @@ statistics-not-restored: statistics are not parameters (vwxyzjn/cleanrl#532, #42
 + generator=generator)
 """
 DOORKEY = dict(env_id="algos.environments.minigrid:Grid-v0", env_kwargs=("name=MiniGrid-DoorKey-5x5-v0",),
-               total_timesteps=200_000, eval_every=40_000)  # fmt: skip
+               total_timesteps=199_680, eval_every=39_936)  # fmt: skip
 
 SPEC = Spec(
     "PPO, arXiv 1707.06347",
@@ -181,7 +181,7 @@ SPEC = Spec(
             for task in ("HalfCheetah", "Hopper", "InvertedDoublePendulum", "Swimmer", "Walker2d")
         },
         "ppo-lunarlander": Curve(  # RL Baselines3 Zoo's settings
-            dict(env_id="LunarLander-v3", total_timesteps=1_000_000, num_envs=16, num_steps=1024, num_minibatches=256,
+            dict(env_id="LunarLander-v3", total_timesteps=999_424, num_envs=16, num_steps=1024, num_minibatches=256,
             update_epochs=4, learning_rate=3e-4, gamma=0.999, gae_lambda=0.98, ent_coef=0.01, eval_every=50_000),
             "eval/return", numbers={}, slow=True,
         ),
