@@ -218,10 +218,7 @@ class Agent(nn.Module):
             self.middle = torch.where(far, (low + high) / 2, 0.0).numpy().astype(space.dtype)
             self.half_width = torch.where(far, (high - low) / 2, 1.0).numpy().astype(space.dtype)
             if far.any():
-                print(
-                    "half of N(0, 1) or more lies outside the bounds of actions, so it is stretched to them",
-                    file=sys.stderr,
-                )
+                print("half of N(0, 1) lies outside the bounds of actions: it is stretched to them", file=sys.stderr)
             self.log_std = nn.Parameter(torch.full((self.parts[0],), log_std_init))
         elif isinstance(space, gym.spaces.MultiBinary):
             self.parts = [2] * int(np.prod(space.shape))

@@ -79,7 +79,7 @@ def test_environments_are_made_once(algo, tmp_path, capsys):
     only.most, only.alive = 1, 0
     run = new_run(CONTROL[algo], tmp_path / "b", *args, "--eval-episodes", 0)
     assert (run / "model").is_dir() and not any("eval/return" in row for row in metrics(run))
-    assert "Box(2,) seen as (2,); --env-kwargs max_episode_steps=N is 40" in capsys.readouterr().out
+    assert "Box(2,) seen as (2,); limit of an episode: 40 steps (--env-kwargs" in capsys.readouterr().out
 
 
 def test_a_large_replay_buffer_is_told(capsys):

@@ -71,7 +71,7 @@ def try_out(make: Callable, args, count: int | None = None) -> tuple[gym.Env, li
     nothing is evaluated it is closed: there may be an environment of which only one can be."""
     before = rng_state()  # an environment may draw from the global generators, which are the training's
     count, env = 2 * args.eval_episodes if count is None else count, make()
-    raw, shape = env.unwrapped, env.unwrapped.observation_space.shape
+    raw, shape, limit = env.unwrapped, env.unwrapped.observation_space.shape, env.spec.max_episode_steps
 
     def check_return(came, wanted: str) -> None:
         if type(came) is not tuple or len(came) != wanted.count(",") + 1 or shape not in (None, np.shape(came[0])):
@@ -87,7 +87,7 @@ def try_out(make: Callable, args, count: int | None = None) -> tuple[gym.Env, li
         check_return(raw.step(raw.action_space.sample()), "observation, reward, terminated, truncated, info from step")
     if not args.evaluate:
         seen = f"{type(raw.observation_space).__name__}{shape or ''} seen as {env.observation_space.shape}"
-        print(f"observations: {seen}; --env-kwargs max_episode_steps=N is {env.spec.max_episode_steps}")
+        print(f"observations: {seen}; limit of an episode: {limit} steps (--env-kwargs max_episode_steps=N)")
     envs = [env, *(make() for _ in range(count - 1))]
     if not count:
         envs.pop().close()

@@ -7,8 +7,8 @@
         --jobs 2 --datasets data/Hopper-v5/medium-replay.hdf5 data/Hopper-v5/medium-expert.hdf5
 
 CORL's files algorithms/offline/iql.py, td3_bc.py and dt.py are imported as they are, with empty modules in place of
-d4rl, gym, pyrallis and wandb, of which only what is not used here is needed. Its networks, data handling and updates are
-its own; the loops around them are those of its `train`, without what they log (which is in its favour).
+d4rl, gym, pyrallis and wandb, of which only what is not used here is needed. Its networks, data handling and updates
+are its own; the loops around them are those of its `train`, without what they log (which is in its favour).
 
 speed: batch 256, two hidden layers of 256 for IQL and TD3+BC; batch 64, K = 20, three layers of 128, dropout 0.1 for
 DT. CORL reads DT's windows in the four processes of its data loader. Each run is a fresh process; sides take turns.
