@@ -25,7 +25,9 @@ Run
     python algos/td3_bc.py --evaluate RUN --eval-episodes 100 --capture-video    scores a saved agent
 
 Expect
-    TODO
+    A tenth of Hopper-v5's collection, whose trajectories return 1,882 on average and 2,485 at best: 2,330 +- 590 in
+    the last half of the evaluations (5 seeds; benchmarks/effects.py, td3_bc-hopper), in half a minute on one core. TD3,
+    which is --bc-weight 0, gets -1 +- 3, and bc.py 937 (seed 1) on the same rows.
 
 Metrics
     q, q_policy         means of Q_1 over the data's actions and over the policy's; the second one far above the first
