@@ -237,7 +237,7 @@ def test_denominators_are_those_of_all_processes(algo, tmp_path, monkeypatch):
     assert norms[0] == pytest.approx(2 * norms[1], rel=1e-4) != 0
 
 
-@pytest.mark.parametrize("algo", [algo for algo in ONLINE if "num_minibatches" in options(algo)])
+@pytest.mark.parametrize("algo", [algo for algo in LANGUAGE if "num_minibatches" in options(algo)])
 def test_a_row_is_in_one_minibatch(algo, tmp_path, monkeypatch):
     module, seen = importlib.import_module(f"algos.{algo}"), []
 
