@@ -1,6 +1,7 @@
 """grpo_multiturn.py: two turns by enumeration, nothing learnt from observations, one turn is grpo.py bit for bit, and
 what happens between two turns."""
 
+import copy
 import itertools
 import math
 import sys
@@ -126,6 +127,25 @@ def test_two_turns_by_enumeration():
                                                  max_completion_length=1)  # fmt: skip
     torch.testing.assert_close(moved, torch.cat([g.flatten() for g in expected]) / 2 / 2, rtol=0, atol=1e-12)
     assert moved.norm() > 0.01
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
+def test_a_minibatch_is_an_update_of_its_own_prompts(aggregation):
+    """One after the other, with denominators of its own rows."""
+    model, own = small_model().double(), [True, False, True]
+    other, begun = copy.deepcopy(model), copy.deepcopy(model)
+    episodes = [([START], [A, PLUS, B], own), ([START], [B], [True]), ([START, A], [B, MINUS, A], own),
+                ([START, A], [A, PLUS, A], own)]  # fmt: skip
+    rewards, how = [1.0, 0.0, 0.5, 2.0], dict(num_generations=2, aggregation=aggregation, max_completion_length=2)
+    batch, mask = batch_of(begun, episodes, rewards)
+    update(model, torch.optim.SGD(model.parameters(), 1.0), batch, mask, arguments(num_minibatches=2, **how))
+    for rows in slice(0, 2), slice(2, 4):
+        batch, mask = batch_of(begun, episodes[rows], rewards[rows])
+        update(other, torch.optim.SGD(other.parameters(), 1.0), batch, mask, arguments(**how))
+    for ours, expected, old in zip(model.parameters(), other.parameters(), begun.parameters()):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+        assert not torch.equal(ours, old)
 
 
 def plain_logps(model, prompt_ids, prompt_mask, ids, mask, temperature):
