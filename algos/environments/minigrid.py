@@ -10,7 +10,8 @@ import gymnasium as gym
 def make(name: str = "MiniGrid-Empty-5x5-v0", **kwargs) -> gym.Env:
     from minigrid.wrappers import ImgObsWrapper  # which registers them
 
-    return ImgObsWrapper(gym.make(name, **kwargs))
+    # flat: its image holds numbers of things, colours and states, and is no picture
+    return gym.wrappers.FlattenObservation(ImgObsWrapper(gym.make(name, **kwargs)))
 
 
 gym.register("Grid-v0", make)
