@@ -5,6 +5,7 @@ import importlib
 import inspect
 import math
 from statistics import mean, pstdev, stdev
+from typing import get_args
 from unittest import mock
 
 import numpy as np
@@ -228,13 +229,15 @@ def test_a_process_has_its_share_of_a_step(algo, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("algo", [algo for algo in LANGUAGE if algo != "reinforce_lm"])  # its baseline sums, too
 def test_denominators_are_those_of_all_processes(algo, tmp_path, monkeypatch):
-    """Where another process has as much, a batch has half of its gradient."""
+    """Where another process has as much, a batch has half of its gradient, however the loss is aggregated."""
     settings = SPECS[algo].flags | {"max_steps": 1, "num_iterations": 1, "num_minibatches": 1, "max_sampling_rounds": 1}
-    module, norms = importlib.import_module(f"algos.{algo}"), []
-    for times in 1, 2:
-        monkeypatch.setattr(module, "total", lambda sums, *_, times=times: times * sums)
-        norms.append(train(algo, settings, tmp_path)[0][-1]["grad_norm"])
-    assert norms[0] == pytest.approx(2 * norms[1], rel=1e-4) != 0
+    module = importlib.import_module(f"algos.{algo}")
+    for kind in get_args(module.Args.__annotations__.get("aggregation")) or [""]:
+        norms = []
+        for times in 1, 2:
+            monkeypatch.setattr(module, "total", lambda sums, *_, times=times: times * sums)
+            norms.append(train(algo, settings | {"aggregation": kind}, tmp_path)[0][-1]["grad_norm"])
+        assert norms[0] == pytest.approx(2 * norms[1], rel=1e-4) != 0
 
 
 @pytest.mark.parametrize("algo", [algo for algo in LANGUAGE if "num_minibatches" in options(algo)])
