@@ -35,6 +35,7 @@ Metrics
     eval/return         by the mean weights; eval/return_stochastic: with noise
     epsilon             probability of a random action; 0 with --noisy once learning has started
     q                   mean of Q(s, a) over the newest batch; cannot leave [--v-min, --v-max]: near a bound, widen them
+    clipped             share of targets whose mean lies outside [--v-min, --v-max]; 0, else widen them
 
 Differences
     - Settings for CartPole; the paper's are for Atari (alpha, beta, n and sigma are the paper's).

@@ -9,8 +9,8 @@ from gymnasium import spaces
 
 class Walk(gym.Env):
     """A noisy walk on a line, until it leaves [-size, size] or 40 steps are over. It has the habits that break a log of
-    its actions or a view of its observations: one array for all observations, of another type than the space says, and
-    actions that are changed in place. Observes (place, time).
+    its actions or a view of its observations: one array for all observations, of another type than the space says, one
+    dictionary for all infos, and actions that are changed in place. Observes (place, time).
 
     broken: a file; while it exists, step `at` of the process fails as `how` says.
     """
@@ -22,7 +22,7 @@ class Walk(gym.Env):
     def __init__(self, size: float = 3, label: str = "", broken: str = "", at: int = 0, how: str = "raise",
                  render_mode: str | None = None):  # fmt: skip
         self.size, self.label, self.broken, self.at, self.how, self.steps = size, label, broken, at, how, 0
-        self.render_mode, self.state = render_mode, np.zeros(2)
+        self.render_mode, self.state, self.info = render_mode, np.zeros(2), {}
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -39,10 +39,10 @@ class Walk(gym.Env):
                 deep(self.state)
             reward = {"reward": np.nan}.get(self.how, reward)
             self.state[1] = {"observation": np.inf}.get(self.how, self.state[1])
-        info = {"place": self.state[0]} | ({"life_lost": True} if self.label == "lives" else {})
+        self.info |= {"place": self.state[0]} | ({"life_lost": True} if self.label == "lives" else {})
         if self.label in ("success", "is_success"):
-            info[self.label] = bool(0 < self.state[0] < 0.5)
-        return self.state, reward, bool(abs(self.state[0]) > self.size), False, info
+            self.info[self.label] = bool(0 < self.state[0] < 0.5)
+        return self.state, reward, bool(abs(self.state[0]) > self.size), False, self.info
 
     def render(self):
         return np.full((32, 32, 3), 100, np.uint8)

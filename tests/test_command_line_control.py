@@ -178,7 +178,7 @@ def test_what_differs_on_resume_is_printed(trained, tmp_path, capsys):
     command_line(ppo, "--resume", folder, "--gamma", 0.5, "--total-timesteps", 192)
     out = capsys.readouterr().out
     assert "changed on --resume: {'total_timesteps': 192, 'gamma': 0.5}" in out and "begin new episodes" in out
-    assert "settings" not in out, "nothing is filled in"
+    assert "settings" not in out and "\n\n" not in out, "nothing is filled in"
     assert metrics(folder)[-1]["step"] == 192
 
 

@@ -144,6 +144,7 @@ def test_the_room_to_copy(tmp_path, monkeypatch, capsys, imports_as_they_were):
     for algo in ("ppo", "sac"):
         args = [*SMALL[algo], "--env-id", "mine:Room-v0"]
         run = new_run(CONTROL[algo], tmp_path / algo, *args, "--env-kwargs", "cold=-5")
+        assert "eval/success" in capsys.readouterr().out
         assert score(CONTROL[algo], run, capsys) == {k: v for k, v in metrics(run)[-1].items() if k.startswith("eval/")}
     if importlib.util.find_spec("moviepy"):
         command_line(CONTROL["sac"], "--evaluate", run, "--capture-video")

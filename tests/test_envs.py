@@ -279,11 +279,12 @@ def test_success_is_that_of_any_step(name):
     assert 0 < numbers["eval/success"] < 1
 
 
-def test_evaluation_leaves_the_generators_as_they_were():
+def test_evaluation_and_what_is_tried_leave_the_generators_as_they_were():
     """Even where the environment draws from the global ones, as it should not."""
     before = json.dumps(rng_state(), default=lambda x: x.tolist())
     make = lambda: env_of("environments:Bandit-v0", "draws=start")  # noqa: E731
     scored(make, lambda obs, *_: np.zeros(len(obs), np.int64) + random.randrange(2), 2, 1)
+    control.try_out(make, SimpleNamespace(seed=1, evaluate="", env_id=""), 2)
     assert json.dumps(rng_state(), default=lambda x: x.tolist()) == before
 
 
