@@ -245,11 +245,11 @@ def act(agent: Agent, obs: np.ndarray, epsilon: np.ndarray | float, generator: t
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     agent = Agent(obs_size, int(space.n), args).to(device)
-    score_agent = partial(evaluate, tests, lambda obs, scale, generator: space.start + act(
+    score_agent = partial(evaluate, eval_envs, lambda obs, scale, generator: space.start + act(
         agent, obs, args.end_e * scale.cpu().numpy(), generator)[:, 0], args, device)  # fmt: skip
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
@@ -283,6 +283,7 @@ def train(args: Args) -> list[dict]:
         if due or logs:
             columns = {"epsilon": epsilon, "time/steps_per_second": run.speed(step)}
             columns |= metrics(agent, *newest) if newest else {}
+            # said once
             if columns.get("clipped", 0) > 0.05 >= max((row.get("clipped", 0) for row in run.history), default=0):
                 run.print(f"warning: {columns['clipped']:.0%} of the targets lie outside --v-min {args.v_min:g} and "
                           f"--v-max {args.v_max:g}, which must hold all discounted returns")  # fmt: skip

@@ -226,7 +226,7 @@ def act(actor: Actor, obs: np.ndarray, scale: Tensor | float, generator: torch.G
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     action_size = math.prod(space.shape)
@@ -235,7 +235,7 @@ def train(args: Args) -> list[dict]:
     def act_in_evaluation(obs: np.ndarray, scale: Tensor, generator: torch.Generator) -> np.ndarray:
         return to_env(act(agent.actor, obs, scale * args.exploration_noise, generator), space)
 
-    score_agent = partial(evaluate, tests, act_in_evaluation, args, device)
+    score_agent = partial(evaluate, eval_envs, act_in_evaluation, args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)

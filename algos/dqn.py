@@ -217,11 +217,11 @@ def act(agent: Agent, obs: np.ndarray, epsilon: np.ndarray | float, generator: t
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     agent = Agent(obs_size, int(space.n), args).to(device)
-    score_agent = partial(evaluate, tests, lambda obs, scale, generator: space.start + act(
+    score_agent = partial(evaluate, eval_envs, lambda obs, scale, generator: space.start + act(
         agent, obs, args.end_e * scale.cpu().numpy(), generator)[:, 0], args, device)  # fmt: skip
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)

@@ -291,13 +291,13 @@ def scores(returns: np.ndarray, targets: tuple[float, ...]) -> dict[str, float]:
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
     data = None if args.evaluate else whole(load_dataset(args))  # as the authors' download script
-    env, tests = try_out(make, args, len(args.target_returns or TARGETS) * args.eval_episodes)
+    env, eval_envs = try_out(make, args, len(args.target_returns or TARGETS) * args.eval_episodes)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     model = DecisionTransformer(obs_size, math.prod(space.shape), args).to(device)
 
     def score_agent(video: Path | None = None) -> dict[str, float]:
-        return scores(achieved(model, tests, space, args, device, video), args.target_returns) if tests else {}
+        return scores(achieved(model, eval_envs, space, args, device, video), args.target_returns) if eval_envs else {}
 
     if args.evaluate:
         return score_saved(args, score_agent, model=model)
@@ -329,7 +329,7 @@ def train(args: Args) -> list[dict]:
         if due or run.due(step, args.log_every):
             columns = {name: value.item() for name, value in metrics.items()}
             columns["time/updates_per_second"] = run.speed(step)
-            if due and tests:
+            if due and eval_envs:
                 columns |= compared(score_agent(), data, run, step)
             run.log(step, **columns)
         run.end_step(step, parts)

@@ -303,7 +303,7 @@ def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | fl
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     action_size = math.prod(space.shape)
@@ -311,7 +311,7 @@ def train(args: Args) -> list[dict]:
         args.target_entropy = -float(action_size)
     agent = Agent(obs_size, action_size, args.hidden_size, args.alpha, args.log_std_init,
                   count=args.num_critics, layer_norm=args.layer_norm, dropout=args.dropout).to(device)  # fmt: skip
-    score_agent = partial(evaluate, tests, lambda *given: to_env(act(agent.actor, space, *given), space), args, device)
+    score_agent = partial(evaluate, eval_envs, lambda *x: to_env(act(agent.actor, space, *x), space), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)

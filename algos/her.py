@@ -300,12 +300,12 @@ def act(agent: Agent, obs: np.ndarray, epsilon: np.ndarray | float, generator: t
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     goals = find_goals(args.env_id, make)
     agent = Agent(obs_size, int(space.n), args).to(device)
-    score_agent = partial(evaluate, tests, lambda obs, scale, generator: space.start + act(
+    score_agent = partial(evaluate, eval_envs, lambda obs, scale, generator: space.start + act(
         agent, obs, args.end_e * scale.cpu().numpy(), generator)[:, 0], args, device)  # fmt: skip
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
@@ -325,7 +325,7 @@ def train(args: Args) -> list[dict]:
         actions = act(agent, obs, epsilon, generator)
         next_obs, true_obs, rewards, terminated, truncated, ended = step_vector(envs, space.start + actions[:, 0])
         taken = np.concatenate([obs, actions, rewards[:, None], terminated[:, None], true_obs], 1, dtype=np.float32)
-        for i, end in enumerate(terminated | truncated):
+        for i, end in enumerate(terminated | truncated):  # where an episode ends, infos are those of the next one
             paths[i].append((taken[i], (envs.infos["final_info"] if end else envs.infos)["whole"][i][0]))
         before, step, obs, episodes = step, step + args.num_envs, next_obs, episodes + ended
 

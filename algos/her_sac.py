@@ -373,7 +373,7 @@ def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | fl
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     goals = find_goals(args.env_id, make)
@@ -382,7 +382,7 @@ def train(args: Args) -> list[dict]:
         args.target_entropy = -float(action_size)
     agent = Agent(obs_size, action_size, args.hidden_size, args.alpha, count=args.num_critics,
                   layer_norm=args.layer_norm, dropout=args.dropout).to(device)  # fmt: skip
-    score_agent = partial(evaluate, tests, lambda *given: to_env(act(agent.actor, space, *given), space), args, device)
+    score_agent = partial(evaluate, eval_envs, lambda *x: to_env(act(agent.actor, space, *x), space), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
@@ -406,7 +406,7 @@ def train(args: Args) -> list[dict]:
             actions = act(agent.actor, space, obs, 1.0, generator)
         next_obs, true_obs, rewards, terminated, truncated, ended = step_vector(envs, to_env(actions, space))
         taken = np.concatenate([obs, actions, rewards[:, None], terminated[:, None], true_obs], 1, dtype=np.float32)
-        for i, end in enumerate(terminated | truncated):
+        for i, end in enumerate(terminated | truncated):  # where an episode ends, infos are those of the next one
             paths[i].append((taken[i], (envs.infos["final_info"] if end else envs.infos)["whole"][i][0]))
         obs, step, episodes = next_obs, step + args.num_envs, episodes + ended
 

@@ -276,7 +276,7 @@ def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
     settings = preset(args, PRESETS, args.domain)
     data = None if args.evaluate else load_dataset(args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     action_size = math.prod(space.shape)
@@ -285,7 +285,7 @@ def train(args: Args) -> list[dict]:
     def policy(obs: np.ndarray, *noise) -> np.ndarray:
         return to_env(act(agent.actor, space, agent.normalized(obs), *noise), space)
 
-    score_agent = partial(evaluate, tests, policy, args, device)
+    score_agent = partial(evaluate, eval_envs, policy, args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     check_spaces(data, obs_size, space)
@@ -331,7 +331,7 @@ def train(args: Args) -> list[dict]:
         if due or run.due(step, args.log_every):
             columns = {name: value.item() for name, value in metrics.items()} | episode_columns(episodes)
             columns["time/updates_per_second"], episodes = run.speed(step), []
-            if due and tests:
+            if due and eval_envs:
                 columns |= compared(score_agent(), data, run, step)
             run.log(step, **columns)
         run.end_step(step, parts | (online | dict(episodes=episodes) if step > args.max_steps else {}))

@@ -483,14 +483,14 @@ def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, sca
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_game, args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     obs_size, space = env.observation_space.shape, env.action_space
     if args.eval_every is None:
         args.eval_every = min(max(args.total_timesteps // 5, 1), 250_000)
     check(args, space)
     agent = Agent(obs_size, space, args.hidden_size, args.log_std_init).to(device)
     statistics = Statistics(args.env_id.startswith("ALE/"), args.num_envs, args.gamma, args.normalize)
-    score_agent = partial(evaluate, tests, partial(act_in_evaluation, agent, statistics), args, device)
+    score_agent = partial(evaluate, eval_envs, partial(act_in_evaluation, agent, statistics), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent, statistics=statistics)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

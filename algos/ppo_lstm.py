@@ -491,7 +491,7 @@ def act_in_evaluation(agent: Agent, statistics: Statistics, memory: bool) -> Cal
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_image_env, args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     shape, space = env.observation_space.shape, env.action_space
     obs_size = shape if len(shape) == 3 else shape[0]
     kind = "continuous" if isinstance(space, gym.spaces.Box) else "discrete"
@@ -501,7 +501,7 @@ def train(args: Args) -> list[dict]:
     statistics = Statistics(obs_size, args.num_envs, args.gamma, args.normalize)
 
     def score_agent(video: Path | None = None) -> dict[str, float]:
-        return evaluate(tests, act_in_evaluation(agent, statistics, args.memory), args, device, video)
+        return evaluate(eval_envs, act_in_evaluation(agent, statistics, args.memory), args, device, video)
 
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent, statistics=statistics)

@@ -472,13 +472,13 @@ def act_in_evaluation(agent: Agent, statistics: Statistics, obs: np.ndarray, sca
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_masked, args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     settings = preset(args, PRESETS, "discrete")
     check(args)
     agent = Agent(obs_size, space, args.hidden_size).to(device)
     statistics = Statistics(obs_size, sum(agent.parts), args.num_envs, args.gamma, args.normalize)
-    score_agent = partial(evaluate, tests, partial(act_in_evaluation, agent, statistics), args, device)
+    score_agent = partial(evaluate, eval_envs, partial(act_in_evaluation, agent, statistics), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent, statistics=statistics)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

@@ -352,12 +352,12 @@ def act(agent: Agent, obs: np.ndarray, epsilon: np.ndarray | float, generator: t
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     agent = Agent(obs_size, int(space.n), args).to(device)
     end_e = 0.0 if args.noisy else args.end_e
-    score_agent = partial(evaluate, tests, lambda obs, scale, generator: space.start + act(
+    score_agent = partial(evaluate, eval_envs, lambda obs, scale, generator: space.start + act(
         agent, obs, end_e * scale.cpu().numpy(), generator, scale)[:, 0], args, device)  # fmt: skip
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
@@ -410,6 +410,7 @@ def train(args: Args) -> list[dict]:
         if due or logs:
             columns = {"epsilon": epsilon, "time/steps_per_second": run.speed(step)}
             columns |= metrics(agent, *newest) if newest else {}
+            # said once
             if columns.get("clipped", 0) > 0.05 >= max((row.get("clipped", 0) for row in run.history), default=0):
                 run.print(f"warning: {columns['clipped']:.0%} of the targets lie outside --v-min {args.v_min:g} and "
                           f"--v-max {args.v_max:g}, which must hold all discounted returns")  # fmt: skip

@@ -186,12 +186,12 @@ def check(args: Args, space: gym.Space) -> None:
 
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     policy = nn.Sequential(nn.Linear(obs_size, args.hidden_size), nn.Tanh(), nn.Linear(args.hidden_size, int(space.n)))
     policy.to(device)
-    score_agent = partial(evaluate, tests, lambda obs, scale, generator: space.start + act(
+    score_agent = partial(evaluate, eval_envs, lambda obs, scale, generator: space.start + act(
         policy, obs, scale, generator), args, device)  # fmt: skip
     if args.evaluate:
         return score_saved(args, score_agent, policy=policy)

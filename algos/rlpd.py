@@ -295,7 +295,7 @@ def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | fl
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
     data = None if args.evaluate else load_dataset(args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     action_size = math.prod(space.shape)
@@ -305,7 +305,7 @@ def train(args: Args) -> list[dict]:
         args.policy_frequency = args.utd_ratio
     agent = Agent(obs_size, action_size, args.hidden_size, args.alpha, count=args.num_critics,
                   layer_norm=args.layer_norm).to(device)  # fmt: skip
-    score_agent = partial(evaluate, tests, lambda *given: to_env(act(agent.actor, space, *given), space), args, device)
+    score_agent = partial(evaluate, eval_envs, lambda *x: to_env(act(agent.actor, space, *x), space), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     check_spaces(data, obs_size, space)
@@ -349,7 +349,7 @@ def train(args: Args) -> list[dict]:
             columns["time/steps_per_second"] = run.speed(step)
             if logs:  # an evaluation in between leaves the episodes to the row that is due
                 columns, episodes = columns | episode_columns(episodes), []
-            if due and tests:
+            if due and eval_envs:
                 columns |= compared(score_agent(), data, run, step)
             run.log(step, **columns)
         run.end_step(step, parts | dict(episodes=episodes, metrics=metrics))

@@ -232,12 +232,12 @@ def act(agent: Agent, obs: np.ndarray, device: torch.device) -> np.ndarray:
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), partial(make_env, args)
     data = None if args.evaluate else load_dataset(args)
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     obs_size, space = env.observation_space.shape[0], env.action_space
     check(args, space)
     action_size = math.prod(space.shape)
     agent = Agent(obs_size, action_size, args).to(device)
-    score_agent = partial(evaluate, tests, lambda obs, *_: to_env(act(agent, obs, device), space), args, device)
+    score_agent = partial(evaluate, eval_envs, lambda obs, *_: to_env(act(agent, obs, device), space), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     check_spaces(data, obs_size, space)
@@ -271,7 +271,7 @@ def train(args: Args) -> list[dict]:
         if due or run.due(step, args.log_every):
             columns = {name: value.item() for name, value in metrics.items()}
             columns["time/updates_per_second"] = run.speed(step)
-            if due and tests:
+            if due and eval_envs:
                 columns |= compared(score_agent(), data, run, step)
             run.log(step, **columns)
         run.end_step(step, parts | dict(metrics=metrics))

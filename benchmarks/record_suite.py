@@ -111,9 +111,9 @@ def record(args: sac.Args, output: Path, record_steps: int) -> None:
     """Writes the six collections of one run of sac.py with one environment."""
     seen, (untrained, *agents) = train(args)
     make, actor = partial(make_env, args), untrained[2].actor
-    env, tests = try_out(make, args)
+    env, eval_envs = try_out(make, args)
     space, device = env.action_space, torch.device(args.device)
-    low = evaluate(tests, lambda *inputs: to_env(sac.act(actor, space, *inputs), space), args, device)["eval/return"]
+    low = evaluate(eval_envs, lambda *x: to_env(sac.act(actor, space, *x), space), args, device)["eval/return"]
     high = agents[-1][1]
     medium = next((one for one in agents if one[1] >= low + (high - low) / 3), agents[-1])
     random, medium_rows, expert = (play(one[2], args, record_steps) for one in (untrained, medium, agents[-1]))

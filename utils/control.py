@@ -73,18 +73,18 @@ def try_out(make: Callable, args, count: int | None = None) -> tuple[gym.Env, li
     count, env = 2 * args.eval_episodes if count is None else count, make()
     raw, shape, limit = env.unwrapped, env.unwrapped.observation_space.shape, env.spec.max_episode_steps
 
-    def check_return(came, wanted: str) -> None:
-        if type(came) is not tuple or len(came) != wanted.count(",") + 1 or shape not in (None, np.shape(came[0])):
-            right = f"must return {wanted}" + (f", the observation of shape {shape}" if shape is not None else "")
-            raise UserError(f"--env-id {args.env_id} {right}, and returned {came!r:.200}")
+    def check_return(came, *wanted: str) -> None:
+        if type(came) is not tuple or len(came) != len(wanted) or shape not in (None, np.shape(came[0])):
+            right = f"({', '.join(wanted)}) with an observation of {raw.observation_space}"
+            raise UserError(f"--env-id {args.env_id} returned {came!r:.200}, and must return {right}")
 
     if not {"seed", "kwargs"} & inspect.signature(raw.reset).parameters.keys():
         raise UserError(f"--env-id {args.env_id} must have reset(self, *, seed=None, options=None), and takes no seed")
-    check_return(first := raw.reset(seed=args.seed), "observation, info from reset")
+    check_return(first := raw.reset(seed=args.seed), "observation", "info")
     env.reset(seed=args.seed)
     raw.action_space.seed(args.seed)
     if not (hasattr(raw, "action_masks") or "action_mask" in first[1]):  # else a random action may be forbidden
-        check_return(raw.step(raw.action_space.sample()), "observation, reward, terminated, truncated, info from step")
+        check_return(raw.step(raw.action_space.sample()), "observation", "reward", "terminated", "truncated", "info")
     if not args.evaluate:
         seen = f"{type(raw.observation_space).__name__}{shape or ''} seen as {env.observation_space.shape}"
         print(f"observations: {seen}; limit of an episode: {limit} steps (--env-kwargs max_episode_steps=N)")

@@ -38,7 +38,7 @@ def train(name: str, steps: int, seed: int) -> dict:
     args = sac.Args(**CURVES[name].settings)
     args.seed, every, episodes = seed, args.eval_every, args.eval_episodes
     start, returns, make = time.perf_counter(), [], partial(make_env, args)
-    tests = [make() for _ in range(2 * episodes)]
+    eval_envs = [make() for _ in range(2 * episodes)]
 
     class Evaluation(BaseCallback):
         def _on_step(self) -> bool:
@@ -49,7 +49,7 @@ def train(name: str, steps: int, seed: int) -> dict:
                     return np.concatenate([self.model.predict(part, deterministic=mode)[0] for part, mode in parts])
 
                 state = torch.get_rng_state()  # a sampled action must not change the training that follows
-                scores = evaluate(tests, act, args, torch.device("cpu"))
+                scores = evaluate(eval_envs, act, args, torch.device("cpu"))
                 torch.set_rng_state(state)
                 returns.append(scores["eval/return"])
             return True
