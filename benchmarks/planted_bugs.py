@@ -51,17 +51,15 @@ def fast_check(*files: str) -> list[str]:
 
 class Recorder:
     """A pytest plugin: keeps the first failure, and the seconds of each file. Cases of a parametrised test that name
-    other scripts than the edited ones are left out; the test `first` runs first."""
+    other scripts than the edited ones are left out."""
 
-    def __init__(self, files: list[str], first: str = ""):
-        self.first = first
+    def __init__(self, files: list[str]):
         scripts = {Path(file).stem for file in files if file.startswith("algos/")}
         self.others = set(SPECS) - scripts if scripts and len(scripts) == len(files) else set()
         self.result, self.seconds, self.passed = {}, defaultdict(float), 0
 
     def pytest_collection_modifyitems(self, items):
-        kept = [item for item in items if item.name not in STORED and not self.is_of_another(item.nodeid)]
-        items[:] = sorted(kept, key=lambda item: item.nodeid.partition("[")[0] != self.first)
+        items[:] = [item for item in items if item.name not in STORED and not self.is_of_another(item.nodeid)]
 
     def is_of_another(self, nodeid: str) -> bool:
         named = SPECS.keys() & set(re.split(r"[-\[\]]", nodeid.partition("[")[2]))
@@ -90,8 +88,8 @@ def where(failure) -> dict[str, str]:
 
 
 def run_tests(copy: Path, files: list[str], tests: list[str], first: str) -> None:
-    """In a process of its own, forked from one that has imported what is slow to import: pytest in `copy`. Writes what
-    happened to result.json beside it, at its end."""
+    """In a process of its own, forked from one that has imported what is slow to import: pytest in `copy`, first of the
+    test `first` alone, for what it collects takes long. Writes what happened to result.json beside it, at its end."""
     import pytest
 
     os.setsid()  # so that a limit also ends what the tests have started
@@ -102,11 +100,14 @@ def run_tests(copy: Path, files: list[str], tests: list[str], first: str) -> Non
     with open(copy.parent / "log.txt", "w") as log:
         for number in (1, 2):
             os.dup2(log.fileno(), number)
-    recorder = Recorder(files, first)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "benchmarks", "algos", "utils")]:
         del sys.modules[name]
     flags = ["-o", "addopts=", "-m", "not slow", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    code = pytest.main([*flags, f"--basetemp={copy.parent / 'tmp'}", *tests], plugins=[recorder])
+    for chosen in ([first], tests) if first else (tests,):
+        recorder = Recorder(files)
+        code = pytest.main([*flags, f"--basetemp={copy.parent / 'tmp'}", *chosen], plugins=[recorder])
+        if "test" in recorder.result:  # else all run; also where the first has another name today
+            break
     result = recorder.result | {"exit": int(code), "passed": recorder.passed, "files": dict(recorder.seconds)}
     (copy.parent / "result.json").write_text(json.dumps(result))
 
@@ -193,7 +194,7 @@ def warm_up() -> None:
 
 def run(only: tuple[str, ...] = (), jobs: int = 1, unedited: bool = True, output: Path = RESULTS) -> None:
     """Tests every bug in every file that has no row in `output` for these sources. The test that caught it last time
-    runs first.
+    runs first, and alone.
 
     Args:
         only: BUG, or BUG@FILE for one file; none: all.
