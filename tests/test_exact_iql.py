@@ -20,7 +20,7 @@ from helpers import metrics, new_run, weights
 from scipy import optimize, stats
 from torch import nn
 
-from algos import bc, iql
+from algos import bc, flow_bc, iql
 from benchmarks.record_suite import save
 from utils.control import ReplayBuffer
 from utils.core import UserError
@@ -274,6 +274,8 @@ def test_temperature_0_is_behaviour_cloning():
 # --- the policy
 
 modules = pytest.mark.parametrize("module", [iql, bc], ids=["iql", "bc"])
+cloners = pytest.mark.parametrize("module", [bc, flow_bc], ids=["bc", "flow_bc"])
+every_module = pytest.mark.parametrize("module", [iql, bc, flow_bc], ids=["iql", "bc", "flow_bc"])
 
 
 def make_actor(module, log_std, dropout: float = 0.0):
@@ -340,6 +342,7 @@ def test_reward_map_by_hand():
         iql.reward_map(dataset([1, 2], [3, 1, 2]), "return-range")
 
 
+@cloners
 @pytest.mark.parametrize(
     "fraction, kept",
     [
@@ -352,23 +355,25 @@ def test_reward_map_by_hand():
         (0.01, [1]),  # the best one is always kept, however long
     ],
 )
-def test_top_rows_by_hand(fraction, kept):
+def test_top_rows_by_hand(module, fraction, kept):
     """10 rows in trajectories of 4, 3, 1, 2 rows with returns 2, 9, -1, 3: a share of the rows, not of trajectories."""
     data = dataset([4, 3, 1, 2], [2, 0, 0, 0, 10, 0, -1, -1, 3, 0])
-    rows = bc.top_rows(data, fraction)
+    rows = module.top_rows(data, fraction)
     assert rows.dtype == bool
     assert rows.tolist() == [number in kept for number in [0, 0, 0, 0, 1, 1, 1, 2, 3, 3]]
 
 
-def test_top_rows_do_not_skip_a_long_trajectory():
+@cloners
+def test_top_rows_do_not_skip_a_long_trajectory(module):
     """The first that does not fit ends it, though shorter and worse ones would."""
     data = dataset([2, 5, 1, 2], [9, 0, 8, 0, 0, 0, 0, 7, 6, 0])
-    assert bc.top_rows(data, 0.45).tolist() == [True] * 2 + [False] * 8
+    assert module.top_rows(data, 0.45).tolist() == [True] * 2 + [False] * 8
 
 
-def test_top_rows_of_equal_returns():
+@cloners
+def test_top_rows_of_equal_returns(module):
     data = dataset([1] * 200, [1.0] * 100 + [2.0] * 100)
-    assert np.flatnonzero(bc.top_rows(data, 0.255)).tolist() == list(range(100, 150))
+    assert np.flatnonzero(module.top_rows(data, 0.255)).tolist() == list(range(100, 150))
 
 
 # --- train()
@@ -522,13 +527,14 @@ def test_domain_fills_in_what_is_not_given(recorded, tmp_path, domain):
     assert (args.expectile, args.temperature, args.dropout, args.rewards) == (0.6, 0, 0, "raw")
 
 
-def test_cloning_takes_the_best_trajectories(recorded, tmp_path):
+@cloners
+def test_cloning_takes_the_best_trajectories(recorded, tmp_path, module):
     """The rows of the highest returns; a constant learning rate; only the policy is trained."""
     path, columns = recorded
     starts = np.append(0, np.flatnonzero(columns[5])[:-1] + 1)
-    rows = bc.top_rows(dataset(np.diff(np.append(starts, len(columns[5]))), columns[2]), 0.4)
+    rows = module.top_rows(dataset(np.diff(np.append(starts, len(columns[5]))), columns[2]), 0.4)
     assert rows.any() and not rows.all()
-    run = trained(bc, tmp_path, path, "--top-fraction", 0.4)
+    run = trained(module, tmp_path, path, "--top-fraction", 0.4)
     (added,) = run.added
     close(added[0], columns[0][rows])
     close([-1, 2] + (added[1] + 1) / 2 * [4, 0.5], columns[1][rows], 1e-6)
@@ -536,7 +542,7 @@ def test_cloning_takes_the_best_trajectories(recorded, tmp_path):
     assert all(name.startswith("actor.") for name in weights(run.folder))
 
 
-@modules
+@every_module
 def test_rows_without_a_next_observation_are_left_out(recorded, tmp_path, module):
     """In files with D4RL's columns: where time ran out. What terminated stays."""
     path, columns = recorded
@@ -552,11 +558,11 @@ def test_rows_without_a_next_observation_are_left_out(recorded, tmp_path, module
     close(run.added[0][4][following], columns[4][~cut_off][following])
 
 
-@modules
+@every_module
 def test_evaluation_stretches_actions(recorded, tmp_path, monkeypatch, module):
     scales = []
 
-    def quarter(actor, space, obs, scale, generator):
+    def quarter(actor, space, obs, scale, generator, **steps):
         scales.append(np.ravel(scale).tolist())
         return np.full((len(obs), 2), 0.25, np.float32)
 
