@@ -1,7 +1,10 @@
 """flow_bc.py: the loss and its minimiser in closed form, whole updates by a second implementation, the flow of Gaussian
 data, and what a Gaussian policy cannot do: actions of two kinds. What it shares with bc.py: test_exact_iql.py."""
 
+from pathlib import Path
+
 import gymnasium as gym
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from control import adam, close, float64, minibatch, mlp, named, randomise
 from torch import nn
 
 from algos import flow_bc
+from algos.environments import gates
 
 D, A, H, B = 3, 2, 8, 16
 MEAN, STD = 0.3, 0.5  # of the actions
@@ -110,3 +114,13 @@ def test_actions_of_two_kinds():
         return (abs(flow_bc.act(agent.actor, space, obs, 1.0, generator, steps)) < 0.4).mean()
 
     assert between(10) < 0.1 and between(1) > 0.95
+
+
+def test_the_shipped_throws(tmp_path):
+    """gates.hdf5 is what gates.py records: at either gate alike, and close to it."""
+    gates.record(tmp_path / "new.hdf5")
+    with h5py.File(tmp_path / "new.hdf5") as new, h5py.File(Path(gates.__file__).with_suffix(".hdf5")) as shipped:
+        assert new.keys() == shipped.keys() and dict(new.attrs) == dict(shipped.attrs)
+        assert all((new[key][:] == shipped[key][:]).all() for key in new)
+        sides = np.sign(new["actions"][:])
+        assert abs(sides.mean()) < 0.1 and abs(new["actions"][:] - sides * new["observations"][:]).std() < 0.05

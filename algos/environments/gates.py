@@ -1,10 +1,10 @@
-"""A task with two right answers, for policies that imitate: a throw through one of two gates. And a dataset of one's own.
+"""A task with two right answers, for policies that imitate, and a dataset of our own: throws through one of two gates.
 
-    python algos/environments/gates.py gates.hdf5                    records 2,000 throws: what gates.hdf5 beside this is
-    python algos/flow_bc.py --dataset algos/environments/gates.hdf5 --max-steps 2000 --eval-every 500 --eval-episodes 100
-    python algos/bc.py --dataset algos/environments/gates.hdf5 --max-steps 2000 --eval-every 500 --eval-episodes 100
+    python algos/environments/gates.py gates.hdf5                     records 2,000 throws: gates.hdf5 in this folder
+    python algos/flow_bc.py --dataset algos/environments/gates.hdf5 --max-steps 2000 --eval-every 500
+    python algos/bc.py --dataset algos/environments/gates.hdf5 --max-steps 2000 --eval-every 500
 
-Who throws takes either gate, so the mean of the throws hits the wall between. The commands need the current folder to be
+Each throw goes through either gate, so their mean hits the wall between. The commands need the current folder to be
 this project's.
 """
 
