@@ -39,8 +39,7 @@ mean-over-the-steps: of K steps the gradient is K times as small
 
 old-density-of-the-last-epoch: the ratio is 1 in every epoch, and nothing is clipped
 - loss, numbers = ddpo_loss(step_logps(model, batch, args), old_logps, scores, args.clip_coef)
-+ logps = step_logps(model, batch, args)
-+         loss, numbers = ddpo_loss(logps, logps.detach(), scores, args.clip_coef)
++ loss, numbers = ddpo_loss(logps := step_logps(model, batch, args), logps.detach(), scores, args.clip_coef)
 
 baseline-with-itself: the mean of the group holds the sample's own reward: (G-1) / G of the gradient
 - others = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
@@ -96,11 +95,15 @@ same-prompts-in-every-update: without the generator's device and state in `how` 
 
 generator-not-restored:ddpo: weights and optimizer are what people think of
 - parts = dict(model=model, optimizer=optimizer, generator=generator)
+-     if not run.restore(**parts):
 + parts = dict(model=model, optimizer=optimizer)
++     if not run.restore(**parts):
 
 optimizer-not-restored:ddpo: the weights are back, the moments of Adam are not
 - parts = dict(model=model, optimizer=optimizer, generator=generator)
+-     if not run.restore(**parts):
 + parts = dict(model=model, generator=generator)
++     if not run.restore(**parts):
 
 pretrained-on-one-mode: the number of a mode is drawn once for all points
 - numbers = torch.randint(MODES, (count,), generator=generator, device=generator.device)
