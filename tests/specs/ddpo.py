@@ -125,7 +125,8 @@ SPEC = Spec(
     "Generators",
     small="--device cpu --max-steps 6 --pretrain-steps 20 --num-prompts 4 --num-generations 4 --hidden-size 16 "
           "--save-every 2",
-    tests="exact_ddpo parity_ddpo command_line load_elsewhere resume wiring",
+    tests="exact_ddpo parity_ddpo wiring command_line::test_seen_before_the_run resume::test_killed_at_any_moment "
+          "resume::test_signals load_elsewhere::test_a_saved_generator_draws_the_same_without_our_code",
     curves={"ddpo-ring": Curve(dict(max_steps=80), "reward", numbers={"mean reward": "plain"})},
     effects={
         "ddpo-ring": Effect(
