@@ -14,9 +14,9 @@ names. Maximises
     x_0     ~ N(0, 1);   x_k+1 = x_k + v_theta(x_k, t_k, c) / K + sigma n_k,   n_k ~ N(0, 1),   t_k = k / K
     rho_k   = p_theta(x_k+1 | x_k, c) / p_old(x_k+1 | x_k, c)     p = N(x_k + v_theta(x_k, t_k, c) / K, sigma^2)
     A       of the sample x_K with reward r, in a group of G samples of its prompt c (--advantage):
-    prompt  (r - mean of the group) / std of the group             DDPO
-    loo     r - mean of the others in the group                    LOOP
-    batch   (r - mean of the batch) / std of the batch             what DDPO is compared with
+    prompt  (r - mean of the group) / std of the group        DDPO
+    loo     r - mean of the others in the group               LOOP
+    batch   (r - mean of the batch) / std of the batch        the authors' code without statistics of prompts
     K, sigma, G, eps      --num-steps, --noise, --num-generations, --clip-coef
 
 Run
@@ -26,7 +26,10 @@ Run
     python algos/ddpo.py --reward rewards.py:inside                your reward; your data: edit `draw_data`
 
 Expect
-    A reward that rises from about 0.18. No generator gets above 1 / (1 + 4 sigma^2) = 0.735: the last step's noise.
+    The reward rises from 0.19 to 0.71 in 80 updates (5 seeds). The default run takes 5 seconds of one CPU core. The
+    noise of the last step stays, so no generator gets above 1 / (1 + 4 sigma^2), here 0.735: updates 101 to 200 reach
+    0.719, with --noise 0.15 0.909 of 0.917. With --reward-offset 5 prompt and loo give the same curves to rounding, and
+    batch stays at 0.2 or below in updates 41 to 80, where all three reach 0.63 without it.
 
 Metrics
     reward              of the batch, before the update and without --reward-offset
@@ -37,10 +40,10 @@ Metrics
     grad_norm           mean over the epochs
 
 Differences
-    - The paper trains Stable Diffusion by DDIM steps of a noise-predicting network; here Euler steps of a flow.
+    - The authors train Stable Diffusion by DDIM steps of a noise-predicting network; here Euler steps of a flow.
     - The log-density is a sum over dimensions. The authors' code (kvablack/ddpo-pytorch) averages over them. Its ratio
       is ours to the power of 1 / dimensions, and its clip of 1e-4 belongs to that scale.
-    - The paper's and our loss is a sum over steps, that of the authors' code a mean: Adam hardly tells them apart.
+    - The loss is a sum over steps, that of the authors' code a mean: Adam hardly tells them apart.
     - The authors' statistics of a prompt are of its last 16 rewards, also of earlier updates, and of the batch until
       there are 16. Ours are of the group, which is drawn at once.
     - Left out: a clip of advantages at 5, which a group of 8 cannot reach, of gradients at 1, and weight decay.

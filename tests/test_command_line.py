@@ -101,14 +101,9 @@ reward_model --task nothing | file nothing | hub dataset
 reward_model --use-margin | --use-margin | margin
 reward_model --model nowhere | nowhere
 ddpo --num-steps 0 | --num-steps is 0 | at least 1
-ddpo --num-prompts 0 | --num-prompts is 0 | at least 1
 ddpo --num-generations 1 | --num-generations is 1 | at least 2
-ddpo --update-epochs 0 | --update-epochs is 0 | at least 1
-ddpo --hidden-size 0 | --hidden-size is 0 | at least 1
 ddpo --noise 0 | --noise is 0.0 | above 0
-ddpo --max-steps -1 | --max-steps is -1 | from 0 to inf
 ddpo --reward rewards.py:absent | no attribute 'absent'
-ddpo --resume nowhere | nowhere | config.json
 """.strip().splitlines()
 
 

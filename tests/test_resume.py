@@ -30,8 +30,7 @@ from helpers import (
 from algos import grpo
 from tests.specs import parent_of
 
-ROOTS = [name for name in [*LANGUAGE, *GENERATORS] if parent_of(name) is None]
-MODULES = {name: importlib.import_module(f"algos.{name}") for name in ROOTS}
+MODULES = {x: importlib.import_module(f"algos.{x}") for x in [*LANGUAGE, *GENERATORS] if parent_of(x) is None}
 # 11 steps, so that the last one is evaluated out of turn
 FLAGS = {name: [*SMALL[name], *"--max-steps 11 --save-every 1".split()] for name in MODULES}
 FLAGS["ddpo"] += "--num-generations 4096".split()  # else it is over before a signal comes

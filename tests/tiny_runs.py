@@ -37,8 +37,6 @@ def coins(completions, **_):
     return [float(random.random() + numpy.random.rand() + torch.rand(()).item() > 1.5) for _ in completions]
 def noisy(completions, **_):
     return [random.random() + numpy.random.rand() + torch.rand(()).item() for _ in completions]
-def far(samples, prompts):
-    return samples.norm(dim=1) * (1 + prompts)
 def jittered(samples, prompts):
     return noisy(samples)
 """
