@@ -11,10 +11,6 @@ density-averaged-over-dimensions: as the authors' code has it; the ratio is anot
 - .sum(1).view(len(before), args.num_steps)
 + .mean(1).view(len(before), args.num_steps)
 
-prompts-of-other-chains: rows of chains and steps are flattened, so each prompt must be repeated K times in a row
-- prompts = batch.prompts.repeat_interleave(args.num_steps)
-+ prompts = batch.prompts.repeat(args.num_steps)
-
 clip-without-min:ddpo: the clip also kills gradients that would bring the ratio back
 - loss = -torch.min(ratio * advantages[:, None], clipped * advantages[:, None]).sum(1)
 + loss = -(clipped * advantages[:, None]).sum(1)
