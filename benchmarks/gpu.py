@@ -469,6 +469,7 @@ def gradients(script: str, words: list[str], device: str) -> dict:
         pass
 
     def update(*inputs):
+        register_optimizer_step_pre_hook(note)  # from here on: what trains before is no part of it
         modules, generators = parts(torch.nn.Module, inputs), parts(torch.Generator, inputs)
         for module in modules:
             for part in module.modules():
@@ -497,7 +498,6 @@ def gradients(script: str, words: list[str], device: str) -> dict:
     torch.backends.fp32_precision = "ieee"
     module, sides = importlib.import_module(f"algos.{script}"), [[]]
     original, module.update = module.update, update
-    register_optimizer_step_pre_hook(note)
     with tempfile.TemporaryDirectory() as folder:
         words = [
             *words,

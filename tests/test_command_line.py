@@ -100,6 +100,10 @@ kto --task nothing | file nothing | hub dataset
 reward_model --task nothing | file nothing | hub dataset
 reward_model --use-margin | --use-margin | margin
 reward_model --model nowhere | nowhere
+ddpo --num-steps 0 | --num-steps is 0 | at least 1
+ddpo --num-generations 1 | --num-generations is 1 | at least 2
+ddpo --noise 0 | --noise is 0.0 | above 0
+ddpo --reward rewards.py:absent | no attribute 'absent'
 """.strip().splitlines()
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 from control import CONTROL, WALK, walk, write_project
 from every_script import options, script
-from helpers import LANGUAGE, REPO, assert_same_result, metrics, new_run
+from helpers import GENERATORS, LANGUAGE, REPO, assert_same_result, metrics, new_run
 
 from tests.specs import SPECS
 from utils.eject import EjectError, eject
@@ -25,7 +25,7 @@ for path, args in json.loads(sys.argv[1]):
 """
 
 
-@pytest.mark.parametrize("scripts", [LANGUAGE, [*CONTROL]], ids=["language", "control"])
+@pytest.mark.parametrize("scripts", [LANGUAGE, [*CONTROL, *GENERATORS]], ids=["language", "others"])
 def test_ejected_scripts_give_the_same_curves(scripts, tmp_path, monkeypatch, imports_as_they_were):
     """All of them, in another process, with another hash seed and from another folder; an environment
     may be the user's own, of a package in the current folder, beside one called utils."""

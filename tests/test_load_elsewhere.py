@@ -15,11 +15,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import ENVIRONMENT, SMALL, command_line, new_run
+from helpers import ENVIRONMENT, SMALL, command_line, new_run, weights
 from small_data import pendulum
 
 from algos import (
-    bc, c51, crossq, ddpg, dqn, dt, flow_bc, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac, td3, td3_bc,
+    bc, c51, crossq, ddpg, ddpo, dqn, dt, flow_bc, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac, td3,
+    td3_bc,
 )  # fmt: skip
 from utils.control import seed_of
 
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "algos/README.md").read_text()
 SECTION = PAGE.partition("## Load a trained agent elsewhere\n")[2].partition("\n## ")[0]
 HEAD, TAIL, *BLOCKS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
-PPO, SAC, CROSSQ, DQN, C51, RAINBOW, OFFLINE, FLOW, DT, MASK, LSTM = BLOCKS
+PPO, SAC, CROSSQ, DQN, C51, RAINBOW, OFFLINE, FLOW, DT, MASK, LSTM, GENERATOR = BLOCKS
 SHORT = "max_episode_steps=40"
 WIDE = f"--env-id Pendulum-v1 --env-kwargs {SHORT} --learning-rate 0.1".split()  # half of the actions out of bounds
 OWN_LOOP = (DT, MASK)  # need no last line
@@ -140,3 +141,13 @@ def test_saved_agents_act_the_same_without_our_code(tmp_path, monkeypatch):
         assert float(re.search(r"-?\d+\.\d+", printed)[0]) == pytest.approx(scored, rel=1e-5), name
         if name == "ppo continuous":
             assert 2.0 in np.abs(ours[0]), "no action reaches the bounds, so the block's clip is not tested"
+
+
+def test_a_saved_generator_draws_the_same_without_our_code(tmp_path):
+    """The same points from the same noise."""
+    run, there = new_run(ddpo, tmp_path, *SMALL["ddpo"]), {}
+    exec(GENERATOR.replace("RUN", str(run)), there)
+    model, normals = ddpo.Velocity(16), torch.randn(40, 5, 2, generator=torch.Generator().manual_seed(0))
+    model.load_state_dict(weights(run))
+    ours = ddpo.sample(model, torch.arange(40) % 8, normals, ddpo.Args())[:, -1]
+    np.testing.assert_allclose(there["sample"](np.arange(40) % 8, normals.numpy()), ours, rtol=0, atol=1e-5)

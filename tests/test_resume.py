@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 from helpers import (
+    GENERATORS,
     LANGUAGE,
     SMALL,
     Forked,
@@ -29,9 +30,10 @@ from helpers import (
 from algos import grpo
 from tests.specs import parent_of
 
-MODULES = {name: importlib.import_module(f"algos.{name}") for name in LANGUAGE if parent_of(name) is None}
+MODULES = {x: importlib.import_module(f"algos.{x}") for x in [*LANGUAGE, *GENERATORS] if parent_of(x) is None}
 # 11 steps, so that the last one is evaluated out of turn
 FLAGS = {name: [*SMALL[name], *"--max-steps 11 --save-every 1".split()] for name in MODULES}
+FLAGS["ddpo"] += "--num-generations 4096".split()  # else it is over before a signal comes
 FLAGS["sft"] += "--batch-size 32 --lr-schedule constant --warmup-steps 3".split()
 for name in MODULES:
     FLAGS[name] += "--lr-schedule constant --num-pairs 100".split() if "--num-pairs" in FLAGS[name] else []

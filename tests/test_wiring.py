@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from every_script import NAMES, options, sharing
-from helpers import ONLINE, assert_same_result, checkpoint, copied_at, weights
+from helpers import GENERATORS, ONLINE, assert_same_result, checkpoint, copied_at, weights
 from safetensors.torch import load_file
 from tiny_runs import TOLD, paired, result, rows_asked_for, same, train, world
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -36,7 +36,7 @@ def test_dropout_of_the_model_is_off(algo):
     assert same(with_dropout, result(algo, SPECS[algo].flags))
 
 
-@pytest.mark.parametrize("algo", LANGUAGE)
+@pytest.mark.parametrize("algo", [*LANGUAGE, *GENERATORS])
 def test_a_resumed_run_equals_the_uninterrupted_one(algo, tmp_path):
     """From the middle, where all state is far from where it began; also where rewards, environments and models of the
     user draw from the global generators."""

@@ -37,6 +37,8 @@ def coins(completions, **_):
     return [float(random.random() + numpy.random.rand() + torch.rand(()).item() > 1.5) for _ in completions]
 def noisy(completions, **_):
     return [random.random() + numpy.random.rand() + torch.rand(()).item() for _ in completions]
+def jittered(samples, prompts):
+    return noisy(samples)
 """
 ENVIRONMENTS = """
 import time
