@@ -30,7 +30,9 @@ Run
     python algos/awac.py --evaluate RUN --eval-episodes 100 --capture-video      scores a saved agent
 
 Expect
-    EXPECT
+    Smaller networks, Hopper-v5's whole collection, mean return in the last half of 6,000 updates (5 seeds;
+    benchmarks/effects.py, awac-hopper): 588 +- 240, and bc.py 311 +- 59. We had claimed a gain of 150 in every seed,
+    and found it in three of five. An infinite lambda gains nothing: 255 +- 12. CRR (binary, K = 4) got 691 +- 180.
 
 Metrics
     q, v                means of min Q(s, a) and V(s); q - v is the mean advantage. weight, largest: of w
@@ -227,13 +229,13 @@ def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: 
     descend(optimizers.critics, loss)
     with torch.no_grad():
         q = torch.min(*agent.critics(batch.obs, batch.actions))
-    values = policy_value(agent.critics, agent.actor, batch.obs, args.num_action_samples, generator)
-    weights = policy_weights(q - values, args.weights, args.temperature)
+    v = policy_value(agent.critics, agent.actor, batch.obs, args.num_action_samples, generator)
+    weights = policy_weights(q - v, args.weights, args.temperature)
     loss, logps = actor_loss(agent.actor, batch, weights)
     descend(optimizers.actor, loss)
     with torch.no_grad():
         torch._foreach_lerp_(list(agent.targets.parameters()), list(agent.critics.parameters()), args.tau)
-    return {"q": q.mean(), "v": values.mean(), "weight": weights.mean(), "largest": weights.max(),
+    return {"q": q.mean(), "v": v.mean(), "weight": weights.mean(), "largest": weights.max(),
             "clipped": (weights == MAX_WEIGHT).float().mean(), "td_error": td_errors.mean(), "nll": -logps.mean(),
             "std": agent.actor.log_std.detach().exp().mean()}  # fmt: skip
 

@@ -33,10 +33,6 @@ gradient-through-the-value: the value is a function of the policy that is traine
 - def policy_value(
 + def policy_value(
 
-actions-outside-the-box: a Gaussian has no bounds, and the critics were never there
--     return (mean + log_std.exp() * noise * scale).clamp(-1, 1)
-+     return mean + log_std.exp() * noise * scale
-
 zero-is-better: an advantage of 0 is no improvement
 - (advantages > 0).to(
 + (advantages >= 0).to(
