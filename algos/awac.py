@@ -15,8 +15,7 @@ an ordinary actor-critic's, so the same update goes on online. On minibatches mi
             B softmax(A / lambda)       softmax over the B rows of the minibatch: the code of AWAC's authors
     Qbar  target critics: after each update Qbar <- (1 - tau) Qbar + tau Q
 
-    lambda   --temperature: bc.py when it is infinite; the smaller, the more the best actions count
-    K        --num-action-samples
+    lambda   --temperature. Infinite: bc.py; the smaller, the more the best actions count. K: --num-action-samples
 
 The order is CORL's: the critics first, then the policy with the new critics, then the targets. With --online-steps
 training goes on in the environment: each step samples one action and makes one update on the dataset and new data.
@@ -30,9 +29,10 @@ Run
     python algos/awac.py --evaluate RUN --eval-episodes 100 --capture-video      scores a saved agent
 
 Expect
-    Smaller networks, Hopper-v5's whole collection, mean return in the last half of 6,000 updates (5 seeds;
-    benchmarks/effects.py, awac-hopper): 588 +- 240, and bc.py 311 +- 59. We had claimed a gain of 150 in every seed,
-    and found it in three of five. An infinite lambda gains nothing: 255 +- 12. CRR (binary, K = 4) got 691 +- 180.
+    The default run, Hopper-v5's collection: a return of 689 (seed 1), from 220 after 1,200 updates, in a minute of one
+    core. With smaller networks, over the last half of 6,000 updates (5 seeds; benchmarks/effects.py, awac-hopper):
+    588 +- 240, and bc.py 311 +- 59. We had claimed a gain of 150 in every seed, and found it in three of five. An
+    infinite lambda gains nothing: 255 +- 12. CRR (binary, K = 4) got 691 +- 180.
 
 Metrics
     q, v                means of min Q(s, a) and V(s); q - v is the mean advantage. weight, largest: of w
@@ -42,8 +42,8 @@ Metrics
 Differences (rlkit is the code of AWAC's authors: awac_trainer.py, gaussian_policy.py, examples/awac)
     - The policy is iql.py's. CORL's awac.py has no tanh on the mean; rlkit has it, with std in (exp(-6), 1).
     - rlkit computes all losses before the first step, does not clip sampled actions, decays the policy's weights by
-      1e-4, and has policies of 2 or 4 layers, minibatches of 1,024 and lambda 0.5 or 2. For hands, V is that of the
-      mean action. CORL has networks of 3 layers and normalises observations.
+      1e-4, and has policies of 2 or 4 layers, minibatches of 1,024 and lambda 0.5 or 2. For its hand, V is that
+      of the mean action. CORL has networks of 3 layers and normalises observations.
     - d3rlpy's awac_impl.py sums the policy's loss over the minibatch, and SAC's entropy term stays in its target.
     - CRR: d3rlpy's crr_impl.py and acme's crr/losses.py have one critic, a target policy, targets copied every 100
       updates, K = 4 and the bound 20. d3rlpy acts by choosing among sampled actions by their values.
