@@ -19,8 +19,8 @@ from helpers import ENVIRONMENT, SMALL, command_line, new_run, weights
 from small_data import pendulum
 
 from algos import (
-    bc, c51, crossq, ddpg, ddpo, dqn, dt, flow_bc, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac, td3,
-    td3_bc,
+    awac, bc, c51, crossq, ddpg, ddpo, dqn, dt, flow_bc, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac,
+    td3, td3_bc,
 )  # fmt: skip
 from utils.control import seed_of
 
@@ -49,6 +49,7 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "flow_bc": (FLOW, flow_bc, ["--dataset", "DATA", "--flow-steps", 3]),
     "td3_bc": (SAC, td3_bc, ["--dataset", "DATA"]),
     "iql": (OFFLINE, iql, ["--dataset", "DATA"]),
+    "awac": (SAC, awac, ["--dataset", "DATA", "--normalize"]),
     "iql normalized": (OFFLINE, iql, ["--dataset", "DATA", "--normalize"]),
     "ppo_mask": (MASK, ppo_mask, ["--env-id", "Taxi-v4", "--env-kwargs", SHORT, "--learning-rate", "0.04"]),
     "ppo_lstm discrete": (LSTM, ppo_lstm, ["--env-id", "CartPole-v1", "--learning-rate", "0.04"]),

@@ -29,7 +29,8 @@ CASES = {  # name: SCRIPT or SCRIPT-... -> arguments. Every run has 160 steps or
     "gsde": ("--sde-sample-freq", 8),
     "ppo-noisy": (), "sac-noisy": (), "dqn-noisy": (),  # rewards of NumPy's global generator
     "rainbow-plain": ("--no-noisy", "--no-prioritized", "--n-step", 1),
-    "iql-online": ("--max-steps", 64, "--online-steps", 96, "--log-every", 20),  # episodes wait for their row
+    **{f"{algo}-online": ("--max-steps", 64, "--online-steps", 96, "--log-every", 20)  # episodes wait for their row
+       for algo in ("iql", "awac")},
 }  # fmt: skip
 
 

@@ -1,0 +1,90 @@
+"""AWAC and CRR: algos/awac.py."""
+
+from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
+from tests.specs.iql import SPEC as PARENT
+
+BUGS = """
+bootstrap-by-the-critics: four networks of one kind
+- policy_value(agent.targets, agent.actor, batch.next_obs, 1
++ policy_value(agent.critics, agent.actor, batch.next_obs, 1
+
+value-of-this-state: two observations in a row
+- policy_value(agent.targets, agent.actor, batch.next_obs, 1
++ policy_value(agent.targets, agent.actor, batch.obs, 1
+
+max-of-the-twins:awac: Q-learning has a max there
+- q = torch.min(*critics(obs, sample(
++ q = torch.max(*critics(obs, sample(
+
+advantage-of-the-target-critics: IQL, the parent, has them there
+- q = torch.min(*agent.critics(batch.obs
++ q = torch.min(*agent.targets(batch.obs
+
+neighbours-of-a-state: the K actions of a state lie B rows apart
+- q.view(count, -1, 1).mean(0)
++ q.view(-1, count, 1).mean(1)
+
+value-of-the-mean-action: an option of the authors' code
+- sample(actor, obs, 1.0, generator)
++ sample(actor, obs, 0.0, generator)
+
+gradient-through-the-value: the value is a function of the policy that is trained
+- @torch.no_grad()
+- def policy_value(
++ def policy_value(
+
+zero-is-better: an advantage of 0 is no improvement
+- (advantages > 0).to(
++ (advantages >= 0).to(
+
+weights-that-sum-to-one: the loss is a mean, and would shrink with the batch
+- len(advantages) * (advantages / temperature).softmax(0)
++ (advantages / temperature).softmax(0)
+
+softmax-over-the-actions: the only other dimension has one entry
+- (advantages / temperature).softmax(0)
++ (advantages / temperature).softmax(1)
+
+temperature-inverted: IQL multiplies by its temperature, AWAC divides
+- return (advantages / temperature).exp()
++ return (advantages * temperature).exp()
+
+weights-not-clipped:awac: the clip stands in CORL's code, not in the authors'
+- (advantages / temperature).exp().clamp(max=MAX_WEIGHT)
++ (advantages / temperature).exp()
+
+optimizers-exchanged: two of one kind in a tuple
+- for part in (agent.actor, agent.critics)))
++ for part in (agent.critics, agent.actor)))
+"""
+
+SHORT = dict(max_steps=6000, hidden_size=128, batch_size=128, learning_rate=0.001, eval_every=1200, threads=1)
+AWAC = SHORT | dict(tau=0.01)
+
+SPEC = Spec(
+    "AWAC, arXiv 2006.09359; CRR, arXiv 2006.15134",
+    PARENT.family,
+    small=PARENT.small,
+    tests="exact_awac parity_awac command_line_control resume_control wiring",
+    curves={
+        "awac-hopper": Curve(AWAC | dict(max_steps=5000, eval_every=0, eval_episodes=20), "eval/return",
+                             numbers={"eval/return_stochastic": "log"}),
+    },
+    effects={
+        "awac-hopper": Effect(
+            runs={"awac": ("awac", AWAC), "bc": ("bc", SHORT), "flat": ("awac", AWAC | dict(temperature=1e9)),
+                  "crr": ("awac", AWAC | dict(weights="binary", num_action_samples=4))},
+            statistic="late eval/return", claims={"awac > bc + 150": 5, "flat < bc + 150": 5}, seeds=5,
+        ),
+    },
+    recipes=(
+        Recipe(
+            "--temperature 0.3333", "corl-team/CORL, configs/offline/awac/hopper/medium_replay_v2.yaml",
+            paper=dict(learning_rate=3e-4, batch_size=256, hidden_size=256, tau=0.005, gamma=0.99, weights="exp",
+                       temperature=0.3333, num_action_samples=1, max_steps=1_000_000, normalize=True),
+        ),
+    ),
+    flags=PARENT.flags,
+    special=PARENT.special,
+    bugs=parse_bugs(BUGS),
+)  # fmt: skip
