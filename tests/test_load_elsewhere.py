@@ -18,7 +18,8 @@ from helpers import ENVIRONMENT, SMALL, command_line, new_run
 from small_data import pendulum
 
 from algos import (
-    bc, c51, crossq, ddpg, dqn, dt, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac, td3, td3_bc,
+    bc, c51, crossq, ddpg, dqn, dt, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rebrac, rlpd, rnd, sac, td3,
+    td3_bc,
 )  # fmt: skip
 from utils.control import seed_of
 
@@ -45,6 +46,7 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "rainbow": (RAINBOW, rainbow, ["--learning-rate", "0.04"]),
     "bc": (OFFLINE, bc, ["--dataset", "DATA"]),
     "td3_bc": (SAC, td3_bc, ["--dataset", "DATA"]),
+    "rebrac": (SAC, rebrac, ["--dataset", "DATA"]),
     "iql": (OFFLINE, iql, ["--dataset", "DATA"]),
     "iql normalized": (OFFLINE, iql, ["--dataset", "DATA", "--normalize"]),
     "ppo_mask": (MASK, ppo_mask, ["--env-id", "Taxi-v4", "--env-kwargs", SHORT, "--learning-rate", "0.04"]),
