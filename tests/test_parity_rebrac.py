@@ -26,7 +26,8 @@ def test_updates(monkeypatch):
             layer = f"LayerNorm_{int(place) // 3}"
         kind = {"weight": "kernel" if "Dense" in layer else "scale", "bias": "bias"}[kind]
         found = recorded[f"{part}/params/{'' if net == 'net' else 'VmapCritic_0/'}{layer}/{kind}"][number]
-        return (found if net == "net" else found[int(net[1]) - 1]).mT.contiguous()
+        found = found if net == "net" else found[int(net[1]) - 1]
+        return found.T.contiguous() if kind == "kernel" else found
 
     names = [name for name in agent.state_dict() if "obs_" not in name]
     agent.load_state_dict({name: theirs(name, 0) for name in names}, strict=False)
