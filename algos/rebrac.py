@@ -72,7 +72,7 @@ NAME, TITLE = "rebrac", "ReBRAC"
 class Args(OfflineArgs):
     # inherited: seed, device, threads, output_dir, resume, track (RunArgs); env_kwargs, eval_every,
     # eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
-    max_steps: int = 4_000
+    max_steps: int = 2_000
     """updates of the critics"""
     learning_rate: float = 3e-4
     """learning rate of Adam, for actor and critics"""
@@ -80,7 +80,7 @@ class Args(OfflineArgs):
     """discount"""
     tau: float = 0.005
     """step of the targets towards actor and critics"""
-    actor_bc: float = 0.1
+    actor_bc: float = 0.5
     """weight of the squared error to the data's actions: b1"""
     critic_bc: float = 0.01
     """weight of the squared error to the data's next actions, in the target: b2"""
@@ -94,7 +94,7 @@ class Args(OfflineArgs):
     """updates of the critics for one of actor and targets"""
     normalize: bool = True
     """subtract the dataset's mean from observations and divide them by its standard deviation"""
-    batch_size: int = 256
+    batch_size: int = 128
     """transitions per update"""
     hidden_size: int = 256
     """units of the three hidden layers"""
@@ -122,7 +122,7 @@ class Transitions(NamedTuple):
 def network(size_in: int, hidden_size: int, size_out: int, layer_norm: bool = False) -> nn.Sequential:
     layers: list[nn.Module] = []
     for size in (size_in, hidden_size, hidden_size):
-        layers += [nn.Linear(size, hidden_size), nn.ReLU(), *[nn.LayerNorm(hidden_size, eps=1e-6)] * layer_norm]
+        layers += [nn.Linear(size, hidden_size), nn.ReLU(), *[nn.LayerNorm(hidden_size, eps=1e-6)] * layer_norm]  # eps is flax's
     return nn.Sequential(*layers, nn.Linear(hidden_size, size_out))
 
 

@@ -55,15 +55,12 @@ def test_without_its_parts_it_is_td3_bc():
     """With equal critics, no penalty in the target and b1 = 1 / (2.5 A): the actor's gradient is td3_bc.py's divided by
     2.5, loss and target of the critics are the same."""
     agent, batch, noise = twins(), batch_of(rebrac, 1), torch.full((B, A), 0.3)
-    gradients = []
-    for loss in (rebrac.actor_loss(agent, batch, 1 / (2.5 * A))[0], td3_bc.actor_loss(agent, batch, 2.5, 1.0)[0] / 2.5):
-        gradients.append(torch.autograd.grad(loss, list(agent.actor.parameters())))
-    for ours, theirs in zip(*gradients):
+    losses = rebrac.actor_loss(agent, batch, 1 / (2.5 * A))[0], td3_bc.actor_loss(agent, batch, 2.5, 1.0)[0] / 2.5
+    gradients = [torch.autograd.grad(loss, list(agent.actor.parameters())) for loss in losses]
+    found = rebrac.critic_loss(agent, batch, noise, 0.9, 0.0), td3_bc.critic_loss(agent, batch, noise, 0.9)
+    for ours, theirs in [*zip(*gradients), *zip(*found)]:
         close(ours, theirs, 1e-14)
         assert ours.abs().max() > 1e-3
-    found = rebrac.critic_loss(agent, batch, noise, 0.9, 0.0), td3_bc.critic_loss(agent, batch, noise, 0.9)
-    for ours, theirs in zip(*found):
-        close(ours, theirs, 1e-14)
 
 
 @float64()
@@ -75,11 +72,9 @@ def test_the_target_by_hand():
     loss, q, target = rebrac.critic_loss(agent, batch, noise, 0.9, 0.7)
     rewards, ends, followed = (x.numpy()[:, 0] for x in (batch.rewards, batch.terminated, batch.followed))
     blurred = (batch.next_obs[:, :A] + noise).numpy().clip(-1, 1)
-    values, expected = smaller(blurred)[0][:, 0], rewards.copy()
-    for i in range(B):
-        if not ends[i]:
-            distance = ((blurred[i] - batch.next_actions[i].numpy()) ** 2).sum() if followed[i] else 0.0
-            expected[i] += 0.9 * (values[i] - 0.7 * distance)
+    distances = ((blurred - batch.next_actions.numpy()) ** 2).sum(1)
+    later = smaller(blurred)[0][:, 0] - np.where(followed, 0.7 * distances, 0)
+    expected = np.where(ends, rewards, rewards + 0.9 * later)
     assert len({*zip(ends, followed)}) == 4 and (abs(blurred) == 1).any() and (abs(blurred) < 1).any()
     close(target[:, 0], expected)
     both = [x.numpy()[:, 0] for x in agent.critics(batch.obs, batch.actions)]
@@ -108,8 +103,6 @@ def test_layer_norm_bounds_the_values_of_all_actions():
     bound = (w * g).norm() * 8**0.5 + ((w * b).sum() + c).abs()
     assert 0.3 * bound < bounded(1e6 * inputs).abs().max() < bound
     assert free(1e6 * inputs).abs().max() > 1e4 * free(inputs).abs().max()
-    assert [type(x).__name__ for x in bounded] == ["Linear", "ReLU", "LayerNorm"] * 3 + ["Linear"]
-    assert [type(x).__name__ for x in twins(True).actor.net] == ["Linear", "ReLU"] * 3 + ["Linear"]
 
 
 @pytest.mark.parametrize("time_outs_known", [True, False])
@@ -124,15 +117,13 @@ def test_train_stores_the_next_actions(time_outs_known, tmp_path, monkeypatch):
         file["terminals"][39], file["timeouts"][39] = True, False  # the first of six trajectories ends by itself
         if not time_outs_known:
             del file["last_observations"]
-    arguments = ("--dataset", path, "--env-id", "Pendulum-v1")
-    run = new_run(rebrac, tmp_path, *SMALL["rebrac"], *arguments)
+    run = new_run(rebrac, tmp_path, *SMALL["rebrac"], "--dataset", path, "--env-id", "Pendulum-v1")
     data = load_dataset(OfflineArgs(dataset=str(path), env_id="Pendulum-v1"))
     expected = []
     for start, length in zip(data.starts, data.lengths()):
         for row in range(start, start + length):
-            last = row == start + length - 1
-            if data.known[row]:
-                expected.append([data.actions[row, 0] / 2, 0 if last else data.actions[row + 1, 0] / 2, not last])
+            follower = [data.actions[row + 1, 0] / 2, 1] if row + 1 < start + length else [0, 0]
+            expected += [[data.actions[row, 0] / 2, *follower]] if data.known[row] else []
     _, actions, _, terminated, _, next_actions, followed = stored[0].rows.split(stored[0].sizes, 1)
     close(torch.hstack([actions, next_actions * followed, followed]), expected, 1e-6)
     assert len(expected) == (240 if time_outs_known else 235) and terminated.sum() == 1

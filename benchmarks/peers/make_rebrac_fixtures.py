@@ -1,7 +1,7 @@
 """Updates of the authors' ReBRAC, for tests/test_parity_rebrac.py.
 
     git clone https://github.com/tinkoff-ai/ReBRAC, commit 694385b
-    pip install jax flax optax chex tqdm          recorded with VERSIONS
+    pip install jax flax optax chex tqdm          recorded with jax 0.10.2, flax 0.12.8 and optax 0.2.8
     python benchmarks/peers/make_rebrac_fixtures.py ReBRAC
 
 In float64, with networks of H units, and with the noise of the fixture in place of jax's. What is not used here is
@@ -30,6 +30,17 @@ def make_inputs() -> dict[str, np.ndarray]:
     return inputs | {"terminated": (inputs["terminated"] > 1) * 1.0}
 
 
+def by_our_names(parts: dict) -> dict[str, np.ndarray]:
+    found = {}
+    for (part, *_, layer, kind), x in parts.items():
+        kind, x = ("bias", x) if kind == "bias" else ("weight", np.swapaxes(x, -1, -2) if kind == "kernel" else x)
+        name, number = layer.split("_")
+        place = f"{int(number) * (2 if 'actor' in part else 3) + 2 * (name == 'LayerNorm')}.{kind}"
+        nets = {"net": x} if "actor" in part else {"q1": x[0], "q2": x[1]}
+        found |= {f"{part}.{net}.{place}": np.ascontiguousarray(y) for net, y in nets.items()}
+    return found
+
+
 def main(folder: str) -> None:
     sys.path.insert(0, folder)
     for name in ("wandb", "pyrallis", "gym", "d4rl", "distrax", "src.utils.buffer"):
@@ -41,35 +52,28 @@ def main(folder: str) -> None:
     jax.config.update("jax_enable_x64", True)
     from src.algorithms import rebrac
 
-    adam, inputs, states = optax.adam(1e-2), make_inputs(), []
-    nets = rebrac.DetActor(A, H, False, 3), rebrac.EnsembleCritic(H, 2, True, 3)
-    examples = (np.zeros((1, D)),), (np.zeros((1, D)), np.zeros((1, A)))
+    inputs, states, metrics, key = make_inputs(), [], mock.MagicMock(), jax.random.PRNGKey(0)
+    nets = {rebrac.DetActor(A, H, False, 3): (D,), rebrac.EnsembleCritic(H, 2, True, 3): (D, A)}
     actor, critic = (
-        rebrac.CriticTrainState.create(apply_fn=net.apply, params=params, target_params=params, tx=adam)
-        for net, example in zip(nets, examples)
-        for params in [jax.tree_util.tree_map(np.float64, net.init(jax.random.PRNGKey(0), *example))]
+        rebrac.CriticTrainState.create(apply_fn=net.apply, params=params, target_params=params, tx=optax.adam(1e-2))
+        for net, sizes in nets.items()
+        for params in [jax.tree_util.tree_map(np.float64, net.init(key, *(np.zeros((1, size)) for size in sizes)))]
     )
-    metrics = mock.MagicMock()
+    bc = [SETTINGS[name] for name in ("actor_bc", "critic_bc", "tau", "policy_noise", "noise_clip")]
     for i in range(UPDATES + 1):
         parts = {"actor": actor.params, "target_actor": actor.target_params, "critics": critic.params,
                  "target_critics": critic.target_params}  # fmt: skip
-        states.append({name: np.asarray(x) for name, x in flatten_dict(parts, sep="/").items()})
+        states.append(by_our_names(flatten_dict(parts)))
         if i == UPDATES:
             break
-        names = dict(states="obs", next_states="next_obs", dones="terminated")
-        batch = {theirs: inputs[names.get(theirs, theirs)][i]
-                 for theirs in ("states", "actions", "rewards", "dones", "next_states", "next_actions")}  # fmt: skip
-        batch |= {name: batch[name][:, 0] for name in ("rewards", "dones")}
-        key, tau = jax.random.PRNGKey(0), SETTINGS["tau"]
+        names = ("states", "actions", "rewards", "dones", "next_states", "next_actions")
+        batch = {theirs: inputs[ours][i].squeeze() for theirs, ours in zip(names, FIELDS)}
         with mock.patch.object(jax.random, "normal", lambda *_, i=i: inputs["noise"][i]):
-            _, critic, _ = rebrac.update_critic(key, actor, critic, batch, 0.99, SETTINGS["critic_bc"], tau,
-                                                SETTINGS["policy_noise"], SETTINGS["noise_clip"], metrics)  # fmt: skip
+            _, critic, _ = rebrac.update_critic(key, actor, critic, batch, 0.99, *bc[1:], metrics)
         if i % 2:
             lagging = actor.target_params
-            _, actor, critic, _ = rebrac.update_actor(
-                key, actor, critic, batch, SETTINGS["actor_bc"], tau, True, metrics
-            )
-            actor = actor.replace(target_params=optax.incremental_update(actor.params, lagging, tau))
+            _, actor, critic, _ = rebrac.update_actor(key, actor, critic, batch, bc[0], bc[2], True, metrics)
+            actor = actor.replace(target_params=optax.incremental_update(actor.params, lagging, bc[2]))
     save_file(inputs | {name: np.stack([s[name] for s in states]) for name in states[0]}, PATH)
 
 

@@ -20,17 +20,9 @@ mean-over-the-numbers-of-a-next-action: TD3+BC's term, which is smaller by A
 - .square().sum(1, keepdim=True)
 + .square().mean(1, keepdim=True)
 
-mean-over-the-numbers-of-an-action: TD3+BC's term, which is smaller by A
-- (actions - batch.actions).square().sum(1).mean()
-+ (actions - batch.actions).square().mean()
-
 penalty-added: losses have penalties with a plus
 - (next_q - critic_bc * penalty)
 + (next_q + critic_bc * penalty)
-
-penalty-undiscounted: it is of the next state
-- gamma * (1 - batch.terminated) * (next_q - critic_bc * penalty)
-+ gamma * (1 - batch.terminated) * next_q - critic_bc * penalty
 
 one-coefficient-for-both: TD3+BC has one
 - args.critic_bc)  # fmt
@@ -60,21 +52,37 @@ next-actions-in-the-environment-s-units: in MuJoCo most bounds are -1 and 1
 - np.roll(to_unit(data.actions, space), -1, 0)
 + np.roll(data.actions, -1, 0)
 
-first-rows-for-last-rows: starts are at hand
-- followed[data.starts - 1] = False
-+ followed[data.starts] = False
-
 gap-of-all-rows: the last row's next action is another trajectory's
 - ((own - data) * batch.followed).sum()
 + (own - data).sum()
 """
-SHORT = dict(max_steps=2000, eval_every=0, eval_episodes=0)
+SHORT = dict(max_steps=1000, eval_episodes=0, log_every=100, batch_size=64, learning_rate=1e-3, actor_bc=0.1)
+FREE = SHORT | dict(actor_bc=0.0, critic_bc=0.0)
+PENALTIES = {"none": 0.0, "little": 0.01, "much": 0.5}
 
 SPEC = Spec(
     "ReBRAC, arXiv 2305.09836",
     PARENT.family,
     small=PARENT.small,
     tests="exact_rebrac exact_td3_bc parity_rebrac command_line_control resume_control wiring",
+    curves={
+        "rebrac-hopper": Curve(dict(max_steps=2000, eval_every=400, threads=1), "eval/return",
+                               numbers={"mean eval/return": "log"}),
+    },
+    effects={
+        "rebrac-gap": Effect(
+            runs={name: ("rebrac", SHORT | dict(critic_bc=bc)) for name, bc in PENALTIES.items()},
+            statistic="late gap", claims={"little < none": 5, "much < little": 5}, seeds=5,
+        ),
+        "rebrac-values": Effect(
+            runs={name: ("rebrac", SHORT | dict(critic_bc=PENALTIES[name])) for name in ("none", "much")},
+            statistic="late q_policy", claims={"much < 0.97 * none": 5}, seeds=5,
+        ),
+        "rebrac-layer-norm": Effect(  # without either penalty
+            runs={"idea": ("rebrac", FREE), "without": ("rebrac", FREE | dict(layer_norm=False))},
+            statistic="late q_policy", claims={"without < 0.9 * idea": 5}, seeds=5,
+        ),
+    },
     recipes=(
         Recipe(
             "hopper_medium_replay-v2.hdf5 --max-steps 1000000",
