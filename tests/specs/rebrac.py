@@ -40,34 +40,20 @@ layer-norm-before-the-relu: the usual order
 - nn.ReLU(), *[nn.LayerNorm(hidden_size, eps=1e-6)] * layer_norm]
 + *[nn.LayerNorm(hidden_size, eps=1e-6)] * layer_norm, nn.ReLU()]
 
-layer-norm-always: the flag is forgotten
-- hidden_size, 1, layer_norm)
-+ hidden_size, 1, True)
-
-next-action-of-the-row-before: arrays roll both ways
-- np.roll(to_unit(data.actions, space), -1, 0)
-+ np.roll(to_unit(data.actions, space), 1, 0)
-
 next-actions-in-the-environment-s-units: in MuJoCo most bounds are -1 and 1
 - np.roll(to_unit(data.actions, space), -1, 0)
 + np.roll(data.actions, -1, 0)
-
-gap-of-all-rows: the last row's next action is another trajectory's
-- ((own - data) * batch.followed).sum()
-+ (own - data).sum()
 """
 SHORT = dict(max_steps=1000, eval_episodes=0, log_every=100, batch_size=64, learning_rate=1e-3, actor_bc=0.1)
 FREE = SHORT | dict(actor_bc=0.0, critic_bc=0.0)
 PENALTIES = {"none": 0.0, "little": 0.01, "much": 0.5}
 
 SPEC = Spec(
-    "ReBRAC, arXiv 2305.09836",
-    PARENT.family,
-    small=PARENT.small,
+    "ReBRAC, arXiv 2305.09836", PARENT.family, small=PARENT.small,
     tests="exact_rebrac exact_td3_bc parity_rebrac command_line_control resume_control wiring",
     curves={
         "rebrac-hopper": Curve(dict(max_steps=2000, eval_every=400, threads=1), "eval/return",
-                               numbers={"mean eval/return": "log"}),
+                               {"mean eval/return": "log"})
     },
     effects={
         "rebrac-gap": Effect(
@@ -92,8 +78,5 @@ SPEC = Spec(
                        max_steps=1_000_000, normalize=False),
         ),
     ),
-    flags=PARENT.flags,
-    special=PARENT.special,
-    walk=PARENT.walk,
-    bugs=parse_bugs(BUGS),
+    flags=PARENT.flags, special=PARENT.special, walk=PARENT.walk, bugs=parse_bugs(BUGS),
 )  # fmt: skip
