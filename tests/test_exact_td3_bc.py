@@ -111,6 +111,8 @@ def test_train_stores_normalised_rows_of_the_best_trajectories(script, flags, tm
     close(actions, data.actions[rows] / 2, 1e-6)
     close(rewards[:, 0], data.rewards[rows], 1e-6)
     assert len(obs) == rows.sum() and (len(flags) < 2 or rows.mean() < 0.6)
+    returns, kept = data.trajectory_returns(), rows[data.starts]
+    assert kept.all() or returns[kept].min() > returns[~kept].max()
 
 
 @both
