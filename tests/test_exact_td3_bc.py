@@ -1,5 +1,5 @@
 """td3_bc.py: the actor's gradient and the target in closed form, what an update moves and when, and what train() shows
-the networks. Whole updates are those of the authors' code: test_parity_td3_bc.py."""
+the networks. Whole updates are those of the authors' code: test_parity_td3_bc.py. `both`: rebrac.py, too."""
 
 from types import SimpleNamespace
 
@@ -11,10 +11,11 @@ from helpers import SMALL, new_run, weights
 from small_data import pendulum
 from torch import nn
 
-from algos import td3_bc
+from algos import rebrac, td3_bc
 from utils.offline import OfflineArgs, load_dataset
 
 D, A, B = 3, 2, 16
+both = pytest.mark.parametrize("script", [td3_bc, rebrac], ids=["td3_bc", "rebrac"])
 
 
 def agent_of(scale: float = 1.0) -> SimpleNamespace:
@@ -23,6 +24,13 @@ def agent_of(scale: float = 1.0) -> SimpleNamespace:
     critics = lambda obs, a: tuple(scale * (i / 4 - (a - i / 4).square().sum(1, keepdim=True)) for i in (1, 2))  # noqa: E731
     return SimpleNamespace(actor=lambda obs: table, table=table, critics=critics, target_critics=critics,
                            target_actor=lambda obs: obs[:, :A])  # fmt: skip
+
+
+def batch_of(script, seed: int):
+    """Random transitions, of rebrac.py with random next actions, which every other row has."""
+    actions = torch.rand(B, A, generator=torch.Generator().manual_seed(seed + 99)) * 2 - 1
+    more = (actions, (torch.arange(B).view(B, 1) % 2).to(actions))[: len(script.Transitions._fields) - 5]
+    return minibatch(lambda *given: script.Transitions(*given, *more), seed)
 
 
 @float64()
@@ -60,17 +68,18 @@ def test_the_target_by_hand():
     assert 0 < ends.mean() < 1 and (abs(blurred) == 1).any()
 
 
-def test_actor_and_targets_move_every_third_time():
+@both
+def test_actor_and_targets_move_every_third_time(script):
     """By tau; noise is drawn from the generator alone and is clipped."""
-    args = td3_bc.Args(hidden_size=8, policy_frequency=3, tau=0.1, policy_noise=0.8)
-    agent = randomise(td3_bc.Agent(D, A, args), 7, 0.8, 0.1)
-    optimizers = td3_bc.Optimizers(*(torch.optim.Adam(x.parameters(), 1e-2) for x in (agent.actor, agent.critics)))
-    generator, noises, before, real = torch.Generator().manual_seed(0), [], torch.get_rng_state(), td3_bc.critic_loss
+    args = script.Args(hidden_size=8, policy_frequency=3, tau=0.1, policy_noise=0.8)
+    agent = randomise(script.Agent(D, A, args), 7, 0.8, 0.1)
+    optimizers = script.Optimizers(*(torch.optim.Adam(x.parameters(), 1e-2) for x in (agent.actor, agent.critics)))
+    generator, noises, before, real = torch.Generator().manual_seed(0), [], torch.get_rng_state(), script.critic_loss
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(td3_bc, "critic_loss", lambda *given: noises.append(given[2]) or real(*given))
+        patch.setattr(script, "critic_loss", lambda *given: noises.append(given[2]) or real(*given))
         for number in range(1, 7):
-            batch, old = minibatch(td3_bc.Transitions, number), {n: x.clone() for n, x in agent.state_dict().items()}
-            numbers = td3_bc.update(agent, optimizers, batch, generator, args, number)
+            batch, old = batch_of(script, number), {n: x.clone() for n, x in agent.state_dict().items()}
+            numbers = script.update(agent, optimizers, batch, generator, args, number)
             for name, x in agent.state_dict().items():
                 moves = name.startswith("critics") or number % 3 == 0
                 assert torch.equal(x, old[name]) != moves or "obs_" in name, name
@@ -82,31 +91,35 @@ def test_actor_and_targets_move_every_third_time():
     assert torch.equal(torch.get_rng_state(), before) and drawn.abs().max() == 0.5 and len(drawn.unique()) > 50
 
 
+@both
 @pytest.mark.parametrize("flags", [[], ["--no-normalize"], ["--top-fraction", 0.5]])
-def test_train_stores_normalised_rows_of_the_best_trajectories(flags, tmp_path, monkeypatch):
+def test_train_stores_normalised_rows_of_the_best_trajectories(script, flags, tmp_path, monkeypatch):
     """Of a dataset of one's own all, where nothing else is asked for. The statistics are those of the rows taken."""
-    stored, real = [], td3_bc.ReplayBuffer
-    monkeypatch.setattr(td3_bc, "ReplayBuffer", lambda *given: stored.append(real(*given)) or stored[0])
+    stored, real = [], script.ReplayBuffer
+    monkeypatch.setattr(script, "ReplayBuffer", lambda *given: stored.append(real(*given)) or stored[0])
     path = pendulum(tmp_path / "d.hdf5")
-    model = weights(new_run(td3_bc, tmp_path, *SMALL["td3_bc"], "--dataset", path, *flags))
+    model = weights(new_run(script, tmp_path, *SMALL[script.NAME], "--dataset", path, *flags))
     data = load_dataset(OfflineArgs(dataset=str(path)))
-    rows = td3_bc.top_rows(data, 0.5 if len(flags) > 1 else 1.0)
+    rows = script.top_rows(data, 0.5 if len(flags) > 1 else 1.0)
     mean, std = data.obs[rows].mean(0), data.obs[rows].std(0) + 1e-3
     mean, std = (np.zeros_like(mean), np.ones_like(std)) if flags == ["--no-normalize"] else (mean, std)
     close(model["obs_mean"], mean, 1e-5)
     close(model["obs_std"], std, 1e-5)
-    obs, actions, rewards, terminated, next_obs = stored[0].rows.split(stored[0].sizes, 1)
+    obs, actions, rewards, terminated, next_obs, *_ = stored[0].rows.split(stored[0].sizes, 1)
     close(obs, (data.obs[rows] - mean) / std, 1e-4)
     close(next_obs, (data.next_obs[rows] - mean) / std, 1e-4)
     close(actions, data.actions[rows] / 2, 1e-6)
     close(rewards[:, 0], data.rewards[rows], 1e-6)
-    assert len(obs) == rows.sum() and (len(flags) < 2 or rows.mean() < 0.6)
+    assert len(obs) == rows.sum() and (len(flags) < 2 or rows.mean() < 0.5)
+    returns, kept = data.trajectory_returns(), rows[data.starts]
+    assert kept.all() or returns[kept].min() > returns[~kept].max()
 
 
-def test_evaluation_acts_on_normalised_observations():
-    agent = td3_bc.Agent(D, A, td3_bc.Args(hidden_size=8))
+@both
+def test_evaluation_acts_on_normalised_observations(script):
+    agent = script.Agent(D, A, script.Args(hidden_size=8))
     agent.obs_mean.fill_(2.0)
     agent.obs_std.fill_(4.0)
     obs = np.random.default_rng(0).normal(size=(5, D))
     expected = agent.actor(torch.from_numpy((obs - 2) / 4).float()).detach()
-    close(td3_bc.act(agent, obs, torch.device("cpu")), expected, 1e-6)
+    close(script.act(agent, obs, torch.device("cpu")), expected, 1e-6)

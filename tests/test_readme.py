@@ -29,7 +29,7 @@ PAGES = [README] + [(ROOT / folder / "README.md").read_text() for folder in ("al
 SCRIPTS = sorted(path.stem for path in (ROOT / "algos").glob("*.py"))
 SHORT = dict(eval_every=0, eval_samples=2, eval_prompts=2, max_completion_length=6, overlong_buffer=2,
              eval_max_new_tokens=6, micro_batch_size=8, ensemble=1, hidden_size=8)  # fmt: skip
-OFFLINE_SCRIPTS = "algos/(bc|iql|awac|dt|rlpd|td3_bc).py"
+OFFLINE_SCRIPTS = f"algos/(rlpd|{'|'.join(name for name, spec in SPECS.items() if spec.family == 'Offline')}).py"
 NEEDED = {"ale_py": "ppo_atari", "mujoco": f"(HalfCheetah|Hopper)-v|{OFFLINE_SCRIPTS}", "moviepy": "--capture-video",
           "h5py": f"--record|{OFFLINE_SCRIPTS}", "minari": "mujoco/|D4RL/"}  # fmt: skip
 
