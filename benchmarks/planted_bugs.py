@@ -211,7 +211,6 @@ def run(only: tuple[str, ...] = (), jobs: int = 1, unedited: bool = True, output
     keys = {(bug, file): key_of(bug, file) for bug, file in chosen}
     todo = [(bug, file) for bug, file in chosen if done.get((bug.name, file), {}).get("key") != keys[bug, file]]
     warm_up()
-    output.parent.mkdir(parents=True, exist_ok=True)
     busy = {}
     with tempfile.TemporaryDirectory() as folder:
         free = [Copy(Path(folder) / str(i)) for i in range(jobs)]
