@@ -89,6 +89,7 @@ OWN = {
     "her_sac": [("--env-id Pendulum-v1", "no goals", "compute_reward")],
     "bc": DATASETS,
     "flow_bc": [("--flow-steps 0", "--flow-steps 0", "1 step or more")],
+    "cfgrl": [("--label advantage", "--critic (none)", "finished iql.py run"), ("--flow-steps 0", "1 step or more")],
     "iql": DATASETS,
     "rlpd": [("--batch-size 9", "--offline-ratio 0.5", "--batch-size 9"), *DATASETS],
     "dt": [("--embed-dim 9", "--embed-dim 9", "--num-heads 2"), *DATASETS],

@@ -19,7 +19,7 @@ from helpers import ENVIRONMENT, SMALL, command_line, new_run
 from small_data import pendulum
 
 from algos import (
-    bc, c51, crossq, ddpg, dqn, dt, flow_bc, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac, td3, td3_bc,
+    bc, c51, cfgrl, crossq, ddpg, dqn, dt, flow_bc, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac, td3, td3_bc,
 )  # fmt: skip
 from utils.control import seed_of
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "algos/README.md").read_text()
 SECTION = PAGE.partition("## Load a trained agent elsewhere\n")[2].partition("\n## ")[0]
 HEAD, TAIL, *BLOCKS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
-PPO, SAC, CROSSQ, DQN, C51, RAINBOW, OFFLINE, FLOW, DT, MASK, LSTM = BLOCKS
+PPO, SAC, CROSSQ, DQN, C51, RAINBOW, OFFLINE, FLOW, GUIDED, DT, MASK, LSTM = BLOCKS
 SHORT = "max_episode_steps=40"
 WIDE = f"--env-id Pendulum-v1 --env-kwargs {SHORT} --learning-rate 0.1".split()  # half of the actions out of bounds
 OWN_LOOP = (DT, MASK)  # need no last line
@@ -46,6 +46,7 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "rainbow": (RAINBOW, rainbow, ["--learning-rate", "0.04"]),
     "bc": (OFFLINE, bc, ["--dataset", "DATA"]),
     "flow_bc": (FLOW, flow_bc, ["--dataset", "DATA", "--flow-steps", 3]),
+    "cfgrl": (GUIDED, cfgrl, ["--dataset", "DATA", "--flow-steps", 3]),
     "td3_bc": (SAC, td3_bc, ["--dataset", "DATA"]),
     "iql": (OFFLINE, iql, ["--dataset", "DATA"]),
     "iql normalized": (OFFLINE, iql, ["--dataset", "DATA", "--normalize"]),
