@@ -74,13 +74,13 @@ class Args(OfflineArgs):
     """Euler steps from noise to an action: K"""
     label: Literal["top", "advantage"] = "top"
     """what makes an action good: its trajectory's return, or its advantage"""
-    top_fraction: float = 0.1
+    top_fraction: float = 0.5
     """of --label top: the trajectories of highest return are good, up to this fraction of all steps"""
     critic: str = ""
     """of --label advantage: the folder of an iql.py run on the same dataset"""
     label_dropout: float = 0.1
     """probability that a label is dropped: p"""
-    guidance: float = 1.5
+    guidance: float = 2.0
     """weight of the way from all actions to the good ones: w"""
     log_every: int = 500
     """updates between rows of metrics"""

@@ -19,7 +19,8 @@ from helpers import ENVIRONMENT, SMALL, command_line, new_run
 from small_data import pendulum
 
 from algos import (
-    bc, c51, cfgrl, crossq, ddpg, dqn, dt, flow_bc, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac, td3, td3_bc,
+    bc, c51, cfgrl, crossq, ddpg, dqn, dt, flow_bc, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rlpd, rnd, sac, td3,
+    td3_bc,
 )  # fmt: skip
 from utils.control import seed_of
 

@@ -60,16 +60,24 @@ critics-without-relu: a network is its layers
 - nn.functional.linear(x.relu() if layer else x,
 + nn.functional.linear(x,
 """
-SHORT = dict(threads=1, eval_every=1_000, eval_episodes=20)
+SHORT = dict(threads=1, eval_every=2500, eval_episodes=50)
 
 SPEC = Spec(
     "CFGRL, arXiv 2505.23458",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_cfgrl command_line_control offline_data resume_control wiring",
+    tests="exact_cfgrl exact_iql command_line_control offline_data resume_control wiring",
+    curves={"cfgrl-hopper": Curve(SHORT | dict(eval_episodes=20), "eval/return", {"mean eval/return": "log"})},
+    effects={
+        "cfgrl-hopper": Effect(  # one training, three guidances
+            runs={"all": ("cfgrl", SHORT | dict(guidance=0.0)), "good": ("cfgrl", SHORT | dict(guidance=1.0)),
+                  "guided": ("cfgrl", SHORT)},
+            statistic="late eval/return", claims={"all < good": 5, "good < guided": 5}, seeds=5,
+        ),
+    },
     aliases=("classifier-free guidance",),
     no_recipe="the paper's are for ExORL and OGBench, with their networks",
-    flags=PARENT.flags | dict(guidance=2.0, label_dropout=0.5, top_fraction=0.5),
+    flags=PARENT.flags | dict(label_dropout=0.5),
     special=PARENT.special | {"top_fraction": ({}, 0.9), "label": ({"critic": "@iql"}, "advantage"),
                               "critic": ({"label": "advantage", "critic": "@iql"}, "@iql2")},
     walk=PARENT.walk,
