@@ -20,7 +20,7 @@ from helpers import metrics, new_run, weights
 from scipy import optimize, stats
 from torch import nn
 
-from algos import bc, flow_bc, iql
+from algos import bc, cfgrl, flow_bc, iql
 from benchmarks.record_suite import save
 from utils.control import ReplayBuffer
 from utils.core import UserError
@@ -275,7 +275,8 @@ def test_temperature_0_is_behaviour_cloning():
 
 modules = pytest.mark.parametrize("module", [iql, bc], ids=["iql", "bc"])
 cloners = pytest.mark.parametrize("module", [bc, flow_bc], ids=["bc", "flow_bc"])
-every_module = pytest.mark.parametrize("module", [iql, bc, flow_bc], ids=["iql", "bc", "flow_bc"])
+takers = pytest.mark.parametrize("module", [bc, flow_bc, cfgrl], ids=["bc", "flow_bc", "cfgrl"])
+every_module = pytest.mark.parametrize("module", [iql, bc, flow_bc, cfgrl], ids=["iql", "bc", "flow_bc", "cfgrl"])
 
 
 def make_actor(module, log_std, dropout: float = 0.0):
@@ -342,7 +343,7 @@ def test_reward_map_by_hand():
         iql.reward_map(dataset([1, 2], [3, 1, 2]), "return-range")
 
 
-@cloners
+@takers
 @pytest.mark.parametrize(
     "fraction, kept",
     [
@@ -363,14 +364,14 @@ def test_top_rows_by_hand(module, fraction, kept):
     assert rows.tolist() == [number in kept for number in [0, 0, 0, 0, 1, 1, 1, 2, 3, 3]]
 
 
-@cloners
+@takers
 def test_top_rows_do_not_skip_a_long_trajectory(module):
     """The first that does not fit ends it, though shorter and worse ones would."""
     data = dataset([2, 5, 1, 2], [9, 0, 8, 0, 0, 0, 0, 7, 6, 0])
     assert module.top_rows(data, 0.45).tolist() == [True] * 2 + [False] * 8
 
 
-@cloners
+@takers
 def test_top_rows_of_equal_returns(module):
     data = dataset([1] * 200, [1.0] * 100 + [2.0] * 100)
     assert np.flatnonzero(module.top_rows(data, 0.255)).tolist() == list(range(100, 150))

@@ -22,9 +22,10 @@ import torch
 import transformers
 from every_script import options
 from helpers import REPO
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_data import pendulum
 
+from algos import iql
 from utils import data
 
 REWARDS = """
@@ -121,6 +122,10 @@ def world() -> Path:
     pendulum(folder / "pendulum.hdf5")
     pendulum(folder / "other.hdf5", length=30)
     pendulum(folder / "walk.hdf5", "environments:Walk-v0")
+    for name in "iql", "iql2":  # of Pendulum
+        (folder / name / "model").mkdir(parents=True)
+        critics = iql.Agent(3, 1, iql.Args(hidden_size=8, dropout=0.0)).state_dict()
+        save_file(critics, folder / name / "model" / "model.safetensors")
     return folder
 
 
