@@ -106,7 +106,10 @@ def test_train_labels_the_rows_that_it_takes(label, tmp_path, monkeypatch):
     obs = torch.from_numpy(agent.normalized(data.obs)).float()
     q = torch.min(*agent.targets(obs, torch.from_numpy(data.actions / 2)))
     good = {"top": cfgrl.top_rows(data, 0.4), "advantage": (q >= agent.value(obs)).numpy()[:, 0]}[label][data.known]
-    close(stored[0].rows[:, -2:], np.stack([good, ~good], 1))
+    obs, actions, *_, labels = stored[0].rows.split(stored[0].sizes, 1)
+    close(obs, data.obs[data.known])
+    close(actions, data.actions[data.known] / 2, 1e-6)
+    close(labels, np.stack([good, ~good], 1))
     assert 0.1 < good.mean() < 0.9 and len(good) == 234
 
 

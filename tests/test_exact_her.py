@@ -132,12 +132,18 @@ class OneHot(torch.nn.Module):
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_train_stores_each_episode_and_its_hindsight(k, tmp_path):
-    """Two environments of 4 bits: the episodes one after the other, each followed by k copies whose goals were achieved
-    later in it, with their own rewards and ends."""
+def test_train_stores_each_episode_and_its_hindsight(k, tmp_path, monkeypatch):
+    """Two environments of 4 bits, whose actions begin at 5: the episodes one after the other, each followed by k copies
+    whose goals were achieved later in it, with their own rewards and ends. Evaluation has no noise in half of it."""
+    made, step, act, given = her.BitFlip.__init__, her.BitFlip.step, her.act, []
+    later = lambda self, **n: made(self, **n) or vars(self).update(action_space=gym.spaces.Discrete(N, start=5))  # noqa: E731
+    monkeypatch.setattr(her.BitFlip, "__init__", later)
+    monkeypatch.setattr(her.BitFlip, "step", lambda self, action: step(self, action - 5))
+    monkeypatch.setattr(her, "act", lambda *now: given.append(now[2]) or act(*now))
     settings = ("--device cpu --total-timesteps 120 --num-envs 2 --learning-starts 40 --hidden-size 8 --batch-size 8 "
                 f"--end-e 1 --eval-every 0 --eval-episodes 1 --env-kwargs n={N} --her-k {k}").split()  # fmt: skip
     folder = new_run(her, tmp_path, *settings)
+    assert given[-1].tolist() == [[0], [1]]
     rows = stored_rows(folder)
     waiting = 120 - len(rows) / (1 + k)
     assert waiting == int(waiting) and 0 <= waiting < 2 * N

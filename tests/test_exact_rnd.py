@@ -9,6 +9,7 @@ import torch
 from control import close, float64
 from helpers import SMALL, metrics, new_run
 from test_exact_ppo import (
+    BINARY,
     DISCRETE,
     GAUSSIAN,
     MULTI,
@@ -33,7 +34,9 @@ from algos import ppo, rnd
 from utils.control import make_vector
 
 K = 3  # features
-SPACES = pytest.mark.parametrize("space", [DISCRETE, MULTI, GAUSSIAN], ids=["discrete", "multi", "gaussian"])
+SPACES = pytest.mark.parametrize(
+    "space", [DISCRETE, MULTI, BINARY, GAUSSIAN], ids=["discrete", "multi", "binary", "gaussian"]
+)
 
 
 def linear_agent(obs_size: int, space=DISCRETE, seed: int = 0) -> rnd.Agent:

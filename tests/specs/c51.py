@@ -51,8 +51,8 @@ clipped-below-alone: returns below 0 are what one had in mind
 + ((middle - target) > 1.001 * half_width)
 
 softmax-over-actions: three dimensions, and the last but one is taken
-- .log_softmax(-1)
-+ .log_softmax(1)
+- len(self.atoms))).log_softmax(-1)
++ len(self.atoms))).log_softmax(1)
 """
 ATOMS = dict(num_atoms=101, v_min=-100.0, v_max=100.0)  # CleanRL's
 

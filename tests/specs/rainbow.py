@@ -4,6 +4,10 @@ from tests.specs import Curve, Effect, Spec, parse_bugs
 from tests.specs.c51 import SPEC as PARENT
 
 BUGS = """
+softmax-over-actions:rainbow: three dimensions, and the last but one is taken
+- return logits.log_softmax(-1)
++ return logits.log_softmax(1)
+
 bootstrap-by-one-discount: the discount of one step is kept for n of them
 - args.gamma**batch.steps * (1 - batch.terminated) * atoms
 + args.gamma * (1 - batch.terminated) * atoms
