@@ -79,8 +79,10 @@ dropout-after-layer-norm: both orders are in use
 +             layers.append(nn.Dropout(dropout))
 
 target-critics-without-dropout: target networks are put into evaluation mode by habit
-- copy.deepcopy(self.critics).requires_grad_(False)
-+ copy.deepcopy(self.critics).requires_grad_(False).eval()
+- hidden_size, **critics)
+-         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
++ hidden_size, **critics)
++         self.targets = copy.deepcopy(self.critics).requires_grad_(False).eval()
 
 metrics-not-restored: an update that does not move the actor says nothing of entropy and alpha
 -     parts |= dict(agent=agent, generator=generator, replay=replay)
