@@ -2,10 +2,11 @@ r"""Flow-GRPO.
 
 Liu et al. 2025, "Flow-GRPO: Training Flow Matching Models via Online RL" (arXiv 2505.05470).
 
-Parent: ddpo.py. The noise of a step comes from an SDE, so samples stay those of the flow; inference adds none.
+Parent: ddpo.py. The steps are those of an SDE that keeps the flow's distribution; inference adds no noise.
 
-A flow draws samples by an ODE, which leaves nothing to explore. An SDE has the same distribution at each time, and its
-steps are Gaussian, so PPO can train the flow. Training takes few steps, inference many steps of the ODE. Maximises
+A flow draws samples by an ODE, which leaves nothing to explore. An SDE has the same distribution at each time if its
+steps are small. They are Gaussian, so PPO can train the flow. Training takes few of them, and inference many steps of
+the ODE. Maximises
 
     J(theta) = E sum_k { min[ rho_k A, clip(rho_k, 1 - eps, 1 + eps) A ] - beta KL_k }
 
@@ -23,20 +24,22 @@ Run
     python algos/flow_grpo.py --reward rewards.py:inside           your reward; your data: edit `draw_data`
 
 Expect
-    TODO
+    eval/reward rises from 0.23 to 0.98 in 80 updates (5 seeds). It stays below 0.3 with --noise-level 0.05, and below
+    0.37 with --beta 1, which keeps kl at 0.15 instead of 5.9. The default run takes 5 seconds of one CPU core. ddpo.py
+    gets no more than 0.735, for its noise stays in the sample. The ODE brings that gain, not the SDE: flows that were
+    trained with ddpo.py's noise have 0.97 to 0.99 by the ODE, too (3 other seeds). The SDE's own samples get 0.86.
 
 Metrics
     reward              of the batch, with the SDE's noise, before the update and without --reward-offset
     eval/reward         of the ODE in --eval-steps steps, after the update
-    kl                  sum of KL_k in the last epoch; with --beta 0 it only tells
+    kl                  sum of KL_k in the last epoch, also with --beta 0. To draw one of 8 modes takes log 8 = 2.08
     approx_kl, clip_fraction, grad_norm, reward_std, radius        as in ddpo.py
 
 Differences
-    - Time runs from noise to data, as in ddpo.py, in equal steps. The paper's runs back, and the authors' code
-      (yifan123/flow_grpo) takes the times of Stable Diffusion 3.5.
-    - Densities and KL are sums over dimensions and steps. The code has means, and its KL lacks the division by the
-      length of the step: its clip of 1e-4 and its beta of 0.01 to 0.04 belong to those scales.
-    - The code takes group means, but divides by the deviation of the batch. It does not train the last step.
+    - Time runs from noise to data, as in ddpo.py, and the paper's runs back. Our steps are equal.
+    - Densities and KL are sums over dimensions and steps. The authors' code (yifan123/flow_grpo) has means, and its KL
+      lacks the division by h: its clip of 1e-4 and its beta of 0.01 to 0.04 belong to those scales.
+    - Their settings subtract the group's mean, but divide by the deviation of the batch, and leave out the last step.
     - Left out: a clip of advantages at 5, and the moving average of the weights.
 """
 
@@ -244,7 +247,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, arg
             "grad_norm": torch.stack(norms).mean().item()}  # fmt: skip
 
 
-def score(reward: Callable, samples: Tensor, prompts: Tensor) -> Tensor:
+def rewards_of(reward: Callable, samples: Tensor, prompts: Tensor) -> Tensor:
     """Rewards (B,). Raises UserError where the function returns something else."""
     # copies: the function is the user's
     rewards = torch.as_tensor(reward(samples.clone(), prompts.clone()), dtype=samples.dtype, device=samples.device)
@@ -259,14 +262,14 @@ def collect(model: nn.Module, reward: Callable, generator: torch.Generator, args
     how: dict[str, Any] = dict(generator=generator, device=generator.device)
     prompts = torch.randint(MODES, (args.num_prompts,), **how).repeat_interleave(args.num_generations)
     chains = sample(model, prompts, torch.randn(len(prompts), args.num_steps + 1, 2, **how), args)
-    return Batch(chains, prompts, score(reward, chains[:, -1], prompts))
+    return Batch(chains, prompts, rewards_of(reward, chains[:, -1], prompts))
 
 
 def evaluate(model: nn.Module, reward: Callable, device: torch.device, args: Args) -> float:
     """Mean reward of the ODE's samples. Prompts and noise are always the same."""
     prompts = torch.arange(MODES, device=device).repeat(EVAL_SAMPLES)
     noise = torch.randn(len(prompts), 2, generator=torch.Generator(device).manual_seed(0), device=device)
-    return score(reward, solve(model, noise, prompts, args.eval_steps), prompts).mean().item()
+    return rewards_of(reward, solve(model, noise, prompts, args.eval_steps), prompts).mean().item()
 
 
 def check(args: Args) -> None:

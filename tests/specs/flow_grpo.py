@@ -24,21 +24,21 @@ score-away-from-the-data: signs turn with the direction of time
 - score = (t * v - x) / (1 - t)
 + score = (x - t * v) / (1 - t)
 
-score-over-the-whole-time: that of the straight line is over 1 - t, the standard deviation of its noise
-- score = (t * v - x) / (1 - t)
-+ score = t * v - x
-
 deviation-over-the-step: white noise of a step has the variance, not the deviation, in proportion to it
 - (variance / args.num_steps).sqrt())
 + variance.sqrt() / args.num_steps)
 
+density-averaged-over-dimensions:flow_grpo: as the authors' code has it; the clip means something else
+- return steps.log_prob(batch.chains[:, 1:]).sum(2)
++ return steps.log_prob(batch.chains[:, 1:]).mean(2)
+
+old-density-of-the-last-epoch:flow_grpo: the ratio is 1 in every epoch, and nothing is clipped
+- loss, numbers = ddpo_loss(logps_of(steps, batch), old_logps, scores, args.clip_coef)
++ loss, numbers = ddpo_loss(logps_of(steps, batch), logps_of(steps, batch).detach(), scores, args.clip_coef)
+
 divergence-to-itself: the reference is a reference to the model that trains
 - reference_steps = chain_steps(reference, batch, args)
 + reference_steps = chain_steps(model, batch, args)
-
-divergence-averaged-over-steps: as the authors' code has it; beta means another penalty
-- kl_divergence(steps, reference_steps).sum((1, 2)).mean()
-+ kl_divergence(steps, reference_steps).sum(2).mean()
 
 reward-for-the-divergence: the sign
 - (loss + args.beta * kl).backward()
@@ -48,7 +48,7 @@ reference-before-pretraining: the copy is made too early
 - reference.load_state_dict(model.state_dict())
 + pass
 
-reference-not-saved: a resumed run has another reference
+reference-not-saved:flow_grpo: a resumed run has another reference
 - generator=generator, reference=reference)
 + generator=generator)
 
@@ -85,7 +85,7 @@ SPEC = Spec(
             "last kl", {"2.08 < free": 5, "firm < 0.5": 5}, seeds=5),
     },
     no_recipe="the paper's tables are for Stable Diffusion 3.5",
-    flags=PARENT.flags | dict(beta=0.1),
+    flags=PARENT.flags | dict(beta=0.1, eval_every=1),
     special=PARENT.special,
     noise=PARENT.noise,
     bugs=parse_bugs(BUGS),
