@@ -104,6 +104,8 @@ ddpo --num-steps 0 | --num-steps is 0 | at least 1
 ddpo --num-generations 1 | --num-generations is 1 | at least 2
 ddpo --noise 0 | --noise is 0.0 | above 0
 ddpo --reward rewards.py:absent | no attribute 'absent'
+flow_grpo --noise-level 0 | --noise-level is 0.0 | above 0
+flow_grpo --eval-steps 0 | --eval-steps is 0 | at least 1
 """.strip().splitlines()
 
 

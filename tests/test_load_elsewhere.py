@@ -19,8 +19,8 @@ from helpers import ENVIRONMENT, SMALL, command_line, new_run, weights
 from small_data import pendulum
 
 from algos import (
-    awac, bc, c51, cfgrl, crossq, ddpg, ddpo, dqn, dt, flow_bc, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rebrac,
-    rlpd, rnd, sac, td3, td3_bc,
+    awac, bc, c51, cfgrl, crossq, ddpg, ddpo, dqn, dt, flow_bc, flow_grpo, gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow,
+    rebrac, rlpd, rnd, sac, td3, td3_bc,
 )  # fmt: skip
 from utils.control import seed_of
 
@@ -146,11 +146,14 @@ def test_saved_agents_act_the_same_without_our_code(tmp_path, monkeypatch):
             assert 2.0 in np.abs(ours[0]), "no action reaches the bounds, so the block's clip is not tested"
 
 
-def test_a_saved_generator_draws_the_same_without_our_code(tmp_path):
-    """The same points from the same noise."""
-    run, there = new_run(ddpo, tmp_path, *SMALL["ddpo"]), {}
+@pytest.mark.parametrize("module", [ddpo, flow_grpo], ids=["ddpo", "flow_grpo"])
+def test_a_saved_generator_draws_the_same_without_our_code(module, tmp_path):
+    """The same points from the same noise; of flow_grpo.py those of its ODE."""
+    run, there = new_run(module, tmp_path, *SMALL[module.NAME]), {}
     exec(GENERATOR.replace("RUN", str(run)), there)
-    model, normals = ddpo.Velocity(16), torch.randn(40, 5, 2, generator=torch.Generator().manual_seed(0))
+    model, normals = module.Velocity(16), torch.randn(40, 5, 2, generator=torch.Generator().manual_seed(0))
     model.load_state_dict(weights(run))
-    ours = ddpo.sample(model, torch.arange(40) % 8, normals, ddpo.Args())[:, -1]
-    np.testing.assert_allclose(there["sample"](np.arange(40) % 8, normals.numpy()), ours, rtol=0, atol=1e-5)
+    prompts, noise = torch.arange(40) % 8, dict(noise=0) if module is flow_grpo else {}
+    ours = (flow_grpo.solve(model, normals[:, 0], prompts, 4) if noise
+            else ddpo.sample(model, prompts, normals, ddpo.Args())[:, -1])  # fmt: skip
+    np.testing.assert_allclose(there["sample"](prompts.numpy(), normals.numpy(), **noise), ours, rtol=0, atol=1e-5)
