@@ -39,11 +39,11 @@ Metrics
     clipped             share of weights at 100. nll: mean of -log pi over the batch, unweighted
     eval/score, eval/d4rl_score and eval/best_return: as in bc.py
 
-Differences (rlkit is the code of AWAC's authors: awac_trainer.py, gaussian_policy.py, examples/awac)
+Differences
     - The policy is iql.py's. CORL's awac.py has no tanh on the mean; rlkit has it, with std in (exp(-6), 1).
-    - rlkit computes all losses before the first step, does not clip sampled actions, decays the policy's weights by
-      1e-4, and has policies of 2 or 4 layers, minibatches of 1,024 and lambda 0.5 or 2. Its examples
-      with a robot hand take the mean action's value for V. CORL has networks of 3 layers and normalises observations.
+    - The authors' code, rlkit, computes all losses before the first step, does not clip sampled actions, decays the
+      policy's weights by 1e-4, and has minibatches of 1,024 and lambda 0.5 or 2. Its examples with a robot hand take
+      the mean action's value for V. CORL has networks of 3 layers and normalises observations.
     - d3rlpy's awac_impl.py sums the policy's loss over the minibatch, and SAC's entropy term stays in its target.
     - CRR: d3rlpy's crr_impl.py and acme's crr/losses.py have one critic, a target policy, targets copied every 100
       updates, K = 4 and the bound 20. d3rlpy acts by choosing among sampled actions by their values.

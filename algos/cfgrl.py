@@ -21,7 +21,6 @@ Run
     python algos/cfgrl.py                                                        the collection that ships: Hopper-v5
     python algos/cfgrl.py --guidance 1                                           without the idea: clones the good ones
     python algos/cfgrl.py --evaluate RUN --guidance 3                            another guidance of the same network
-    python algos/cfgrl.py --label advantage --critic IQL_RUN                     the paper's label
 
 Expect
     Hopper-v5's collection, of which half is labelled good: 719 +- 120 in the second half of the run, 582 +- 62 at
