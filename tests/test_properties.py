@@ -47,7 +47,7 @@ MODULES = [importlib.import_module(f"algos.{path.stem}") for path in sorted((REP
 NAN = float("nan")
 
 
-OWN_ADVANTAGES = "rloo", "raft", "nsr", "topr", "reinforce_pp", "vineppo", "reinforce", "reinforce_lm"
+OWN_ADVANTAGES = "rloo raft nsr topr reinforce_pp vineppo reinforce reinforce_lm ddpo flow_grpo".split()
 ELSEWHERE = {("advantages", algo) for algo in OWN_ADVANTAGES}  # in test_exact_ALGO.py
 MATCHED = {}  # name of a function -> the parameter lists under which it is tested
 
