@@ -5,16 +5,17 @@ Frans, Park, Abbeel and Levine 2025, "Diffusion Guidance Is a Controllable Polic
 
 Parent: flow_bc.py. The flow is told which actions were good, and is guided towards them beyond what the data shows.
 
-A label o says whether an action was good. One network learns the flow of all actions and the flow of each kind; the way
-from the first to that of the good ones is a direction to go further. Training is cloning. On minibatches minimises
+A label o says whether an action was good. One network learns the flow of all actions and that of the good ones. The
+difference of their velocities is a direction, and guidance goes further along it. Training is cloning. On minibatches
+minimises
 
     L(phi) = E |v_phi(s, x_t, t, o) - (a - x_0)|^2 / A    x_t, x_0, t as in flow_bc.py; o is dropped with probability p
     act:     x_{k+1} = x_k + [v(none) + w (v(good) - v(none))] / K,    v(o) = v_phi(s, x_k, k / K, o)
 
     o      --label top: the row is of the trajectories of highest return, --top-fraction of all steps
            --label advantage: A(s, a) >= 0 by the critics of an iql.py run, --critic
-    w      --guidance: 0 clones all, 1 clones the good ones, more goes on: policies in proportion to
-           pi(a | s) p(o = good | s, a)^w, where v is the flow's score at each t; with few steps and large w only about
+    w      --guidance: 0 clones all rows, 1 the good ones. More goes further, towards a policy in proportion to
+           pi(a | s) p(good | s, a)^w. This holds about: guided velocities are not the flow of that policy
     p      --label-dropout
 
 Run
@@ -34,9 +35,9 @@ Metrics
     eval/score, eval/d4rl_score and eval/best_return: as in bc.py
 
 Differences
-    - Written from the paper. It learns the critics beside the flow; here they are those of a finished run.
+    - The authors' code was not at hand: network and settings are flow_bc.py's, and the critics a finished run's.
     - --label top is ours: it needs no critics.
-    - The label has two inputs, good and bad; both are 0 where it is dropped.
+    - The label has two inputs, good and bad. Both are 0 where it is dropped.
 """
 
 import math
