@@ -17,7 +17,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 import utils.lm
 import utils.rewards
 from algos import grpo, ppo_lm, sac, sft, vineppo
-from utils.core import Run, choose_precision, plot
+from utils.core import Run, choose_precision, crosses, plot
 from utils.data import load_task
 from utils.lm import TINY_MODEL, completion_logps, load_model, resolve, sample
 from utils.rewards import evaluate, make_scorer
@@ -247,6 +247,12 @@ def test_sampling_in_parts(monkeypatch):
         mask = samples.completion_mask
         torch.testing.assert_close(samples.logps[mask], logps[mask], rtol=0, atol=1e-5)
         assert samples.ended.tolist() == sum((part.ended.tolist() for part in parts), [])
+
+
+def test_iterations_of_several_steps_cross_a_multiple():
+    """From step 8 on, every 5: at 10 or beyond it, and not again before 15. 0 is never."""
+    assert [crosses(step, 8, 5) for step in (9, 10, 12)] == [False, True, True]
+    assert not crosses(14, 12, 5) and crosses(27, 14, 5) and not crosses(10, 0, 0)
 
 
 def test_plot_draws_what_is_there(tmp_path):
