@@ -8,12 +8,13 @@ TESTS = {  # as Spec.tests
     "utils/core.py": "resume_control command_line_control envs runs",
     "utils/builtin.py": "tasks text properties preferences sft",
     "utils/data.py": "tasks text large_data preferences unpaired properties sft reward_models",
-    "utils/dist.py": "distributed exact_grpo exact_dpo invariance alarm",
+    "utils/dist.py": "distributed exact_grpo exact_dpo invariance alarm "
+                     "runs::test_each_batch_of_samples_has_a_stream_of_its_own",
     "utils/lm.py": "exact_grpo parity_trl invariance lora alarm architectures engine distributed",
     "utils/vllm.py": "engine",
     "utils/offline.py": "offline_data exact_iql exact_dt collection",
     "utils/rewards.py": "rewards reward_models exact_reward_model runs distributed",
-}
+}  # fmt: skip
 BUGS = parse_bugs("""
 metrics-behind-the-checkpoint-stay: the file is opened to append, and rows stand there twice after a resume
 - self.metrics.truncate(self.state.get("metrics_size", 0))
