@@ -26,7 +26,7 @@ Run
 Expect
     Of throws through one of two gates 0.86 +- 0.05 hit. With one step it is 0.00 +- 0.01, for the mean of the throws
     hits the wall; of bc.py's samples 0.16 +- 0.05 (5 seeds; benchmarks/effects.py, flow_bc-gates; ten seconds each).
-    On Hopper-v5's collection the default run's return is 264 (seed 1, 10 episodes), in half a minute on one core. We
+    On Hopper-v5's collection the default run's return is 235 (seed 1, 10 episodes), in a quarter of a minute. We
     claim nothing there: one step and bc.py, which gets 197, do as well in some seeds.
 
 Metrics
