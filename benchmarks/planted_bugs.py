@@ -88,8 +88,8 @@ def where(failure) -> dict[str, str]:
 
 
 def run_tests(copy: Path, files: list[str], tests: list[str], first: str) -> None:
-    """In a process of its own, forked from one that has imported what is slow to import: pytest in `copy`, first of the
-    test `first` alone, for what it collects takes long. Writes what happened to result.json beside it, at its end."""
+    """In a process of its own, forked from one that has imported what is slow to import: pytest in `copy`. The test
+    `first` runs alone before the others are collected, which takes long. Writes what happened to result.json."""
     import pytest
 
     os.setsid()  # so that a limit also ends what the tests have started
@@ -106,7 +106,7 @@ def run_tests(copy: Path, files: list[str], tests: list[str], first: str) -> Non
     for chosen in ([first], tests) if first else (tests,):
         recorder = Recorder(files)
         code = pytest.main([*flags, f"--basetemp={copy.parent / 'tmp'}", *chosen], plugins=[recorder])
-        if "test" in recorder.result:  # else all run; also where the first has another name today
+        if "test" in recorder.result:  # else all run: it passed, or has another name today
             break
     result = recorder.result | {"exit": int(code), "passed": recorder.passed, "files": dict(recorder.seconds)}
     (copy.parent / "result.json").write_text(json.dumps(result))

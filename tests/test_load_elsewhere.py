@@ -105,7 +105,8 @@ def own_evaluation(module, run: Path, seeds: list[int], monkeypatch) -> tuple[li
     with monkeypatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setattr(gym, "make", lambda *args, **kwargs: Recorder(make(*args, **kwargs)))
         patch.setattr(Recorder, "actions", {})
-        patch.setattr(torch, "randn", lambda *shape, **_: torch.zeros(*shape))  # of flow_bc.py, which always samples
+        if hasattr(module.Args, "flow_steps"):  # it always samples
+            patch.setattr(torch, "randn", lambda *shape, **_: torch.zeros(*shape))
         patch.setattr(Recorder, "returns", {})
         command_line(module, "--evaluate", run, "--eval-episodes", len(seeds))
         actions = [Recorder.actions[seed] for seed in seeds]
