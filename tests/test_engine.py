@@ -69,6 +69,22 @@ def test_samples_are_those_of_the_model_as_it_is_now(tmp_path):
     assert torch.equal(samples.prompt_ids[0], samples.prompt_ids[3])
 
 
+def test_the_order_is_that_of_the_index_and_only_our_eos_ends(tmp_path):
+    """Whatever comes first; and where the server has another EOS than the run."""
+    model = make_model()
+    with serving(StandIn(model)) as server:
+        args, real = arguments(server, tmp_path), server.answer
+        taken = [sample_by_server(model, PROMPTS, 8, 10, [1], 0.7, args, save_model).completion_ids]
+        server.answer = lambda path, body: (
+            200,
+            {k: v[::-1] if k == "choices" else v for k, v in real(path, body)[1].items()},
+        )
+        taken.append(sample_by_server(model, PROMPTS, 8, 10, [1], 0.7, args, save_model).completion_ids)
+    assert torch.equal(*taken) and len(taken[0].unique(dim=0)) > 8
+    asked = [body for path, body in server.asked if path == "/v1/completions"]
+    assert len(asked) == 8 and all(body["ignore_eos"] and body["stop_token_ids"] == [1] for body in asked)
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "localhost:8000", "ftp://127.0.0.1"])
 def test_a_server_that_is_not_there_is_one_sentence(url, tmp_path, capsys):
     with pytest.raises(SystemExit) as error:

@@ -10,7 +10,8 @@ TESTS = {  # as Spec.tests
     "utils/data.py": "tasks text large_data preferences unpaired properties sft reward_models",
     "utils/dist.py": "distributed exact_grpo exact_dpo invariance alarm "
                      "runs::test_each_batch_of_samples_has_a_stream_of_its_own",
-    "utils/lm.py": "exact_grpo parity_trl invariance lora alarm architectures engine distributed",
+    "utils/lm.py": "exact_grpo parity_trl invariance lora alarm architectures engine distributed "
+                   "rewards::test_evaluation_leaves_no_trace",
     "utils/vllm.py": "engine",
     "utils/offline.py": "offline_data exact_iql exact_dt collection",
     "utils/rewards.py": "rewards reward_models exact_reward_model runs distributed",
