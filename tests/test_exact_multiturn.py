@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -227,6 +228,22 @@ def test_ragged_rows_equal_each_row_alone():
     for more in dict(micro_batch_size=1), dict(micro_batch_size=2), dict(micro_batch_tokens=9):
         again = gradient_of_update(model, *batch_of(model, EPISODES, rewards), num_generations=2, **more)
         torch.testing.assert_close(whole, again, rtol=0, atol=1e-12)
+
+
+def test_evaluation_is_greedy_and_sampled_and_leaves_no_trace(monkeypatch):
+    """Environments may draw from the global generators. A reward below 1 is no success."""
+    asked, found = [], {1: [1.0, 0.5], 4: [1.0, 0, 0, 1, 0, 0.5, 0, 0]}
+
+    def playing(model, tokenizer, make, rows, count, temperature, *_):
+        asked.append((len(rows), count, temperature, torch.rand(()).item()))
+        return SimpleNamespace(rewards=torch.tensor(found[count]))
+
+    monkeypatch.setattr(grpo_multiturn, "play", playing)
+    torch.manual_seed(0)
+    args = Args(eval_prompts=2, eval_samples=4, temperature=0.7)
+    scored = grpo_multiturn.evaluate(None, None, None, SimpleNamespace(heldout=["a", "b", "c"]), args)
+    assert [one[:3] for one in asked] == [(2, 1, 0.0), (2, 4, 0.7)] and torch.rand(()).item() == asked[0][3]
+    assert scored == {"eval/greedy": 0.5, "eval/pass@1": 0.25, "eval/pass@4": 0.5, "eval/reward": 2.5 / 8}
 
 
 def test_masked_episodes_teach_nothing():
