@@ -29,10 +29,10 @@ Expect
     A tenth of Hopper-v5's collection, whose trajectories return 1,882 on average: 1,320 +- 240 as the mean of all
     evaluations (8 seeds; benchmarks/curves.py, rebrac-hopper), in half a minute on one core. On the same rows td3_bc.py
     has 1,890 +- 350, with twice the updates and minibatch: we claim no order of returns.
-    The penalty lowers values: the critics promise 9.1 at b2 = 0.5 and 10.2 at 0 (5 seeds; benchmarks/effects.py,
-    rebrac-values). It does not narrow the gap, as we had claimed: 0.11 and 0.09 (rebrac-gap), for it is paid in the
-    value of the action before. LayerNorm does not hold values down in so short a run, without either penalty: 10.8
-    with it, 6.7 without (rebrac-layer-norm). It bounds those of actions far out, which a test shows.
+    In 1,000 updates of 64 rows (5 seeds; benchmarks/effects.py) the penalty lowers values: the critics promise 9.1 at
+    b2 = 0.5 and 10.2 at 0 (rebrac-values). It does not narrow the gap, as we had claimed: 0.11 and 0.09 (rebrac-gap).
+    LayerNorm does not hold values down in so short a run, without either penalty: 10.8 with it, 6.7 without
+    (rebrac-layer-norm). It bounds those of actions far out, which a test shows.
 
 Metrics
     q, q_policy         means of min_i Q_i over the data's actions and over the policy's
