@@ -321,7 +321,7 @@ def speed(record: Record, device: str, compiles: bool) -> None:
             record.item("sac, update compiled", 60, lambda limit: control("sac", limit=limit, compiled=True))
         cpu = record.item("sac, CPU", 40, lambda limit: control("sac", "cpu", limit=limit))
         for where, run in {device: ours, "cpu": cpu}.items():
-            theirs = record.item(f"sac, CleanRL, {where}", 60, partial(cleanrl, where=where)) if not smoke else {}
+            theirs = record.item(f"sac, CleanRL, {where}", 100, partial(cleanrl, where=where)) if not smoke else {}
             record.ratio(
                 f"sac, {where}: our steps/s over CleanRL's", *(x.get("environment steps/s") for x in (run, theirs))
             )
@@ -335,7 +335,7 @@ def speed(record: Record, device: str, compiles: bool) -> None:
         record.item("ppo", 40, lambda limit: control("ppo", limit=limit))
         record.item("ppo, CPU", 40, lambda limit: control("ppo", "cpu", limit=limit))
         ours = record.item("135M, grpo", 60, lambda limit: grpo("135M", online, long, limit=limit))
-        theirs = record.item("135M, grpo, TRL", 60, lambda limit: trl("135M", limit))
+        theirs = record.item("135M, grpo, TRL", 90, lambda limit: trl("135M", limit))
         record.ratio("135M, grpo: TRL's seconds over ours", theirs.get("step, s"), ours.get("step, s"))
 
 
