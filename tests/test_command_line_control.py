@@ -90,6 +90,7 @@ OWN = {
     "bc": DATASETS,
     "flow_bc": [("--flow-steps 0", "--flow-steps 0", "1 step or more")],
     "cfgrl": [("--label advantage", "--critic (none)", "finished iql.py run"), ("--flow-steps 0", "1 step or more")],
+    "fql": [("--flow-steps 0", "1 step or more")],
     "iql": DATASETS,
     "awac": [("--temperature 0", "is 0.0 and", "above 0"), ("--num-action-samples 0", "samples 0: both", "above 0")],
     "rlpd": [("--batch-size 9", "--offline-ratio 0.5", "--batch-size 9"), *DATASETS],

@@ -20,7 +20,7 @@ from helpers import metrics, new_run, weights
 from scipy import optimize, stats
 from torch import nn
 
-from algos import bc, cfgrl, flow_bc, iql
+from algos import bc, cfgrl, flow_bc, fql, iql
 from benchmarks.record_suite import save
 from utils.control import ReplayBuffer
 from utils.core import UserError
@@ -275,8 +275,10 @@ def test_temperature_0_is_behaviour_cloning():
 
 modules = pytest.mark.parametrize("module", [iql, bc], ids=["iql", "bc"])
 cloners = pytest.mark.parametrize("module", [bc, flow_bc], ids=["bc", "flow_bc"])
-takers = pytest.mark.parametrize("module", [bc, flow_bc, cfgrl], ids=["bc", "flow_bc", "cfgrl"])
-every_module = pytest.mark.parametrize("module", [iql, bc, flow_bc, cfgrl], ids=["iql", "bc", "flow_bc", "cfgrl"])
+takers = pytest.mark.parametrize("module", [bc, flow_bc, cfgrl, fql], ids=["bc", "flow_bc", "cfgrl", "fql"])
+every_module = pytest.mark.parametrize(
+    "module", [iql, bc, flow_bc, cfgrl, fql], ids=["iql", "bc", "flow_bc", "cfgrl", "fql"]
+)
 
 
 def make_actor(module, log_std, dropout: float = 0.0):
@@ -554,6 +556,8 @@ def test_rows_without_a_next_observation_are_left_out(recorded, tmp_path, module
     run = trained(module, tmp_path, theirs, "--env-id", "environments:Probe-v0")
     cut_off = columns[5] & ~columns[3]
     close(run.added[0][0], columns[0][~cut_off])
+    close([-1, 2] + (run.added[0][1] + 1) / 2 * [4, 0.5], columns[1][~cut_off], 1e-6)
+    assert module is iql or (run.added[0][2][:, 0] == columns[2][~cut_off]).all()  # iql.py scales them
     close(run.added[0][3][:, 0], columns[3][~cut_off])
     following = ~columns[3][~cut_off]
     close(run.added[0][4][following], columns[4][~cut_off][following])
