@@ -89,6 +89,12 @@ OWN = {
     "her_sac": [("--env-id Pendulum-v1", "no goals", "compute_reward")],
     "bc": DATASETS,
     "flow_bc": [("--flow-steps 0", "--flow-steps 0", "1 step or more")],
+    "diffusion_policy": [
+        ("--diffusion-steps 0", "--diffusion-steps 0", "1 or more"),
+        ("--n-obs-steps 0", "--n-obs-steps 0", "1 or more"),
+        ("--n-action-steps 0", "--n-action-steps 0", "1 or more"),
+        ("--n-action-steps 4", "--horizon 4", "--n-action-steps - 1 = 5"),
+    ],
     "cfgrl": [("--label advantage", "--critic (none)", "finished iql.py run"), ("--flow-steps 0", "1 step or more")],
     "iql": DATASETS,
     "awac": [("--temperature 0", "is 0.0 and", "above 0"), ("--num-action-samples 0", "samples 0: both", "above 0")],
