@@ -91,7 +91,6 @@ OWN = {
     "flow_bc": [("--flow-steps 0", "--flow-steps 0", "1 step or more")],
     "diffusion_policy": [
         ("--diffusion-steps 0", "--diffusion-steps 0", "1 or more"),
-        ("--n-obs-steps 0", "--n-obs-steps 0", "1 or"),
         ("--n-action-steps 0", "steps 0: each", "1 or more"),
         ("--n-action-steps 4", "--horizon 4", "steps - 1 = 5"),
     ],

@@ -82,8 +82,7 @@ def test_which_action_is_executed_when(n_obs_steps, n_action_steps):
     for step in range(7):
         obs[:] = [[step], [step + 100]]
         plan, i = divmod(step, n_action_steps)
-        actions = act(obs, 1.0, torch.Generator())
-        close(actions, np.full((2, A), (plan + 1 + (n_obs_steps - 1 + i) / 10) / 4), 1e-6)
+        close(act(obs, 1.0, torch.Generator()), [[(plan + 1 + (n_obs_steps - 1 + i) / 10) / 4] * A] * 2, 1e-6)
         steps = np.arange(step + 1 - n_obs_steps, step + 1).clip(0).repeat(D)
         assert len(seen) == plan + 1 and (i > 0 or seen[-1] == [steps.tolist(), (steps + 100).tolist()])
 
@@ -92,15 +91,14 @@ def test_what_train_hands_on(tmp_path, monkeypatch):
     """The rows of the best trajectory, actions in [-1, 1]; the average acts, with the warm-up of its decay."""
     calls = {name: [] for name in ("ReplayBuffer", "update", "act_in_evaluation")}
     for name, kept in calls.items():
-        monkeypatch.setattr(diffusion_policy, name, lambda *given, kept=kept, real=getattr(diffusion_policy, name):
-                            kept.append((given, real(*given))) or kept[-1][1])  # fmt: skip
+        spy = lambda *x, kept=kept, real=vars(diffusion_policy)[name]: kept.append((x, real(*x))) or kept[-1][1]  # noqa
+        monkeypatch.setattr(diffusion_policy, name, spy)
     path = pendulum(tmp_path / "d.hdf5")
     new_run(diffusion_policy, tmp_path / "runs", *SMALL["diffusion_policy"], "--dataset", path, "--top-fraction", 0.2)
     data, [(_, replay)] = load_dataset(OfflineArgs(dataset=str(path))), calls["ReplayBuffer"]
     rows = diffusion_policy.windows(data, 2, 4)[40:80]  # of the second trajectory, the best one
     close(replay.rows, np.hstack([data.obs[rows[:, 0]], data.obs[rows[:, 1]], data.actions[rows][:, :, 0] / 2]), 1e-6)
-    agent = calls["update"][0][0][0]
-    assert all(given[0] is agent.average for given, _ in calls["act_in_evaluation"])
+    assert all(given[0] is calls["update"][0][0][0].average for given, _ in calls["act_in_evaluation"])
     assert [given[-1] for given, _ in calls["update"][:3]] == pytest.approx([0.0, 0.0, 1 - 2**-0.75])
     assert diffusion_policy.ema_decay(10**9, 0.75) == 0.9999
 

@@ -30,12 +30,9 @@ def test_denoising_steps(steps, monkeypatch):
         close(asked[-1], noisy, 1e-6)
 
 
-def test_decay_of_the_average():
-    close([diffusion_policy.ema_decay(n, 0.75) for n in range(40)], load_file(authors.PATH)["decays"], 1e-12)
-
-
-def test_windows():
+def test_decay_of_the_average_and_windows():
     """Theirs are ours but for the rows of which T_a or more actions would be repeated at the end."""
+    close([diffusion_policy.ema_decay(n, 0.75) for n in range(40)], load_file(authors.PATH)["decays"], 1e-12)
     rows, ends = np.zeros((sum(authors.LENGTHS), 1), np.float32), np.cumsum(authors.LENGTHS)
     data = Dataset(rows, rows, rows, rows, rows, rows, ends - authors.LENGTHS)
     repeated = np.arange(len(rows)) + authors.H - authors.T_O - (np.repeat(ends, authors.LENGTHS) - 1)
