@@ -19,7 +19,7 @@ draw is a plan: some of its actions are executed before the next one is made. On
     abar_k  share of the plan that is left after k of K steps (--diffusion-steps), f(k / K) / f(0) with
             f(u) = cos^2((u + 0.008) / 1.008 pi / 2). A step keeps 0.001 or more: with K = 1 hardly anything of the plan
             is left, and the best answer is the mean plan
-    phi     acts as its average over updates, which keeps 1 - n^-0.75 of itself (--ema-power)
+    phi     acts as its average over updates, which after n of them keeps 1 - n^-0.75 of itself (--ema-power)
 
 Run
     python algos/diffusion_policy.py                                             the collection that ships: Hopper-v5
@@ -80,7 +80,7 @@ class Args(OfflineArgs):
     learning_rate: float = 3e-4
     """learning rate of Adam"""
     batch_size: int = 256
-    """transitions per update"""
+    """plans per update"""
     hidden_size: int = 256
     """units of the two hidden layers"""
     diffusion_steps: int = 100
@@ -92,7 +92,7 @@ class Args(OfflineArgs):
     n_action_steps: int = 8
     """actions that are executed before the next plan: T_a"""
     ema_power: float = 0.75
-    """the average of the weights keeps 1 - n^-ema_power of itself in update n"""
+    """after n updates the average of the weights keeps 1 - n^-ema_power of itself"""
     top_fraction: float = 1.0
     """train on the trajectories of highest return, up to this fraction of all steps"""
     log_every: int = 500
