@@ -89,6 +89,11 @@ OWN = {
     "her_sac": [("--env-id Pendulum-v1", "no goals", "compute_reward")],
     "bc": DATASETS,
     "flow_bc": [("--flow-steps 0", "--flow-steps 0", "1 step or more")],
+    "diffusion_policy": [
+        ("--diffusion-steps 0", "--diffusion-steps 0", "1 or more"),
+        ("--n-action-steps 0", "steps 0: each", "1 or more"),
+        ("--n-action-steps 4", "--horizon 4", "steps - 1 = 5"),
+    ],
     "cfgrl": [("--label advantage", "--critic (none)", "finished iql.py run"), ("--flow-steps 0", "1 step or more")],
     "fql": [("--flow-steps 0", "1 step or more")],
     "iql": DATASETS,

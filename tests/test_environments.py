@@ -23,6 +23,7 @@ NAMES = (
     "algos.her:BitFlip-v0", "algos.her_sac:PointReach-v0", "algos.ppo_mask:Board-v0", "algos.rnd:DeepSea-v0",
     "algos.ppo_lstm:CartPoleNoVelocity-v0", "algos.environments.recall:Recall-v0",
     "algos.environments.noise_mdp:NoiseMDP-v0", "algos.environments.room:Room-v0", "algos.environments.gates:Gates-v0",
+    "algos.environments.detour:Detour-v0",
 )  # fmt: skip
 
 

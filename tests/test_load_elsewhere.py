@@ -19,8 +19,8 @@ from helpers import ENVIRONMENT, SMALL, command_line, new_run, weights
 from small_data import pendulum
 
 from algos import (
-    awac, bc, c51, cfgrl, crossq, ddpg, ddpo, dqn, dt, flow_bc, flow_grpo, fql, gsde, iql, ppo, ppo_lstm, ppo_mask,
-    rainbow, rebrac, rlpd, rnd, sac, td3, td3_bc,
+    awac, bc, c51, cfgrl, crossq, ddpg, ddpo, diffusion_policy, dqn, dt, flow_bc, flow_grpo, fql, gsde, iql, ppo,
+    ppo_lstm, ppo_mask, rainbow, rebrac, rlpd, rnd, sac, td3, td3_bc,
 )  # fmt: skip
 from utils.control import seed_of
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "algos/README.md").read_text()
 SECTION = PAGE.partition("## Load a trained agent elsewhere\n")[2].partition("\n## ")[0]
 HEAD, TAIL, *BLOCKS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
-PPO, SAC, CROSSQ, DQN, C51, RAINBOW, OFFLINE, FLOW, ONE_STEP, GUIDED, DT, MASK, LSTM, GENERATOR = BLOCKS
+PPO, SAC, CROSSQ, DQN, C51, RAINBOW, OFFLINE, FLOW, ONE_STEP, PLANS, GUIDED, DT, MASK, LSTM, GENERATOR = BLOCKS
 SHORT = "max_episode_steps=40"
 WIDE = f"--env-id Pendulum-v1 --env-kwargs {SHORT} --learning-rate 0.1".split()  # half of the actions out of bounds
 OWN_LOOP = (DT, MASK)  # need no last line
@@ -47,6 +47,7 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "rainbow": (RAINBOW, rainbow, ["--learning-rate", "0.04"]),
     "bc": (OFFLINE, bc, ["--dataset", "DATA"]),
     "flow_bc": (FLOW, flow_bc, ["--dataset", "DATA", "--flow-steps", 3]),
+    "diffusion_policy": (PLANS, diffusion_policy, ["--dataset", "DATA"]),
     "cfgrl": (GUIDED, cfgrl, ["--dataset", "DATA", "--flow-steps", 3]),
     "fql": (ONE_STEP, fql, ["--dataset", "DATA"]),
     "td3_bc": (SAC, td3_bc, ["--dataset", "DATA"]),
@@ -106,7 +107,7 @@ def own_evaluation(module, run: Path, seeds: list[int], monkeypatch) -> tuple[li
     with monkeypatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setattr(gym, "make", lambda *args, **kwargs: Recorder(make(*args, **kwargs)))
         patch.setattr(Recorder, "actions", {})
-        if hasattr(module.Args, "flow_steps"):  # it always samples
+        if {"flow_steps", "diffusion_steps"} & vars(module.Args()).keys():  # it always samples
             patch.setattr(torch, "randn", lambda *shape, **_: torch.zeros(*shape))
         patch.setattr(Recorder, "returns", {})
         command_line(module, "--evaluate", run, "--eval-episodes", len(seeds))
