@@ -230,7 +230,8 @@ def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: 
            args: Args) -> dict[str, Tensor]:  # fmt: skip
     """One step of critics, actor, temperature and target critics, in this order. Returns metrics, as tensors: reading
     them would make the CPU wait for the device at every update."""
-    (rows, size), draws = batch.actions.shape, dict(generator=generator, device=batch.obs.device)
+    rows, size = batch.actions.shape
+    draws: dict = dict(generator=generator, device=batch.obs.device)
     noise, next_noise = torch.randn(2, rows, size, **draws)
     uniform = torch.rand(rows, args.num_samples, size, **draws) * 2 - 1
     policy_noise = torch.randn(2, *uniform.shape, **draws)
