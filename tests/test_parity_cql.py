@@ -11,48 +11,31 @@ from algos import cql
 from benchmarks.peers import make_cql_fixtures as corl
 
 pytestmark = pytest.mark.usefixtures("float64")
+CASES = {f"q {entropy} {weight}": dict(backup_entropy=entropy, cql_weight=weight, num_critics=2)
+         for entropy in (False, True) for weight in (0.0, 5.0)}  # fmt: skip
 
 
-def loaded(count: int) -> tuple[cql.Agent, dict, cql.Transitions]:
-    """An agent with this many critics of those recorded, what is recorded, and the minibatch."""
-    recorded = load_file(corl.PATH)
+@pytest.mark.parametrize("case", [*CASES, "policy", "diversity"])
+def test_loss_and_gradients(case):
+    """But for the logarithm of the number of samples, which CORL leaves in for each of two critics, and for the 1e-10
+    that it adds to the length of a slope."""
+    recorded, atol = load_file(corl.PATH), 1e-7 if case == "diversity" else 1e-10
     for name, column in corl.make_inputs().items():
         assert (recorded[name].numpy() == column).all(), "the fixture is of other inputs"
-    agent = cql.Agent(corl.D, corl.A, cql.Args(num_critics=count, hidden_size=corl.H))
+    args = cql.Args(**corl.SETTINGS | CASES.get(case, dict(num_critics=corl.N if case == "diversity" else 2)))
+    agent, batch = cql.Agent(corl.D, corl.A, args), cql.Transitions(*(recorded[x] for x in cql.Transitions._fields))
     agent.load_state_dict({name: recorded[name] for name in agent.state_dict()})
-    return agent, recorded, cql.Transitions(*(recorded[name] for name in cql.Transitions._fields))
-
-
-def assert_recorded(name: str, loss, part, recorded, atol: float = 1e-10) -> None:
+    if case in CASES:
+        noises = (recorded[name] for name in ("next_noise", "uniform", "policy_noise"))
+        loss = cql.critic_loss(agent, batch, *noises, args)[0] + 2 * args.cql_weight * math.log(3 * corl.K)
+    else:
+        loss = (cql.actor_loss(agent, batch.obs, recorded["noise"])[0] if case == "policy"
+                else cql.diversity(agent.critics, batch.obs, batch.actions))  # fmt: skip
     loss.backward()
-    close(loss, recorded[f"{name}/loss"], atol)
-    found = {key: parameter.grad for key, parameter in part.named_parameters() if parameter.grad is not None}
-    assert len(found) >= 6 and {f"{name}/{key}" for key in [*found, "loss"]} == {
-        key for key in recorded if key.startswith(f"{name}/")
-    }
-    for key, slope in found.items():
-        close(slope, recorded[f"{name}/{key}"], atol)
-
-
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("weight", [0.0, 5.0])
-def test_the_critics_loss(entropy, weight):
-    """But for the logarithm of the number of sampled actions, which CORL leaves in, for each of two critics."""
-    agent, recorded, batch = loaded(2)
-    args = cql.Args(**corl.SETTINGS | dict(backup_entropy=entropy, cql_weight=weight))
-    noise = (recorded[name] for name in ("next_noise", "uniform", "policy_noise"))
-    loss, *_ = cql.critic_loss(agent, batch, *noise, args)
-    loss = loss + 2 * weight * math.log(3 * corl.K)
-    assert_recorded(f"q {entropy} {weight}", loss, agent.critics, recorded)
-    assert all(x.grad is None for x in [*agent.actor.parameters(), agent.log_alpha, *agent.targets.parameters()])
-
-
-def test_the_policy_s_loss():
-    agent, recorded, batch = loaded(2)
-    assert_recorded("policy", cql.actor_loss(agent, batch.obs, recorded["noise"])[0], agent.actor, recorded)
-
-
-def test_diversity_is_edac_s():
-    """But for the 1e-10 that CORL adds to the length of a slope."""
-    agent, recorded, batch = loaded(corl.N)
-    assert_recorded("diversity", cql.diversity(agent.critics, batch.obs, batch.actions), agent.critics, recorded, 1e-7)
+    close(loss, recorded[f"{case}/loss"], atol)
+    parameters = (agent.actor if case == "policy" else agent.critics).named_parameters()
+    found = {name: x.grad for name, x in parameters if x.grad is not None}
+    assert {f"{case}/{name}" for name in [*found, "loss"]} == {name for name in recorded if name.startswith(f"{case}/")}
+    assert case == "policy" or all(x.grad is None for x in [*agent.actor.parameters(), agent.log_alpha])
+    for name, slope in found.items():
+        close(slope, recorded[f"{case}/{name}"], atol)

@@ -47,20 +47,20 @@ def main(folder: str) -> None:
     actor, recorded = corl.TanhGaussianPolicy(D, A, 1.0, log_std_offset=0.0), dict(agent.state_dict())
     actor.base_network = agent.actor.net
     critics = [corl.FullyConnectedQFunction(D, A) for _ in range(2)]
-    trainer = corl.ContinuousCQL(critics[0], None, critics[1], None, actor, None, -A, 0.9, bc_steps=0, cql_n_actions=K)
-    trainer.total_it = 1
+    trainer = corl.ContinuousCQL(critics[0], None, critics[1], None, actor, None, -A, 0.9, bc_steps=-1, cql_n_actions=K)
     for i, critic in enumerate(critics, 1):
         critic.network = agent.critics[f"q{i}"]
         getattr(trainer, f"target_critic_{i}").network = agent.targets[f"q{i}"]
 
     def record(name: str, loss: Tensor, part: nn.Module) -> None:
-        parameters = dict(part.named_parameters())
-        slopes = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        found = {key: slope for key, slope in zip(parameters, slopes) if slope is not None}
-        recorded.update({f"{name}/loss": loss.detach()} | {f"{name}/{key}": slope for key, slope in found.items()})
+        names, parameters = zip(*part.named_parameters())
+        slopes = dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True)))
+        recorded.update({f"{name}/{key}": x for key, x in {"loss": loss.detach(), **slopes}.items() if x is not None})
 
     def drawn(*noises: Tensor):
         return mock.patch("torch.distributions.normal._standard_normal", mock.Mock(side_effect=noises))
+
+    Tensor.uniform_ = lambda *_: x["uniform"]
 
     rows, alpha = (x["obs"], x["actions"], x["next_obs"], x["rewards"], x["terminated"]), torch.tensor(ALPHA)
     with drawn(x["noise"]):
@@ -69,10 +69,7 @@ def main(folder: str) -> None:
         trainer.backup_entropy = entropy
         for weight in (0.0, 5.0):
             trainer.cql_alpha = weight
-            with (
-                drawn(x["next_noise"], *x["policy_noise"]),
-                mock.patch.object(Tensor, "uniform_", lambda *_: x["uniform"]),
-            ):
+            with drawn(x["next_noise"], *x["policy_noise"]):
                 record(f"q {entropy} {weight}", trainer._q_loss(*rows, alpha, {})[0], agent.critics)
 
     ensemble = mock.Mock(num_critics=N, side_effect=lambda obs, actions: torch.stack(
