@@ -21,7 +21,7 @@ disagree. EDAC adds eta / (N - 1) E sum_{i != j} cos(grad_a Q_i(s, a), grad_a Q_
 Run
     python algos/cql.py                                                       a tenth of the collection that ships
     python algos/cql.py --cql-weight 0                                        without the idea: SAC on a dataset
-    python algos/cql.py --cql-weight 0 --num-critics 10 --diversity 1         EDAC; SAC-N without --diversity
+    python algos/cql.py --cql-weight 0 --num-critics 10 --diversity 1         EDAC, in 7 minutes; SAC-N: no --diversity
     python algos/cql.py --dataset hopper_medium_replay-v2.hdf5 --max-steps 1000000 --cql-weight 10 --num-samples 10 \
         --policy-learning-rate 3e-5 --no-backup-entropy --eval-every 5000     CORL's recipe
     python algos/cql.py --evaluate RUN --eval-episodes 100 --capture-video    scores a saved agent
