@@ -1,4 +1,4 @@
-"""IQL, TD3+BC and Decision Transformer beside CORL's on the same file: updates per second, and scores of two of them.
+"""IQL, TD3+BC, CQL and Decision Transformer beside CORL's on the same file: updates per second, and scores of two of them.
 
     git clone https://github.com/corl-team/CORL /tmp/corl
     python benchmarks/peers/offline_corl.py speed --corl /tmp/corl --rounds 5         -> results/speed_offline.json
@@ -6,11 +6,11 @@
     python benchmarks/peers/offline_corl.py score --corl /tmp/corl --seeds 5 --algos iql --iql-steps 100000 --cloning \
         --jobs 2 --datasets data/Hopper-v5/medium-replay.hdf5 data/Hopper-v5/medium-expert.hdf5
 
-CORL's files algorithms/offline/iql.py, td3_bc.py and dt.py are imported as they are, with empty modules in place of
+CORL's files algorithms/offline/iql.py, td3_bc.py, cql.py and dt.py are imported as they are, with empty modules in place of
 d4rl, gym, pyrallis and wandb, of which only what is not used here is needed. Its networks, data handling and updates
 are its own; the loops around them are those of its `train`, without what they log (which is in its favour).
 
-speed: batch 256, two hidden layers of 256 for IQL and TD3+BC; batch 64, K = 20, three layers of 128, dropout 0.1 for
+speed: batch 256, two hidden layers of 256 for IQL, TD3+BC and CQL, with 4 sampled actions; batch 64, K = 20, three layers of 128, dropout 0.1 for
 DT. CORL reads DT's windows in the four processes of its data loader. Each run is a fresh process; sides take turns.
 score: the same file, number of updates, batch and network sizes, learning rate and reward treatment; everything else is
 as each code has it. CORL normalises observations for IQL; the side "normalized" is ours with --normalize. Evaluation is
@@ -46,9 +46,14 @@ from utils.control import evaluate, make_env, rollouts, to_env, to_unit  # noqa:
 from utils.offline import load_dataset  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-Algo = Literal["iql", "td3_bc", "dt"]
-SIDES = {"iql": ("ours", "corl"), "td3_bc": ("ours", "corl"), "dt": ("ours", "bfloat16", "corl")}
-AIMS = {"iql": (1.0, 1.4), "td3_bc": (1.1, 1.1), "dt": (1.1, 1.8)}
+Algo = Literal["iql", "td3_bc", "cql", "dt"]
+SIDES = {
+    "iql": ("ours", "corl"),
+    "td3_bc": ("ours", "corl"),
+    "cql": ("ours", "corl"),
+    "dt": ("ours", "bfloat16", "corl"),
+}
+AIMS = {"iql": (1.0, 1.4), "td3_bc": (1.1, 1.1), "cql": (1.1, 1.1), "dt": (1.1, 1.8)}
 PAPER_DT = dict(embed_dim=128, num_layers=3, num_heads=1, context_length=20, batch_size=64, dropout=0.1,
                 learning_rate=1e-4, warmup_steps=10_000)  # fmt: skip
 
@@ -120,9 +125,9 @@ def corl_iql(folder: Path, dataset: str, seed: int, steps: int):
     return update, score
 
 
-def corl_td3_bc(folder: Path, dataset: str, seed: int, steps: int):
-    """(update, None) of CORL's TD3+BC with its defaults."""
-    corl, (data, _, space) = corl_module(folder, "td3_bc"), read(dataset)
+def corl_td3_bc(folder: Path, dataset: str, seed: int, steps: int, algo: str = "td3_bc"):
+    """(update, None) of CORL's TD3+BC with its defaults, or of its CQL with the settings of ours."""
+    corl, (data, _, space) = corl_module(folder, algo), read(dataset)
     torch.manual_seed(seed)
     mean, std = corl.compute_mean_std(data.obs, eps=1e-3)
     columns = {"observations": (data.obs - mean) / std, "actions": to_unit(data.actions, space),
@@ -131,6 +136,15 @@ def corl_td3_bc(folder: Path, dataset: str, seed: int, steps: int):
     sizes = data.obs.shape[1], data.actions.shape[1]
     buffer = corl.ReplayBuffer(*sizes, len(data.obs))
     buffer.load_d4rl_dataset(columns)
+    if algo == "cql":
+        layers = dict(orthogonal_init=False, n_hidden_layers=2)
+        parts = {f"critic_{i}": corl.FullyConnectedQFunction(*sizes, **layers) for i in (1, 2)}
+        parts["actor"] = actor = corl.TanhGaussianPolicy(*sizes, 1.0, orthogonal_init=False)
+        actor.base_network[4] = torch.nn.Identity()  # the third of its layers, which ours lacks
+        actor.base_network[5] = torch.nn.Identity()
+        parts |= {f"{name}_optimizer": torch.optim.Adam(part.parameters(), lr=3e-4) for name, part in parts.items()}
+        trainer = corl.ContinuousCQL(**parts, target_entropy=-sizes[1], bc_steps=0, cql_n_actions=4)
+        return lambda: trainer.train(buffer.sample(256)), None
     parts = dict(actor=corl.Actor(*sizes, 1.0), critic_1=corl.Critic(*sizes), critic_2=corl.Critic(*sizes))
     parts |= {f"{name}_optimizer": torch.optim.Adam(part.parameters(), lr=3e-4) for name, part in parts.items()}
     trainer = corl.TD3_BC(1.0, **parts)
@@ -192,9 +206,9 @@ def corl_dt(folder: Path, dataset: str, seed: int, settings: dict):
 
 def ours(algo: str, dataset: str, seed: int, steps: int, settings: dict) -> list[dict]:
     """The history of our script, started as a user would."""
-    from algos import bc, dt, iql, td3_bc
+    from algos import bc, cql, dt, iql, td3_bc
 
-    script = {"iql": iql, "dt": dt, "bc": bc, "td3_bc": td3_bc}[algo]
+    script = {"iql": iql, "dt": dt, "bc": bc, "td3_bc": td3_bc, "cql": cql}[algo]
     return script.train(script.Args(dataset=dataset, seed=seed, max_steps=steps, save_every=10**9, eval_every=0,
                                     threads=torch.get_num_threads(), **settings))  # fmt: skip
 
@@ -204,7 +218,12 @@ def worker(algo: Algo, side: str, corl: Path, dataset: str, threads: int, steps:
     torch.set_num_threads(threads)
     warm = max(10, steps // 10)
     if side == "corl":
-        peer, settings = {"iql": (corl_iql, steps), "td3_bc": (corl_td3_bc, steps), "dt": (corl_dt, PAPER_DT)}[algo]
+        peer, settings = {
+            "iql": (corl_iql, steps),
+            "td3_bc": (corl_td3_bc, steps),
+            "cql": (partial(corl_td3_bc, algo="cql"), steps),
+            "dt": (corl_dt, PAPER_DT),
+        }[algo]
         update, _ = peer(corl, dataset, 1, settings)
         for _ in range(warm):
             update()
@@ -215,7 +234,8 @@ def worker(algo: Algo, side: str, corl: Path, dataset: str, threads: int, steps:
     else:
         settings = dict(eval_episodes=1, log_every=warm) | (PAPER_DT | {
             "precision": "bfloat16" if side == "bfloat16" else "float32", "target_returns": (1.0,)} if algo == "dt"
-            else {"top_fraction": 1.0} if algo == "td3_bc" else {})  # fmt: skip
+            else {"top_fraction": 1.0} if algo == "td3_bc"
+            else {"top_fraction": 1.0, "backup_entropy": False} if algo == "cql" else {})  # fmt: skip
         history = ours(algo, dataset, 1, warm * (1 + -(-steps // warm)), settings)
         rate = statistics.harmonic_mean([row["time/updates_per_second"] for row in history[1:]])
     print()
@@ -233,10 +253,14 @@ def measure(threads: int, *words) -> object:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def speed(corl: Path, dataset: str = "", rounds: int = 5, threads: int = 2) -> None:
-    """Times all sides in turn and writes results/speed_offline.json where there were at least 3 rounds."""
-    corl, dataset, results = corl.resolve(), dataset and str(Path(dataset).resolve()), {}
-    for algo, steps in (("iql", 1000), ("td3_bc", 2000), ("dt", 60)):
+def speed(corl: Path, dataset: str = "", rounds: int = 5, threads: int = 2,
+          algos: tuple[Algo, ...] = ("iql", "td3_bc", "cql", "dt")) -> None:  # fmt: skip
+    """Times all sides in turn. results/speed_offline.json has the last figures of each algorithm that had at least 3
+    rounds."""
+    corl, dataset, path = corl.resolve(), dataset and str(Path(dataset).resolve()), RESULTS / "speed_offline.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for algo in algos:
+        steps = {"iql": 1000, "td3_bc": 2000, "cql": 200, "dt": 60}[algo]
         runs = []
         for i in range(rounds):
             order = SIDES[algo][:: 1 if i % 2 == 0 else -1]
@@ -248,12 +272,11 @@ def speed(corl: Path, dataset: str = "", rounds: int = 5, threads: int = 2) -> N
             "updates_per_second": {side: round(statistics.median(run[side] for run in runs), 1) for side in runs[0]},
             "over_corl": {side: {"median": round(statistics.median(r), 2), "min": round(min(r), 2),
                                  "max": round(max(r), 2)} for side, r in ratios.items()},
-            "floor_and_aim": AIMS[algo], "rounds": runs,
+            "floor_and_aim": AIMS[algo], "rounds": runs, "threads": threads, "machine": machine(),
         }  # fmt: skip
-    results |= {"threads": threads, "machine": machine()}
     print(json.dumps(results, indent=1))
     if rounds >= 3:
-        (RESULTS / "speed_offline.json").write_text(json.dumps(results, indent=1) + "\n")
+        path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def score_worker(algo: str, side: str, corl: Path, dataset: str, seed: int, steps: int, episodes: int) -> None:
