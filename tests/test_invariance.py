@@ -234,8 +234,8 @@ def test_what_lies_under_padding_cannot_overflow():
 
 
 def test_a_long_completion_is_normalised_in_pieces(monkeypatch):
-    """What is normalised at once is limited however long a row is, up to one position's vocabulary. No hook of the output
-    layer runs: FSDP's would end the pass of the whole model at the first piece."""
+    """What is normalised at once is limited however long a row is, up to one position's vocabulary. No hook of the
+    output layer runs: FSDP's would end the pass of the whole model at the first piece."""
     model, sizes = llama(), []
     forward = model.lm_head.forward
     model.lm_head.register_forward_hook(lambda *_: pytest.fail("a hook ran"))

@@ -1,4 +1,4 @@
-"""IQL, TD3+BC, CQL and Decision Transformer beside CORL's on the same file: updates per second, and scores of two of them.
+"""IQL, TD3+BC, CQL and Decision Transformer beside CORL's on the same file: updates per second, and scores of two.
 
     git clone https://github.com/corl-team/CORL /tmp/corl
     python benchmarks/peers/offline_corl.py speed --corl /tmp/corl --rounds 5         -> results/speed_offline.json
@@ -6,12 +6,13 @@
     python benchmarks/peers/offline_corl.py score --corl /tmp/corl --seeds 5 --algos iql --iql-steps 100000 --cloning \
         --jobs 2 --datasets data/Hopper-v5/medium-replay.hdf5 data/Hopper-v5/medium-expert.hdf5
 
-CORL's files algorithms/offline/iql.py, td3_bc.py, cql.py and dt.py are imported as they are, with empty modules in place of
-d4rl, gym, pyrallis and wandb, of which only what is not used here is needed. Its networks, data handling and updates
+CORL's files algorithms/offline/iql.py, td3_bc.py, cql.py and dt.py are imported as they are, with empty modules in place
+of d4rl, gym, pyrallis and wandb, of which only what is not used here is needed. Its networks, data handling and updates
 are its own; the loops around them are those of its `train`, without what they log (which is in its favour).
 
-speed: batch 256, two hidden layers of 256 for IQL, TD3+BC and CQL, with 4 sampled actions; batch 64, K = 20, three layers of 128, dropout 0.1 for
-DT. CORL reads DT's windows in the four processes of its data loader. Each run is a fresh process; sides take turns.
+speed: batch 256, two hidden layers of 256 for IQL, TD3+BC and CQL, which has 4 sampled actions; batch 64, K = 20, three
+layers of 128, dropout 0.1 for DT. CORL reads DT's windows in the four processes of its data loader. Each run is a fresh
+process; sides take turns.
 score: the same file, number of updates, batch and network sizes, learning rate and reward treatment; everything else is
 as each code has it. CORL normalises observations for IQL; the side "normalized" is ours with --normalize. Evaluation is
 ours for all: the same environments, start states and episodes. --cloning adds 10 %-BC (bc.py) with as many updates. The
@@ -47,12 +48,7 @@ from utils.offline import load_dataset  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 Algo = Literal["iql", "td3_bc", "cql", "dt"]
-SIDES = {
-    "iql": ("ours", "corl"),
-    "td3_bc": ("ours", "corl"),
-    "cql": ("ours", "corl"),
-    "dt": ("ours", "bfloat16", "corl"),
-}
+SIDES = dict.fromkeys(("iql", "td3_bc", "cql"), ("ours", "corl")) | {"dt": ("ours", "bfloat16", "corl")}
 AIMS = {"iql": (1.0, 1.4), "td3_bc": (1.1, 1.1), "cql": (1.1, 1.1), "dt": (1.1, 1.8)}
 PAPER_DT = dict(embed_dim=128, num_layers=3, num_heads=1, context_length=20, batch_size=64, dropout=0.1,
                 learning_rate=1e-4, warmup_steps=10_000)  # fmt: skip
