@@ -6,8 +6,8 @@
     python benchmarks/peers/offline_corl.py score --corl /tmp/corl --seeds 5 --algos iql --iql-steps 100000 --cloning \
         --jobs 2 --datasets data/Hopper-v5/medium-replay.hdf5 data/Hopper-v5/medium-expert.hdf5
 
-CORL's files algorithms/offline/iql.py, td3_bc.py, cql.py and dt.py are imported as they are, with empty modules in place
-of d4rl, gym, pyrallis and wandb, of which only what is not used here is needed. Its networks, data handling and updates
+CORL's files algorithms/offline/iql.py, td3_bc.py, cql.py and dt.py are imported as they are, with empty modules in
+place of d4rl, gym, pyrallis and wandb, of which only what is not used here is needed. Its networks, data and updates
 are its own; the loops around them are those of its `train`, without what they log (which is in its favour).
 
 speed: batch 256, two hidden layers of 256 for IQL, TD3+BC and CQL, which has 4 sampled actions; batch 64, K = 20, three
