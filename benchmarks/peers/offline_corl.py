@@ -1,7 +1,7 @@
 """IQL, TD3+BC, CQL and Decision Transformer beside CORL's on the same file: updates per second, and scores of two.
 
     git clone https://github.com/corl-team/CORL /tmp/corl
-    python benchmarks/peers/offline_corl.py speed --corl /tmp/corl --rounds 5         -> results/speed_offline.json
+    python benchmarks/peers/offline_corl.py speed --corl /tmp/corl --rounds 5         -> results/speed_ALGO.json
     python benchmarks/peers/offline_corl.py score --corl /tmp/corl --seeds 3          -> results/score_offline.json
     python benchmarks/peers/offline_corl.py score --corl /tmp/corl --seeds 5 --algos iql --iql-steps 100000 --cloning \
         --jobs 2 --datasets data/Hopper-v5/medium-replay.hdf5 data/Hopper-v5/medium-expert.hdf5
@@ -251,28 +251,26 @@ def measure(threads: int, *words) -> object:
 
 def speed(corl: Path, dataset: str = "", rounds: int = 5, threads: int = 2,
           algos: tuple[Algo, ...] = ("iql", "td3_bc", "cql", "dt")) -> None:  # fmt: skip
-    """Times all sides in turn. results/speed_offline.json has the last figures of each algorithm that had at least 3
-    rounds."""
-    corl, dataset, path = corl.resolve(), dataset and str(Path(dataset).resolve()), RESULTS / "speed_offline.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
+    """Times all sides in turn, and writes results/speed_ALGO.json where there were at least 3 rounds."""
+    corl, dataset = corl.resolve(), dataset and str(Path(dataset).resolve())
     for algo in algos:
-        steps = {"iql": 1000, "td3_bc": 2000, "cql": 200, "dt": 60}[algo]
-        runs = []
+        steps, runs = {"iql": 1000, "td3_bc": 2000, "cql": 200, "dt": 60}[algo], []
         for i in range(rounds):
             order = SIDES[algo][:: 1 if i % 2 == 0 else -1]
             runs.append({side: measure(threads, "worker", "--algo", algo, "--side", side, "--corl", corl, "--dataset",
                                        dataset, "--threads", threads, "--steps", steps) for side in order})  # fmt: skip
             print(algo, f"round {i + 1}:", {side: round(rate, 1) for side, rate in runs[-1].items()}, flush=True)
         ratios = {side: [run[side] / run["corl"] for run in runs] for side in SIDES[algo] if side != "corl"}
-        results[algo] = {
+        result = {
             "updates_per_second": {side: round(statistics.median(run[side] for run in runs), 1) for side in runs[0]},
             "over_corl": {side: {"median": round(statistics.median(r), 2), "min": round(min(r), 2),
                                  "max": round(max(r), 2)} for side, r in ratios.items()},
-            "floor_and_aim": AIMS[algo], "rounds": runs, "threads": threads, "machine": machine(),
+            "floor_and_aim": AIMS[algo], "rounds": runs,
         }  # fmt: skip
-    print(json.dumps(results, indent=1))
-    if rounds >= 3:
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        print(algo, result["over_corl"])
+        if rounds >= 3:
+            result = {algo: result, "threads": threads, "machine": machine()}
+            (RESULTS / f"speed_{algo}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def score_worker(algo: str, side: str, corl: Path, dataset: str, seed: int, steps: int, episodes: int) -> None:
