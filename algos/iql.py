@@ -14,7 +14,7 @@ approximates the best one. On minibatches minimises
 
     V     for tau -> 1 the best value among actions of the data; for tau = 1/2 the value of the policy that recorded it
     beta  --temperature, an inverse temperature: 0 is bc.py, more prefers the best actions
-    tau, tau_Q, gamma   --expectile, --tau, --gamma
+    tau, tau_Q, gamma   --expectile, --tau, --gamma. With --value-loss quantile |u| stands for u^2: not measured
 
 The order is the authors': V first, then the policy and Q with the new V, then the targets. With --online-steps
 training goes on in the environment: each step samples one action and makes one update on the dataset and new data.
@@ -36,8 +36,7 @@ Expect
 
 Metrics
     q, v                means of min Qbar(s, a) and V(s); in units of the mapped rewards (--rewards); near the returns
-    weight              mean of min(exp(beta A), 100); 1 to 10. clipped: share of weights at 100; below 0.1
-    nll                 mean of -log pi over the batch, unweighted
+    weight, nll         means of min(exp(beta A), 100), 1 to 10, and -log pi. clipped: share of weights at 100
     eval/success        AntMaze's score: eval/return counts every step at the goal where the environment goes on there
     eval/score, eval/d4rl_score and eval/best_return: as in bc.py
 
@@ -45,7 +44,6 @@ Differences
     - None in the update: the authors' code (JAX) is the source of every constant. CORL normalises states. It
       scales rewards only for Hopper's medium and medium-replay, where tau is 0.001 and the policy deterministic; for
       AntMaze it takes 1 off each. Its advantages and targets of Q use V as it was before the update.
-    - --normalize is CORL's, not the authors'. benchmarks/README.md has what it is worth.
 """
 
 import copy
@@ -110,6 +108,8 @@ class Args(OfflineArgs):
     """step of the target critics towards the critics"""
     expectile: float | None = None
     """expectile of the value"""
+    value_loss: Literal["expectile", "quantile"] = "expectile"
+    """quantile: f-DVL with total variation, its lambda 1 / (2 - expectile) (arXiv 2302.08560)"""
     temperature: float | None = None
     """inverse temperature of the policy's weights: beta"""
     rewards: Literal["raw", "return-range", "minus-one"] | None = None
@@ -191,9 +191,10 @@ class Agent(nn.Module):
         return (obs - self.obs_mean.cpu().numpy()) / self.obs_std.cpu().numpy()
 
 
-def expectile_loss(errors: Tensor, expectile: float) -> Tensor:
-    """Mean of |expectile - 1(u < 0)| u^2 over errors u: equation 5."""
-    return (torch.where(errors > 0, expectile, 1 - expectile) * errors.square()).mean()
+def value_loss(errors: Tensor, expectile: float, kind: str) -> Tensor:
+    """Mean of |expectile - 1(u < 0)| u^2 over errors u: equation 5; with |u| for a quantile."""
+    sizes = errors.square() if kind == "expectile" else errors.abs()
+    return (torch.where(errors > 0, expectile, 1 - expectile) * sizes).mean()
 
 
 def actor_loss(
@@ -223,7 +224,7 @@ def update(agent: Agent, optimizers: Optimizers, batch: Transitions, args: Args)
     would make the CPU wait for the device at every update."""
     with torch.no_grad():
         q = torch.min(*agent.targets(batch.obs, batch.actions))
-    descend(optimizers.value, expectile_loss(q - agent.value(batch.obs), args.expectile))
+    descend(optimizers.value, value_loss(q - agent.value(batch.obs), args.expectile, args.value_loss))
     with torch.no_grad():
         values, next_values = agent.value(torch.cat([batch.obs, batch.next_obs])).chunk(2)
     loss, weights, logps = actor_loss(agent.actor, batch, q - values, args.temperature)

@@ -189,12 +189,12 @@ def own_log_prob(p: dict, batch):
     return normal.log_prob(batch.actions).sum(1)[:, None]
 
 
-def own_update(p: dict, moments: dict, batch) -> dict:
+def own_update(p: dict, moments: dict, batch, power: int = 2) -> dict:
     """The authors' order. Changes `p` and `moments`; returns the metrics."""
     q1, q2 = twins(p, "targets", batch.obs, batch.actions)
     q = torch.where(q1 < q2, q1, q2).detach()
     u = q - mlp(p, "value", batch.obs)
-    adam(p, moments, "value", (abs(EXPECTILE - 1.0 * (u.detach() < 0)) * u**2).sum() / len(u), RATE)
+    adam(p, moments, "value", (abs(EXPECTILE - 1.0 * (u.detach() < 0)) * abs(u) ** power).sum() / len(u), RATE)
 
     v, next_v = (mlp(p, "value", obs).detach() for obs in (batch.obs, batch.next_obs))
     w = torch.exp(TEMPERATURE * (q - v))
@@ -222,18 +222,19 @@ def make_optimizers(agent) -> iql.Optimizers:
 
 
 @float64()
-def test_update_equals_a_second_implementation():
+@pytest.mark.parametrize("kind, power", [("expectile", 2), ("quantile", 1)])
+def test_update_equals_a_second_implementation(kind, power):
     """Five updates: all parameters and metrics. The value moves first, by the target critics; the policy's weights are
     those of the target critics less the new value, the critics' target has the new value, the targets come last."""
     agent = make_agent()
     optimizers, p, moments, clipped = make_optimizers(agent), named(agent), {}, []
-    args = iql.Args(gamma=GAMMA, tau=TAU, expectile=EXPECTILE, temperature=TEMPERATURE)
+    args = iql.Args(gamma=GAMMA, tau=TAU, expectile=EXPECTILE, temperature=TEMPERATURE, value_loss=kind)
     for step in range(5):
         batch = minibatch(iql.Transitions, step)
         for name in ("critics", "targets"):  # each of the two is the smaller one somewhere
             assert 0 < torch.lt(*twins(p, name, batch.obs, batch.actions)).sum() < B
         numbers = iql.update(agent, optimizers, batch, args)
-        own = own_update(p, moments, batch)
+        own = own_update(p, moments, batch, power)
         for name, tensor in agent.state_dict().items():
             np.testing.assert_allclose(tensor, p[name].detach(), rtol=1e-10, atol=1e-13, err_msg=f"{name} {step}")
         assert numbers.keys() == own.keys()
@@ -242,6 +243,16 @@ def test_update_equals_a_second_implementation():
         assert not any(x.requires_grad or x.grad is not None for x in agent.targets.parameters())
         clipped.append(own["clipped"].item())
     assert 0 < sum(clipped) < 5  # weights on both sides of 100
+
+
+@float64()
+def test_the_quantile_is_that_of_f_dvl():
+    """Least at the quantile, and at lambda's V of f-DVL with total variation: lambda max(u, 0) - (1 - lambda) u."""
+    values, weight = torch.tensor([-3.0, 0.0, 1.0, 2.0, 9.0]), 0.7
+    losses = [iql.value_loss(values - v, 2 - 1 / weight, "quantile") for v in values]
+    theirs = [(weight * (values - v).clamp(min=0) - (1 - weight) * (values - v)).mean() for v in values]
+    close(torch.stack(losses) * weight, torch.stack(theirs))
+    assert np.argmin(losses) == 2 and values[2] == np.quantile(values, 2 - 1 / weight, method="inverted_cdf")
 
 
 # --- temperature 0 is behaviour cloning

@@ -38,12 +38,12 @@ advantage-of-the-online-critics: the authors' policy leans on the target critics
 + torch.min(*agent.critics(batch.obs, batch.actions)).detach() - values,
 
 advantage-of-the-old-value: losses first, steps later: the authors' order is another (CORL's IQL)
--     descend(optimizers.value, expectile_loss(q - agent.value(batch.obs), args.expectile))
+-     descend(optimizers.value, value_loss(q - agent.value(batch.obs), args.expectile, args.value_loss))
 -     with torch.no_grad():
 -         values, next_values = agent.value(torch.cat([batch.obs, batch.next_obs])).chunk(2)
 +     with torch.no_grad():
 +         values, next_values = agent.value(torch.cat([batch.obs, batch.next_obs])).chunk(2)
-+     descend(optimizers.value, expectile_loss(q - agent.value(batch.obs), args.expectile))
++     descend(optimizers.value, value_loss(q - agent.value(batch.obs), args.expectile, args.value_loss))
 
 online-rewards-as-they-are: rewards are treated where the dataset is read
 - actions, factor * rewards[:, None] + summand,
