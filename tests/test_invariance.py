@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import utils.lm
 from algos import grpo, reward_model
 from utils.data import encode_prompt, load_task
-from utils.dist import Samples, join, pad_left, split_rows
+from utils.dist import Samples, join, micro_batches, pad_left, split_rows
 from utils.lm import completion_logps, load_model, sample, with_flags
 
 G, T = 4, 6
@@ -270,6 +270,17 @@ def test_rows_share_a_budget_of_tokens():
     assert longest == sorted(longest, reverse=True) and max(held) <= 16_384 and sum(lengths) > 0.9 * sum(held)
     assert sorted(row for rows in batches for row in rows) == list(range(1024))
     assert split_rows([5, 9, 2], 8, 4) == [[1], [0], [2]] and split_rows([1] * 5, 2, 99) == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 7, 9])
+def test_a_completion_keeps_its_prompt(size):
+    """Also where a micro-batch ends within a group of three: prompts are dealt out evenly to its rows."""
+    ones = torch.ones(9, 2, dtype=torch.long)
+    samples = Samples(torch.tensor([[5], [6], [7]]), ones[:3, :1], ones, ones, None, None)
+    args, found = grpo.Args(micro_batch_size=size), []
+    for rows, (prompts, *_) in micro_batches(samples, args):
+        found += prompts.repeat_interleave(len(rows) // len(prompts)).tolist()
+    assert found == [5] * 3 + [6] * 3 + [7] * 3
 
 
 def test_scores_are_in_the_order_of_the_rows():
