@@ -208,8 +208,8 @@ def own_update(p: dict, moments: dict, batch, value_loss) -> dict:
     adam(p, moments, "critics", sum(((x - y) ** 2).sum() / len(x) for x in online), RATE)
     lag(p, TAU)
     return {"q": q.mean(), "v": v.mean(), "lift": (v - q).mean(), "weight": w.mean(), "td_error": td_error,
-            "clipped": (w == 100).double().mean(), "nll": -logps.detach().mean(), "std": p["actor.log_std"].detach().exp().mean()
-            }  # fmt: skip
+            "clipped": (w == 100).double().mean(), "nll": -logps.detach().mean(),
+            "std": p["actor.log_std"].detach().exp().mean()}  # fmt: skip
 
 
 def make_agent() -> iql.Agent:

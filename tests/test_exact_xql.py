@@ -31,7 +31,7 @@ def test_the_value_of_xql_is_a_soft_maximum(scale):
 
 @float64()
 def test_what_is_clipped_does_not_pull():
-    """The others pull by exp(z) - 1 over b, and over the largest exp(z), which is at least 1 / e. No error overflows."""
+    """The others pull by exp(z) - 1 over b, and over the largest exp(z), at least 1 / e. No error overflows."""
     errors = torch.tensor([-4.0, 1.0, 3.0, 1e5])
     close(pull(errors, gumbel_scale=2.0, max_clip=1.0), [*((errors[:2] / 2).exp() - 1) / 2 / math.e, 0.0, 0.0])
     below = torch.tensor([-8.0, -4.0])

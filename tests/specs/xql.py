@@ -56,5 +56,6 @@ SPEC = Spec(
         ),
     },
     no_recipe="the authors' commands have other minibatches and losses of Q",
-    flags=PARENT.flags, noise=PARENT.noise, special=PARENT.special, walk=PARENT.walk, bugs=parse_bugs(BUGS),
+    special=PARENT.special | {"max_clip": ({"gumbel_scale": 0.01}, 1.0), "dvl_lambda": ({"value_loss": "chi2"}, 0.3)},
+    flags=PARENT.flags, noise=PARENT.noise, walk=PARENT.walk, bugs=parse_bugs(BUGS),
 )  # fmt: skip
