@@ -20,7 +20,7 @@ from helpers import metrics, new_run, weights
 from scipy import optimize, stats
 from torch import nn
 
-from algos import bc, cfgrl, flow_bc, fql, iql
+from algos import bc, cfgrl, flow_bc, fql, iql, xql
 from benchmarks.record_suite import save
 from utils.control import ReplayBuffer
 from utils.core import UserError
@@ -189,12 +189,12 @@ def own_log_prob(p: dict, batch):
     return normal.log_prob(batch.actions).sum(1)[:, None]
 
 
-def own_update(p: dict, moments: dict, batch, power: int = 2) -> dict:
+def own_update(p: dict, moments: dict, batch, value_loss) -> dict:
     """The authors' order. Changes `p` and `moments`; returns the metrics."""
     q1, q2 = twins(p, "targets", batch.obs, batch.actions)
     q = torch.where(q1 < q2, q1, q2).detach()
     u = q - mlp(p, "value", batch.obs)
-    adam(p, moments, "value", (abs(EXPECTILE - 1.0 * (u.detach() < 0)) * abs(u) ** power).sum() / len(u), RATE)
+    adam(p, moments, "value", value_loss(u).sum() / len(u), RATE)
 
     v, next_v = (mlp(p, "value", obs).detach() for obs in (batch.obs, batch.next_obs))
     w = torch.exp(TEMPERATURE * (q - v))
@@ -207,9 +207,9 @@ def own_update(p: dict, moments: dict, batch, power: int = 2) -> dict:
     td_error = abs(online[0].detach() - y).mean()
     adam(p, moments, "critics", sum(((x - y) ** 2).sum() / len(x) for x in online), RATE)
     lag(p, TAU)
-    return {"q": q.mean(), "v": v.mean(), "weight": w.mean(), "clipped": (w == 100).double().mean(),
-            "td_error": td_error, "nll": -logps.detach().mean(), "std": p["actor.log_std"].detach().exp().mean()
-            }  # fmt: skip
+    return {"q": q.mean(), "v": v.mean(), "lift": (v - q).mean(), "weight": w.mean(), "td_error": td_error,
+            "clipped": (w == 100).double().mean(), "nll": -logps.detach().mean(),
+            "std": p["actor.log_std"].detach().exp().mean()}  # fmt: skip
 
 
 def make_agent() -> iql.Agent:
@@ -221,25 +221,41 @@ def make_optimizers(agent) -> iql.Optimizers:
     return iql.Optimizers(*(torch.optim.Adam(part.parameters(), lr=RATE, fused=True) for part in parts))
 
 
+def gumbel(u):
+    """exp(z) - z - 1 over the largest exp(z), of z up to 1."""
+    z = torch.minimum(u / 2, torch.tensor(1.0))
+    return (torch.exp(z) - z - 1) / torch.exp(z.detach().max())
+
+
+VALUE_LOSSES = {  # as a second implementation has them; names of arguments -> values
+    "expectile": (iql, {}, lambda u: abs(EXPECTILE - 1.0 * (u.detach() < 0)) * u**2),
+    "quantile": (iql, dict(value_loss="quantile"), lambda u: abs(EXPECTILE - 1.0 * (u.detach() < 0)) * abs(u)),
+    "gumbel": (xql, dict(max_clip=1.0), gumbel),
+    "chi2": (xql, dict(value_loss="chi2", dvl_lambda=0.6),
+             lambda u: 0.6 * torch.where((u > 0) | (u < -4), u + u**2 / 4, 0 * u) - 0.4 * u),
+}  # fmt: skip
+
+
 @float64()
-@pytest.mark.parametrize("kind, power", [("expectile", 2), ("quantile", 1)])
-def test_update_equals_a_second_implementation(kind, power):
+@pytest.mark.parametrize("case", VALUE_LOSSES)
+def test_update_equals_a_second_implementation(case):
     """Five updates: all parameters and metrics. The value moves first, by the target critics; the policy's weights are
     those of the target critics less the new value, the critics' target has the new value, the targets come last."""
-    agent = make_agent()
+    agent, (module, given, value_loss) = make_agent(), VALUE_LOSSES[case]
     optimizers, p, moments, clipped = make_optimizers(agent), named(agent), {}, []
-    args = iql.Args(gamma=GAMMA, tau=TAU, expectile=EXPECTILE, temperature=TEMPERATURE, value_loss=kind)
+    given = dict(expectile=EXPECTILE) | given if module is iql else given
+    args = module.Args(gamma=GAMMA, tau=TAU, temperature=TEMPERATURE, **given)
     for step in range(5):
         batch = minibatch(iql.Transitions, step)
         for name in ("critics", "targets"):  # each of the two is the smaller one somewhere
             assert 0 < torch.lt(*twins(p, name, batch.obs, batch.actions)).sum() < B
-        numbers = iql.update(agent, optimizers, batch, args)
-        own = own_update(p, moments, batch, power)
+        numbers = module.update(agent, optimizers, batch, args)
+        own = own_update(p, moments, batch, value_loss)
         for name, tensor in agent.state_dict().items():
             np.testing.assert_allclose(tensor, p[name].detach(), rtol=1e-10, atol=1e-13, err_msg=f"{name} {step}")
-        assert numbers.keys() == own.keys()
-        for name, value in own.items():
-            close(numbers[name], value)
+        assert numbers.keys() == own.keys() - ({"lift"} if module is iql else set())
+        for name, number in numbers.items():
+            close(number, own[name])
         assert not any(x.requires_grad or x.grad is not None for x in agent.targets.parameters())
         clipped.append(own["clipped"].item())
     assert 0 < sum(clipped) < 5  # weights on both sides of 100
@@ -284,11 +300,12 @@ def test_temperature_0_is_behaviour_cloning():
 
 # --- the policy
 
-modules = pytest.mark.parametrize("module", [iql, bc], ids=["iql", "bc"])
+modules = pytest.mark.parametrize("module", [iql, bc, xql], ids=["iql", "bc", "xql"])
+learners = pytest.mark.parametrize("module", [iql, xql], ids=["iql", "xql"])
 cloners = pytest.mark.parametrize("module", [bc, flow_bc], ids=["bc", "flow_bc"])
 takers = pytest.mark.parametrize("module", [bc, flow_bc, cfgrl, fql], ids=["bc", "flow_bc", "cfgrl", "fql"])
 every_module = pytest.mark.parametrize(
-    "module", [iql, bc, flow_bc, cfgrl, fql], ids=["iql", "bc", "flow_bc", "cfgrl", "fql"]
+    "module", [iql, bc, flow_bc, cfgrl, fql, xql], ids=["iql", "bc", "flow_bc", "cfgrl", "fql", "xql"]
 )
 
 
@@ -447,12 +464,13 @@ def own_treatment(columns, treatment: str) -> tuple[float, float]:
     return {"raw": (1, 0), "minus-one": (1, -1), "return-range": (1000 / (returns.max() - returns.min()), 0)}[treatment]
 
 
+@learners
 @pytest.mark.parametrize("treatment", ["raw", "return-range", "minus-one"])
-def test_train_treats_all_rewards_alike(recorded, tmp_path, treatment):
+def test_train_treats_all_rewards_alike(recorded, tmp_path, treatment, module):
     """The dataset's rows with actions in [-1, 1]; then, online, one row a step as the environment went: the last
     observation of an episode and not the next one's first, terminated but not cut off, rewards like the dataset's."""
     path, columns = recorded
-    run = trained(iql, tmp_path, path, "--online-steps", ONLINE, "--rewards", treatment)
+    run = trained(module, tmp_path, path, "--online-steps", ONLINE, "--rewards", treatment)
     factor, summand = own_treatment(columns, treatment)
     obs, actions, rewards, terminated, next_obs = run.added[0]
     close(obs, columns[0])
@@ -475,12 +493,13 @@ def test_train_treats_all_rewards_alike(recorded, tmp_path, treatment):
     assert max(seen[: 8 * 16]) < len(columns[0]) <= max(seen) and min(seen[-10 * 16 :]) < 20  # the oldest stay
 
 
-def test_normalize_reaches_all_observations(recorded, tmp_path, monkeypatch):
+@learners
+def test_normalize_reaches_all_observations(recorded, tmp_path, monkeypatch, module):
     """What is trained on, offline and online, and what acts: less the dataset's mean, over its deviation."""
     path, columns = recorded
-    acted, act = [], iql.act
-    monkeypatch.setattr(iql, "act", lambda actor, space, *rest: acted.append(rest) or act(actor, space, *rest))
-    run = trained(iql, tmp_path, path, "--online-steps", ONLINE, "--normalize")
+    acted, act = [], module.act
+    monkeypatch.setattr(module, "act", lambda actor, space, *rest: acted.append(rest) or act(actor, space, *rest))
+    run = trained(module, tmp_path, path, "--online-steps", ONLINE, "--normalize")
     mean, std = columns[0].mean(0), columns[0].std(0) + 1e-3
     close(run.added[0][0], (columns[0] - mean) / std, 1e-5)
     close(run.added[0][4], (columns[4] - mean) / std, 1e-5)
@@ -493,12 +512,13 @@ def test_normalize_reaches_all_observations(recorded, tmp_path, monkeypatch):
     assert_in_order(*online)
 
 
+@learners
 @pytest.mark.parametrize("anneal", [True, False])
-def test_policy_alone_is_annealed(recorded, tmp_path, anneal):
+def test_policy_alone_is_annealed(recorded, tmp_path, anneal, module):
     """By a cosine from the learning rate at the first update to almost 0 at the last offline one; online it is the
     learning rate again. Critics and value stay. The optimizers are Adam on exactly their part."""
     flag = [] if anneal else ["--no-anneal-actor"]
-    run = trained(iql, tmp_path, recorded[0], "--online-steps", 3, "--learning-rate", 1e-3, *flag)
+    run = trained(module, tmp_path, recorded[0], "--online-steps", 3, "--learning-rate", 1e-3, *flag)
     cosine = [1e-3 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)]
     close(run.rates[:, 0], [*(cosine if anneal else [1e-3] * 8), *[1e-3] * 3], 1e-15)
     close(run.rates[:, 1:], 1e-3, 1e-15)
@@ -529,16 +549,18 @@ AUTHORS = {  # expectile, temperature, dropout, rewards of the authors' configur
 }
 
 
+@learners
 @pytest.mark.parametrize("domain", AUTHORS)
-def test_domain_fills_in_what_is_not_given(recorded, tmp_path, domain):
-    run = trained(iql, tmp_path, recorded[0], "--domain", domain)
+def test_domain_fills_in_what_is_not_given(recorded, tmp_path, domain, module):
+    chosen = lambda args: (args.temperature, args.dropout, args.rewards)  # noqa: E731
+    run = trained(module, tmp_path, recorded[0], "--domain", domain)
     agent, *_, args = run.calls[0]
-    assert (args.expectile, args.temperature, args.dropout, args.rewards) == AUTHORS[domain]
+    assert (getattr(args, "expectile", AUTHORS[domain][0]), *chosen(args)) == AUTHORS[domain]
     assert [m.p for m in agent.actor.modules() if isinstance(m, nn.Dropout)] == [args.dropout]
     assert not any(isinstance(m, nn.Dropout) and m.p for part in (agent.critics, agent.value) for m in part.modules())
-    given = ["--expectile", 0.6, "--temperature", 0, "--dropout", 0, "--rewards", "raw"]
-    args = trained(iql, tmp_path, recorded[0], "--domain", domain, *given).calls[0][-1]
-    assert (args.expectile, args.temperature, args.dropout, args.rewards) == (0.6, 0, 0, "raw")
+    given = ["--temperature", 0, "--dropout", 0, "--rewards", "raw", *["--expectile", 0.6][: 2 * (module is iql)]]
+    args = trained(module, tmp_path, recorded[0], "--domain", domain, *given).calls[0][-1]
+    assert (getattr(args, "expectile", 0.6), *chosen(args)) == (0.6, 0, 0, "raw")
 
 
 @cloners
@@ -568,7 +590,7 @@ def test_rows_without_a_next_observation_are_left_out(recorded, tmp_path, module
     cut_off = columns[5] & ~columns[3]
     close(run.added[0][0], columns[0][~cut_off])
     close([-1, 2] + (run.added[0][1] + 1) / 2 * [4, 0.5], columns[1][~cut_off], 1e-6)
-    assert module is iql or (run.added[0][2][:, 0] == columns[2][~cut_off]).all()  # iql.py scales them
+    assert module in (iql, xql) or (run.added[0][2][:, 0] == columns[2][~cut_off]).all()  # iql.py scales them
     close(run.added[0][3][:, 0], columns[3][~cut_off])
     following = ~columns[3][~cut_off]
     close(run.added[0][4][following], columns[4][~cut_off][following])
