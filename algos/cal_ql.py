@@ -14,8 +14,10 @@ trajectory from there. On minibatches minimises cql.py's losses, but for the int
     V_i  = Q_i(s, a') for the K uniform actions, max(Q_i(s, a'), R(s, a)) for the K of pi(. | s) and the K of pi(. | s')
     R    return-to-go: r_t + gamma r_{t+1} + ... to the end of the trajectory that (s, a) = (s_t, a_t) is of
 
-    y, w, K and the losses of actor and temperature are those of cql.py. Where R is the larger one, that sample gives
-    no gradient.
+    y    = r + gamma (1 - terminated) min_i Qbar_i(s', a'),    a' ~ pi(. | s')
+
+    The losses of actor and temperature are those of cql.py. Where R is the larger one, that sample gives no gradient.
+    N: --num-critics, w: --cql-weight, K: --num-samples; Qbar: targets, which lag by --tau.
 
 Run
     python algos/cal_ql.py                                                     a tenth of the collection that ships
@@ -35,6 +37,7 @@ Metrics
 Differences
     - No online phase. As in cql.py no maximum over actions in the target, which the authors have, and no Lagrange
       multiplier, which they have on AntMaze. --backup-entropy is off, as theirs is: returns hold no entropy.
+    - The authors have --gamma 0.99 and --tau 0.005. Values then grow for much longer than a default run.
     - Where time cut a trajectory off, R counts the rewards up to there, as in the code of the authors and CORL. It is
       too low if later rewards are positive, and too high if they are negative. For sparse rewards both have a rule that
       we leave out: with r the reward of failure, R = r / (1 - gamma), in the authors' code where all rewards of a

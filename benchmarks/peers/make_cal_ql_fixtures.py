@@ -33,7 +33,7 @@ def make_returns() -> np.ndarray:
 
 def main(folder: str) -> None:
     torch.set_default_dtype(torch.float64)
-    corl, x, recorded = corl_module(Path(folder), "../finetune/cal_ql"), load_file(base.PATH), {}
+    corl, x = corl_module(Path(folder), "../finetune/cal_ql"), load_file(base.PATH)
     agent = cal_ql.Agent(base.D, base.A, cal_ql.Args(num_critics=2, hidden_size=base.H))
     agent.load_state_dict({name: x[name] for name in agent.state_dict()})
     actor, critics = corl.TanhGaussianPolicy(base.D, base.A, 1.0, log_std_offset=0.0), [
@@ -44,14 +44,11 @@ def main(folder: str) -> None:
         critic.network, getattr(trainer, f"target_critic_{i}").network = agent.critics[f"q{i}"], agent.targets[f"q{i}"]
     Tensor.uniform_ = lambda *_: x["uniform"]
     rows = [x[name] for name in ("obs", "actions", "next_obs", "rewards", "terminated")]
+    noises = mock.Mock(side_effect=[x["next_noise"], *x["policy_noise"]])
+    with mock.patch("torch.distributions.normal._standard_normal", noises):
+        loss = trainer._q_loss(*rows, torch.from_numpy(make_returns()), torch.tensor(base.ALPHA), {})
     names, parameters = zip(*agent.critics.named_parameters())
-    for enabled in (True, False):
-        trainer._calibration_enabled = enabled
-        noises = mock.Mock(side_effect=[x["next_noise"], *x["policy_noise"]])
-        with mock.patch("torch.distributions.normal._standard_normal", noises):
-            loss = trainer._q_loss(*rows, torch.from_numpy(make_returns()), torch.tensor(base.ALPHA), {})
-        slopes = dict(zip(names, torch.autograd.grad(loss, parameters)))
-        recorded |= {f"{enabled}/{name}": y for name, y in {"loss": loss.detach(), **slopes}.items()}
+    recorded = {"loss": loss.detach()} | dict(zip(names, torch.autograd.grad(loss, parameters)))
     numbers = np.array([[0.0], [10], [11], [20], [21], [22]])  # of observations: they tell where a trajectory ends
     rows = {"rewards": SMALL.rewards, "terminals": np.array([1.0, 0, 0, 0, 0, 1]), "observations": numbers,
             "next_observations": numbers + 1}  # fmt: skip

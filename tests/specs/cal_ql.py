@@ -50,7 +50,7 @@ SHORT = dict(gamma=0.9, tau=0.02, batch_size=64, max_steps=1500, eval_episodes=0
 
 SPEC = replace(
     PARENT, title="Cal-QL, arXiv 2303.05479", recipes=(), bugs=parse_bugs(BUGS),
-    no_recipe="the authors' tasks go on online, with a Lagrange multiplier or with rewards that need a rule of their own",
+    no_recipe="the authors' tasks go on online, with a Lagrange multiplier or a rule for sparse rewards",
     tests="exact_cal_ql exact_td3_bc parity_cal_ql command_line_control resume_control wiring",
     curves={"cal_ql-hopper": Curve(dict(max_steps=1500, eval_every=300, batch_size=64, threads=1), "eval/return",
                                    numbers={"mean eval/return": "log"})},
