@@ -27,7 +27,11 @@ Run
     python algos/cal_ql.py --evaluate RUN --eval-episodes 100 --capture-video  scores a saved agent
 
 Expect
-    TODO
+    A tenth of Hopper-v5's collection, --batch-size 64, second half of 1,500 updates: Q_1 of the policy's actions is 9.7
+    +- 0.4 below the returns with --no-calibrate, whose mean is 28. Cal-QL's is 0.7 +- 0.2 above them; with
+    --cql-weight 0, SAC, it is 49 +- 11 above (5 seeds; benchmarks/effects.py, cal_ql-excess). We do not claim a better
+    policy. The paper's claim, that fine-tuning begins without a dip, is not shown here: this script does not go on
+    online.
 
 Metrics
     q, td_error, gap    as in cql.py; so are entropy and alpha.    eval/...: as in bc.py
