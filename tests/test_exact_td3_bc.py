@@ -11,7 +11,7 @@ from helpers import SMALL, new_run, weights
 from small_data import pendulum
 from torch import nn
 
-from algos import cql, rebrac, td3_bc
+from algos import cal_ql, cql, rebrac, td3_bc
 from utils.offline import OfflineArgs, load_dataset
 
 D, A, B = 3, 2, 16
@@ -91,7 +91,7 @@ def test_actor_and_targets_move_every_third_time(script):
     assert torch.equal(torch.get_rng_state(), before) and drawn.abs().max() == 0.5 and len(drawn.unique()) > 50
 
 
-@pytest.mark.parametrize("script", [td3_bc, rebrac, cql], ids=["td3_bc", "rebrac", "cql"])
+@pytest.mark.parametrize("script", [td3_bc, rebrac, cql, cal_ql], ids=["td3_bc", "rebrac", "cql", "cal_ql"])
 @pytest.mark.parametrize("flags", [[], ["--no-normalize"], ["--top-fraction", 0.5]])
 def test_train_stores_normalised_rows_of_the_best_trajectories(script, flags, tmp_path, monkeypatch):
     """Of a dataset of one's own all, where nothing else is asked for. The statistics are those of the rows taken."""

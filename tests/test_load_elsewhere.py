@@ -19,8 +19,8 @@ from helpers import ENVIRONMENT, SMALL, command_line, new_run, weights
 from small_data import pendulum
 
 from algos import (
-    awac, bc, c51, cfgrl, cql, crossq, ddpg, ddpo, diffusion_policy, dqn, dt, flow_bc, flow_grpo, fql, gsde, iql,
-    ppo, ppo_lstm, ppo_mask, rainbow, rebrac, rlpd, rnd, sac, td3, td3_bc, xql,
+    awac, bc, c51, cal_ql, cfgrl, cql, crossq, ddpg, ddpo, diffusion_policy, dqn, dt, flow_bc, flow_grpo, fql, gsde,
+    iql, ppo, ppo_lstm, ppo_mask, rainbow, rebrac, rlpd, rnd, sac, td3, td3_bc, xql,
 )  # fmt: skip
 from utils.control import seed_of
 
@@ -53,6 +53,7 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "td3_bc": (SAC, td3_bc, ["--dataset", "DATA"]),
     "rebrac": (SAC, rebrac, ["--dataset", "DATA"]),
     "cql": (SAC, cql, ["--dataset", "DATA"]),
+    "cal_ql": (SAC, cal_ql, ["--dataset", "DATA"]),
     "iql": (OFFLINE, iql, ["--dataset", "DATA"]),
     "awac": (SAC, awac, ["--dataset", "DATA", "--normalize"]),
     "xql": (OFFLINE, xql, ["--dataset", "DATA"]),
