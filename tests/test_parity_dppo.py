@@ -1,0 +1,35 @@
+"""dppo.py's log-densities and loss are those of its authors' code, commit cc7234a, where their means over the numbers
+of a plan are our sums. Recorded by benchmarks/peers/make_dppo_fixtures.py."""
+
+import pytest
+import torch
+from control import close
+from safetensors.numpy import load_file
+
+from algos import dppo
+from benchmarks.peers import make_dppo_fixtures as authors
+
+
+@pytest.mark.parametrize("size", authors.SIZES)
+def test_log_densities_and_loss(size, monkeypatch):
+    recorded, inputs = load_file(authors.PATH), authors.make_inputs(size)
+    assert all((recorded[f"{name}_{size}"] == column).all() for name, column in inputs.items()), "of other inputs"
+    weight, obs, chains, old_logps, advantages, returns, values = map(torch.from_numpy, inputs.values())
+    settings = dict(diffusion_steps=authors.K, num_finetuned_steps=authors.LEARNED, min_std=authors.MIN_STD)
+    sizes = dict(horizon=size, n_obs_steps=1, n_action_steps=1, denoiser_size=4)
+    args = dppo.Args(**settings, **sizes, gamma_denoising=authors.GAMMA, clip_coef=authors.CLIP, vf_coef=1.0,
+                     normalize_advantages=False)  # fmt: skip
+    agent = dppo.Agent(authors.D, 1, args)
+    agent.actor.net = torch.nn.Sequential(torch.nn.Linear(*weight.T.shape, bias=False), torch.nn.Tanh())
+    agent.actor.net[0].weight.data[:] = weight
+    monkeypatch.setattr(agent, "value", lambda obs: values)
+    logps = agent.log_prob(obs, chains)
+    close(logps, recorded[f"logps_{size}"].sum(-1), 2e-5)
+    if size == 1:
+        # of each plan once, of theirs once for each denoising step: both are means
+        loss, numbers = dppo.dppo_loss(
+            agent, obs, chains, logps.detach() + old_logps, advantages, returns, values, args
+        )
+        close(loss, recorded["policy_loss_1"] + recorded["value_loss_1"], 1e-5)
+        close(numbers, [recorded["approx_kl_1"], recorded["clip_fraction_1"]], 1e-5)
+        assert 0 < numbers[1] < 1
