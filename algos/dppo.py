@@ -334,8 +334,8 @@ def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor
     return advantages
 
 
-def dppo_loss(agent: Agent, obs: Tensor, chains: Tensor, old_logps: Tensor, advantages: Tensor, returns: Tensor,
-              old_values: Tensor, args: Args) -> tuple[Tensor, Tensor]:  # fmt: skip
+def dppo_loss(agent: Agent, args: Args, obs: Tensor, chains: Tensor, old_logps: Tensor, advantages: Tensor,
+              returns: Tensor, old_values: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Loss of one minibatch of plans, to be minimised, and (approx_kl, clip_fraction). obs (B, T_o D), chains
     (B, K' + 1, H A), old_logps (B, K'), the others (B,)."""
     logps, values = agent.log_prob(obs, chains), agent.value(obs)
@@ -373,7 +373,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, generat
         epochs += 1
         order, metrics = torch.randperm(len(rows[0]), generator=generator, device=rows[0].device), []
         for minibatch in zip(*(x[order].tensor_split(args.num_minibatches) for x in rows)):
-            loss, numbers = dppo_loss(agent, *minibatch, args)
+            loss, numbers = dppo_loss(agent, args, *minibatch)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             norms.append(nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm))
@@ -481,7 +481,7 @@ def train(args: Args) -> list[dict]:
     run.restore(**parts)
     step = run.step
     while step < run.total:
-        if args.anneal_lr:  # everywhere; the paper anneals for Atari only
+        if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / run.total)
 
         # collect

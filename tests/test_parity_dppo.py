@@ -14,22 +14,18 @@ from benchmarks.peers import make_dppo_fixtures as authors
 def test_log_densities_and_loss(size, monkeypatch):
     recorded, inputs = load_file(authors.PATH), authors.make_inputs(size)
     assert all((recorded[f"{name}_{size}"] == column).all() for name, column in inputs.items()), "of other inputs"
-    weight, obs, chains, old_logps, advantages, returns, values = map(torch.from_numpy, inputs.values())
-    settings = dict(diffusion_steps=authors.K, num_finetuned_steps=authors.LEARNED, min_std=authors.MIN_STD)
-    sizes = dict(horizon=size, n_obs_steps=1, n_action_steps=1, denoiser_size=4)
-    args = dppo.Args(**settings, **sizes, gamma_denoising=authors.GAMMA, clip_coef=authors.CLIP, vf_coef=1.0,
-                     normalize_advantages=False)  # fmt: skip
+    weight, obs, chains, old_logps, *others = map(torch.from_numpy, inputs.values())
+    args = dppo.Args(diffusion_steps=authors.K, num_finetuned_steps=authors.LEARNED, min_std=authors.MIN_STD,
+                     horizon=size, n_obs_steps=1, n_action_steps=1, denoiser_size=4, gamma_denoising=authors.GAMMA,
+                     clip_coef=authors.CLIP, vf_coef=1.0, normalize_advantages=False)  # fmt: skip
     agent = dppo.Agent(authors.D, 1, args)
-    agent.actor.net = torch.nn.Sequential(torch.nn.Linear(*weight.T.shape, bias=False), torch.nn.Tanh())
-    agent.actor.net[0].weight.data[:] = weight
-    monkeypatch.setattr(agent, "value", lambda obs: values)
+    monkeypatch.setattr(agent.actor, "net", torch.nn.Identity())
+    monkeypatch.setattr(agent.actor.net, "forward", lambda x: (x @ weight.T).tanh())
+    monkeypatch.setattr(agent, "value", lambda obs: others[2])
     logps = agent.log_prob(obs, chains)
     close(logps, recorded[f"logps_{size}"].sum(-1), 2e-5)
-    if size == 1:
-        # of each plan once, of theirs once for each denoising step: both are means
-        loss, numbers = dppo.dppo_loss(
-            agent, obs, chains, logps.detach() + old_logps, advantages, returns, values, args
-        )
+    if size == 1:  # of each plan once, of theirs once for each denoising step: both are means
+        loss, numbers = dppo.dppo_loss(agent, args, obs, chains, logps + old_logps, *others)
         close(loss, recorded["policy_loss_1"] + recorded["value_loss_1"], 1e-5)
         close(numbers, [recorded["approx_kl_1"], recorded["clip_fraction_1"]], 1e-5)
         assert 0 < numbers[1] < 1
