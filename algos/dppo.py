@@ -23,7 +23,10 @@ Run
     RUN: python algos/diffusion_policy.py --dataset algos/environments/detour.hdf5 --diffusion-steps 20 --max-steps 600
 
 Expect
-    TODO
+    Of the walks around a wall 0.41 +- 0.05 arrive by a diffusion_policy.py run of 600 updates, and 0.97 +- 0.02 after
+    100,000 steps of this script, in 15 to 30 seconds. Where only the last of the 20 denoising steps learns it is
+    0.51 +- 0.09, from untrained plans (the default run) 0.49 +- 0.13, and by ppo.py, one action at a time, 0.29 +- 0.10
+    (5 seeds; benchmarks/effects.py, dppo-detour). No task of the paper was run.
 
 Metrics
     return, length      of the training episodes that ended; length counts plans. Absent if none did
@@ -32,12 +35,12 @@ Metrics
 
 Differences
     - Log-densities are sums over the whole plan. The authors' code (cc7234a) takes means over the executed actions, and
-      clamps each number's to [-5, 2]. So their clip of 0.01 in Gym is smaller than ours of 0.2. It may shrink towards
-      the noise; ours does not.
+      clamps each number's to [-5, 2]. So their clip is smaller: 0.01 for Hopper's plans of 12 numbers; ours is 0.2.
+      Theirs can shrink towards the noise.
     - They clip the noise of sampling at 3, but not the density. We do not clip it.
     - Their advantages run on over a time limit into the next episode. Their clip is not a number where K' is 1.
-    - A minibatch holds whole plans, theirs single denoising steps. There is one learning rate; they have 1e-4 for the
-      denoiser and 1e-3 for V. Theirs may also clone the start meanwhile, clip advantages, and sample by DDIM.
+    - A minibatch holds whole plans, theirs single denoising steps. One learning rate; in Gym they have 1e-4 for the
+      denoiser and 1e-3 for V. Their code can also clone the start meanwhile, clip advantages, and sample by DDIM.
     - V sees observations as they are; theirs are scaled by the data. Adam, gradient clip and annealing are ppo.py's.
 """
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from control import checkpoint, close, float64, mlp, named, randomise
-from helpers import SMALL, command_line, new_run, user_error
+from helpers import SMALL, command_line, metrics, new_run, user_error
 from small_data import pendulum
 from test_exact_diffusion_policy import shares
 from test_exact_ppo import own_advantages
@@ -156,19 +156,20 @@ def test_what_plans_see_execute_and_earn(monkeypatch):
     actions = dppo.act_in_evaluation(agent, np.ones((2, 4), np.float32), scale, torch.Generator())
     close(actions[:, 1, 0], [0.24] * 2, 1e-6)
     close(given[-1][1], [[0.0], [0.15]], 1e-6)
+    ours, theirs, rows = dppo.Statistics(2, 0.9, True), ppo.Statistics(1, 2, 0.9, True), np.random.default_rng(0)
+    for reward, done in zip(rows.normal(5, 1, (9, 2)), rows.random((9, 2)) < 0.3):
+        close(ours.reward(reward, done), theirs.reward(reward, done))
 
 
 def test_a_run_begins_with_the_averaged_denoiser_of_another(tmp_path, monkeypatch, capsys):
     """Of Pendulum, and with its sizes. Only the copy that learns moves. A resumed run does not need the other any more.
     What does not fit is said before anything is written."""
     data, ours = pendulum(tmp_path / "d.hdf5"), SMALL["dppo"][: SMALL["dppo"].index("--diffusion-steps")]
-    start, before, update = (
-        new_run(diffusion_policy, tmp_path, *SMALL["diffusion_policy"], "--dataset", data),
-        [],
-        dppo.update,
-    )
+    start = new_run(diffusion_policy, tmp_path, *SMALL["diffusion_policy"], "--dataset", data)
+    before, update = [], dppo.update
     monkeypatch.setattr(dppo, "update", lambda agent, *x: before.append(named(agent)) or update(agent, *x))
     run = new_run(dppo, tmp_path / "runs", *ours, "--init", start)
+    close([row["learning_rate"] for row in metrics(run)], [0.001 * (1 - i / 5) for i in range(5)])
     command_line(dppo, "--resume", run, "--total-timesteps", 192, "--init", "gone")
     theirs, now = (checkpoint(folder)["agent"] for folder in (start, run))
     for name in [name.removeprefix("average") for name in theirs if name.startswith("average")]:
@@ -176,13 +177,13 @@ def test_a_run_begins_with_the_averaged_denoiser_of_another(tmp_path, monkeypatc
         for same in before[0][f"actor{name}"], before[0][f"start{name}"], now[f"start{name}"]:
             assert torch.equal(same, average)
         assert not torch.equal(now[f"actor{name}"], average) and not torch.equal(theirs[f"actor{name}"], average)
-    assert [saved_args(run, "dppo")[x] for x in ("env_id", "horizon", "n_action_steps")] == ["Pendulum-v1", 4, 2]
-    (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "config.json").write_text((start / "config.json").read_text())
-    for words, args in {"nowhere is not": ["nowhere"], "has no model": [tmp_path / "half"],
-                        "a run of dppo.py, not of diffusion_policy.py": [run], "has 4": [start, "--horizon", 9],
-                        "has 3": [start, "--diffusion-steps", 9],
-                        "other observations": [start, "--env-id", "MountainCarContinuous-v0"]}.items():  # fmt: skip
+    assert [saved_args(run, "dppo")[x] for x in ("env_id", "n_action_steps")] == ["Pendulum-v1", 2]
+    wrong = {"nowhere is not": ["nowhere"], "a run of dppo.py, not of diffusion_policy.py": [run],
+             "other observations": [start, "--env-id", "MountainCarContinuous-v0"], "has 4": [start, "--horizon", 9],
+             "has 3": [start, "--diffusion-steps", 9], "has no model": [start]}  # fmt: skip
+    for words, args in wrong.items():
+        if "model" in words:
+            (start / "model/model.safetensors").unlink()
         with user_error(capsys, words):
             command_line(dppo, *ours, "--output-dir", tmp_path / "no", "--init", *args)
     assert not (tmp_path / "no").exists()
