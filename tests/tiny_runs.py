@@ -25,7 +25,7 @@ from helpers import REPO
 from safetensors.torch import load_file, save_file
 from small_data import pendulum
 
-from algos import diffusion_policy, iql
+from algos import iql
 from utils import data
 
 REWARDS = """
@@ -126,11 +126,6 @@ def world() -> Path:
         (folder / name / "model").mkdir(parents=True)
         critics = iql.Agent(3, 1, iql.Args(hidden_size=8, dropout=0.0)).state_dict()
         save_file(critics, folder / name / "model" / "model.safetensors")
-    (folder / "plans" / "model").mkdir(parents=True)  # of Walk
-    how = dict(diffusion_steps=5, horizon=6, n_obs_steps=2, n_action_steps=2, hidden_size=8)
-    plans = diffusion_policy.Args(env_id="environments:Walk-v0", **how)
-    save_file(diffusion_policy.Agent(2, 1, plans).state_dict(), folder / "plans" / "model" / "model.safetensors")
-    (folder / "plans" / "config.json").write_text(json.dumps({"algo": "diffusion_policy", "args": vars(plans)}))
     return folder
 
 

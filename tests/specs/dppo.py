@@ -92,7 +92,7 @@ SPEC = Spec(
     no_recipe="the paper's networks, tasks and starts are others",
     flags=PPO | dict(env_id=PARENT.walk, num_steps=8, total_timesteps=64, diffusion_steps=5, num_finetuned_steps=2,
                      horizon=6, n_obs_steps=2, n_action_steps=2, denoiser_size=8),
-    special={"init": ({}, "@plans"), "env_id": ({}, "Heavy-v0"), "vector": ({}, "async")},
+    special={"env_id": ({}, "Heavy-v0"), "vector": ({}, "async")},
     walk=PARENT.walk,
     noise=PARENT.noise,
     bugs=parse_bugs(BUGS),
