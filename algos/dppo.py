@@ -420,7 +420,7 @@ def take_over(args: Args) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"--init {args.init} has no model: give a run of diffusion_policy.py that is finished")
     saved |= {"denoiser_size": saved["hidden_size"]}
-    args.env_kwargs = args.env_kwargs if args.env_id else saved["env_kwargs"]
+    args.env_kwargs = args.env_kwargs or (() if args.env_id else saved["env_kwargs"])
     preset(args, {"the run": {name: saved[name] for name in PRESETS["no run"]}}, "the run")
     for name in ("diffusion_steps", "horizon", "n_obs_steps", "denoiser_size"):
         if (asked := vars(args)[name]) != saved[name]:
