@@ -10,11 +10,9 @@ from helpers import SMALL, command_line, metrics, new_run, user_error
 from small_data import pendulum
 from test_exact_diffusion_policy import shares
 from test_exact_ppo import own_advantages
-from torch.distributions import Normal
 
 from algos import diffusion_policy, dppo, ppo
 from utils.control import make_vector
-from utils.core import saved_args
 
 D, A, H, K, LEARNED, T, N = 3, 2, 3, 4, 3, 4, 6
 SIZES = dict(horizon=H, n_obs_steps=1, n_action_steps=2, diffusion_steps=K, num_finetuned_steps=LEARNED,
@@ -41,38 +39,27 @@ def own_step(p: dict, part: str, obs, x, k: int, steps: int = K) -> tuple[torch.
 
 def own_logps(p: dict, obs, chains, min_std: float) -> torch.Tensor:
     steps = [own_step(p, "actor", obs, chains[:, LEARNED - k], k) for k in range(LEARNED, 0, -1)]
-    normals = [Normal(mean, max(std, min_std)) for mean, std in steps]
-    return torch.stack([normal.log_prob(chains[:, i + 1]).sum(1) for i, normal in enumerate(normals)], 1)
+    z = [((x - mean) / max(std, min_std), max(std, min_std)) for x, (mean, std) in zip(chains[:, 1:].unbind(1), steps)]
+    return torch.stack([(-(z**2) / 2 - np.log(std * (2 * np.pi) ** 0.5)).sum(1) for z, std in z], 1)
 
 
 @float64()
-@pytest.mark.parametrize("min_std", [0.01, 0.15, 0.5])
-def test_chains_and_their_densities_come_from_the_noise(min_std):
+@pytest.mark.parametrize("steps, learned, min_std", [(4, 3, 0.01), (4, 3, 0.15), (4, 4, 0.5), (1, 1, 0.1)])
+def test_chains_and_their_densities_come_from_the_noise(steps, learned, min_std):
     """The chain is the second implementation's of the same noise; its log-densities, computed anew, are those of the
-    noise: so the first ratio is 1. K' steps are kept, those before are the start's. The floor is in both."""
-    agent, obs = make_agent(dppo.Args(**SIZES | dict(min_std=min_std))), torch.randn(N, D)
+    noise: so the first ratio is 1. K' steps are kept, those before are the start's. The floor is in both. With one step
+    it is PPO's Gaussian of a fixed deviation, around the plan."""
+    args = dppo.Args(**SIZES | dict(diffusion_steps=steps, num_finetuned_steps=learned, min_std=min_std))
+    agent, obs = make_agent(args), torch.randn(N, D)
     chains, twin = agent.sample(obs, min_std, torch.Generator().manual_seed(2)), torch.Generator().manual_seed(2)
     p, kept, logps = named(agent), [torch.randn(N, H * A, generator=twin)], []
-    for k in range(K, 0, -1):
-        mean, std = own_step(p, "actor" if k <= LEARNED else "start", obs, kept[-1], k)
+    for k in range(steps, 0, -1):
+        mean, std = own_step(p, "actor" if k <= learned else "start", obs, kept[-1], k, steps)
         noise, std = torch.randn(N, H * A, generator=twin), max(std, min_std)
         kept.append(mean + std * noise)
         logps.append((-(noise**2) / 2 - np.log(std * (2 * np.pi) ** 0.5)).sum(1))
-    close(chains, torch.stack(kept[-LEARNED - 1 :], 1))
-    close(agent.log_prob(obs, chains), torch.stack(logps[-LEARNED:], 1))
-
-
-@float64()
-def test_one_step_is_ppo_with_a_gaussian_of_a_fixed_deviation():
-    args = dppo.Args(**SIZES | dict(diffusion_steps=1, num_finetuned_steps=1))
-    agent, obs, others = make_agent(args), torch.randn(N, D), torch.randn(4, N) / 5
-    chains = make_agent(args, 5).sample(obs, args.min_std, torch.Generator()).detach()
-    normal = Normal(own_step(named(agent), "actor", obs, chains[:, 0], 1, 1)[0], args.min_std)
-    gaussian = lambda obs, actions: (normal.log_prob(actions).sum(1), torch.zeros(N), agent.value(obs))  # noqa: E731
-    old = gaussian(obs, chains[:, 1])[0] + others[0]
-    theirs = ppo.ppo_loss(gaussian, obs, chains[:, 1], old, *others[1:], ppo.Args())
-    ours = dppo.dppo_loss(agent, args, obs, chains, old[:, None], *others[1:])
-    close(torch.stack([ours[0], *ours[1]]), torch.stack([theirs[0], *theirs[1][:2]]))
+    close(chains, torch.stack(kept[-learned - 1 :], 1))
+    close(agent.log_prob(obs, chains), torch.stack(logps[-learned:], 1))
 
 
 @float64()
@@ -84,12 +71,13 @@ def test_one_step_is_ppo_with_a_gaussian_of_a_fixed_deviation():
 def test_update_equals_a_second_implementation(changes):
     """Weights after plain gradient descent over several epochs and minibatches of plans, and every metric."""
     args, rows, twin = dppo.Args(**SIZES | changes), torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
-    agent, (obs, next_obs) = make_agent(args), torch.randn(2, T, N, D, generator=rows)
+    agent, own, norms, eps = make_agent(args), make_agent(args), [], args.clip_coef
+    obs, next_obs = torch.randn(2, T, N, D, generator=rows)
     chains = agent.sample(obs.flatten(0, 1), args.min_std, rows).detach()
     rewards, (ended, cut) = torch.randn(T, N, generator=rows), torch.rand(2, T, N, generator=rows) < 0.2
-    p, norms, eps = named(agent), [], args.clip_coef
     batch = dppo.Batch(obs, chains.unflatten(0, (T, N)), rewards, next_obs, ended, cut)
     numbers = dppo.update(agent, torch.optim.SGD(agent.parameters(), 0.05), batch, twin.clone_state(), args)
+    p, optimizer = dict(own.named_parameters()), torch.optim.SGD(own.parameters(), 0.05)
     value = lambda obs: obs @ p["critic.weight"][0] + p["critic.bias"][0]  # noqa: E731
     inputs = [x.detach().numpy() for x in (rewards, value(obs), value(next_obs), ended, cut)]
     advantages = torch.tensor(own_advantages(*inputs, args.gamma, args.gae_lambda)).flatten()
@@ -105,16 +93,12 @@ def test_update_equals_a_second_implementation(changes):
             if args.clip_vloss:
                 errors = torch.maximum(errors, (values[i] + moved.clip(-eps, eps) - returns[i]) ** 2)
             gain = torch.minimum(ratio * a, ratio.clip(1 - eps, 1 + eps) * a)
-            learned = [name for name in p if name[:5] != "start"]
-            loss = args.vf_coef / 2 * errors.mean() - gain.mean()
-            gradients = torch.autograd.grad(loss, [p[name] for name in learned])
-            norms.append(sum((g**2).sum() for g in gradients).item() ** 0.5)
-            for name, g in zip(learned, gradients):
-                step = 0.05 * min(1, args.max_grad_norm / (norms[-1] + 1e-6)) * g
-                p[name] = (p[name] - step).detach().requires_grad_()
+            optimizer.zero_grad()
+            (args.vf_coef / 2 * errors.mean() - gain.mean()).backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(own.parameters(), args.max_grad_norm))
+            optimizer.step()
             found.append([(ratio - 1 - ratio.log()).mean().item(), ((ratio - 1).abs() > eps).double().mean().item()])
-    for name, tensor in agent.state_dict().items():
-        close(tensor, p[name], 1e-9)
+    close(torch.nn.utils.parameters_to_vector(agent.parameters()), torch.cat([w.flatten() for w in p.values()]), 1e-9)
     expected = [1 - (advantages.var() / returns.var()).item(), *np.mean(found, 0), np.mean(norms), epochs]
     assert list(numbers.values()) == pytest.approx(expected, abs=1e-7) and (eps > 0.1 or expected[2] > 0)
 
@@ -147,14 +131,12 @@ def test_what_plans_see_execute_and_earn(monkeypatch):
     assert batch.obs[:, 1].tolist() == [[0, 0], [2, 3], [0, 0]] and obs[1].tolist() == [2, 3]
     assert batch.next_obs[:, 0].tolist() == [[2, 3], [4, 5], [2, 3]] and episodes[1] == (pytest.approx(4 * 0.97), 2)
     assert batch.terminated[:, 0].tolist() == [False, True, False] and not batch.truncated.any()
-    close(batch.rewards[:, 0], [4 * (0.11 + 0.21 + 0.31), 4 * (0.12 + 0.22), 4 * (0.13 + 0.23 + 0.33)], 1e-6)
-    close(batch.chains[:, 0, 1, 0], [0.01, 0.02, 0.03], 1e-6)
+    close(batch.rewards[:, 0] + batch.chains[:, 0, 1, 0], [4 * 0.63 + 0.01, 4 * 0.34 + 0.02, 4 * 0.69 + 0.03], 1e-6)
     assert [seen for seen, _ in given] == batch.obs.tolist() and {std for _, std in given} == {0.15}
     (env := dppo.Plans(Count(), args)).reset()
     assert [env.step(np.zeros((3, 1)))[4]["success"] for _ in range(2)] == [1, 0]
-    scale = torch.tensor([[0.0], [1.0]])
-    actions = dppo.act_in_evaluation(agent, np.ones((2, 4), np.float32), scale, torch.Generator())
-    close(actions[:, 1, 0], [0.24] * 2, 1e-6)
+    inputs = np.ones((2, 4), np.float32), torch.tensor([[0.0], [1.0]]), torch.Generator()
+    close(dppo.act_in_evaluation(agent, *inputs)[:, 1, 0], [0.24] * 2, 1e-6)
     close(given[-1][1], [[0.0], [0.15]], 1e-6)
     ours, theirs, rows = dppo.Statistics(2, 0.9, True), ppo.Statistics(1, 2, 0.9, True), np.random.default_rng(0)
     for reward, done in zip(rows.normal(5, 1, (9, 2)), rows.random((9, 2)) < 0.3):
@@ -164,9 +146,8 @@ def test_what_plans_see_execute_and_earn(monkeypatch):
 def test_a_run_begins_with_the_averaged_denoiser_of_another(tmp_path, monkeypatch, capsys):
     """Of Pendulum, and with its sizes. Only the copy that learns moves. A resumed run does not need the other any more.
     What does not fit is said before anything is written."""
-    data, ours = pendulum(tmp_path / "d.hdf5"), SMALL["dppo"][: SMALL["dppo"].index("--diffusion-steps")]
-    start = new_run(diffusion_policy, tmp_path, *SMALL["diffusion_policy"], "--dataset", data)
-    before, update = [], dppo.update
+    how, ours = (*SMALL["diffusion_policy"], "--dataset", pendulum(tmp_path / "d.hdf5")), SMALL["dppo"][:-10]
+    start, before, update = new_run(diffusion_policy, tmp_path, *how), [], dppo.update
     monkeypatch.setattr(dppo, "update", lambda agent, *x: before.append(named(agent)) or update(agent, *x))
     run = new_run(dppo, tmp_path / "runs", *ours, "--init", start)
     close([row["learning_rate"] for row in metrics(run)], [0.001 * (1 - i / 5) for i in range(5)])
@@ -174,10 +155,9 @@ def test_a_run_begins_with_the_averaged_denoiser_of_another(tmp_path, monkeypatc
     theirs, now = (checkpoint(folder)["agent"] for folder in (start, run))
     for name in [name.removeprefix("average") for name in theirs if name.startswith("average")]:
         average = theirs[f"average{name}"]
-        for same in before[0][f"actor{name}"], before[0][f"start{name}"], now[f"start{name}"]:
-            assert torch.equal(same, average)
+        same = before[0][f"actor{name}"], before[0][f"start{name}"], now[f"start{name}"]
+        assert all(torch.equal(weight, average) for weight in same)
         assert not torch.equal(now[f"actor{name}"], average) and not torch.equal(theirs[f"actor{name}"], average)
-    assert [saved_args(run, "dppo")[x] for x in ("env_id", "n_action_steps")] == ["Pendulum-v1", 2]
     wrong = {"nowhere is not": ["nowhere"], "a run of dppo.py, not of diffusion_policy.py": [run],
              "other observations": [start, "--env-id", "MountainCarContinuous-v0"], "has 4": [start, "--horizon", 9],
              "has 3": [start, "--diffusion-steps", 9], "has no model": [start]}  # fmt: skip

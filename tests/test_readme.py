@@ -142,7 +142,7 @@ def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
     module, sizes = importlib.import_module(f"algos.{Path(script).stem}"), tiny(Path(script).stem)
     if "--init" in words:
         how = *SMALL["diffusion_policy"], "--dataset", pendulum(tmp_path / "d.hdf5")
-        words[words.index("RUN")] = str(new_run(diffusion_policy, tmp_path / "start", *how))
+        words[1] = str(new_run(diffusion_policy, tmp_path / "start", *how))
     if "RUN" in words:
         args = module.Args(**sizes)
         if hasattr(args, "dataset"):

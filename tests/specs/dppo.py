@@ -13,14 +13,6 @@ sampled-without-the-floor: the density has one already
 - x = mean + std.clamp(min=min_std) * torch.randn
 + x = mean + std * torch.randn
 
-density-averaged-over-the-plan: so do the authors
-- .log_prob(chains[..., 1:, :]).sum(-1)
-+ .log_prob(chains[..., 1:, :]).mean(-1)
-
-steps-counted-from-the-end: the chain begins with the noisiest
-- k = torch.arange(self.learned, 0, -1, device=obs.device)
-+ k = torch.arange(1, self.learned + 1, device=obs.device)
-
 discount-towards-the-plan: k falls from K' to 1, and discounts grow with time
 - later = torch.arange(agent.learned - 1, -1, -1, device=obs.device)
 + later = torch.arange(agent.learned, device=obs.device)
@@ -28,10 +20,6 @@ discount-towards-the-plan: k falls from K' to 1, and discounts grow with time
 ratio-of-the-whole-chain: ReinFlow's
 - logps, values = agent.log_prob(obs, chains), agent.value(obs)
 + logps, values = agent.log_prob(obs, chains).sum(-1, keepdim=True).expand_as(old_logps), agent.value(obs)
-
-all-steps-by-the-learner: one network is enough
-- denoiser = self.actor if k <= self.learned else self.start
-+ denoiser = self.actor
 
 executes-the-past:dppo: a plan begins with its first action
 - self.executed = slice(args.n_obs_steps - 1, args.n_obs_steps - 1 + args.n_action_steps)
@@ -48,35 +36,19 @@ history-of-the-episode-before: one step is added at a time
 - self.past.extend([obs.copy()] * self.past.maxlen)
 + self.past.append(obs.copy())
 
-last-reward-only: a step has one reward
-- total += float(reward)
-+ total = float(reward)
-
-plan-goes-on-after-the-end: the vector resets by itself
--             if terminated or truncated:
--                 break
-
 evaluated-with-the-floor: one function samples in both
 - scale * agent.min_std, generator)
 + agent.min_std, generator)
-
-success-at-the-end-of-a-plan: infos come one by one
-- terminated, truncated, info | success
-+ terminated, truncated, info
 """
 
 START = "diffusion_policy", dict(dataset="algos/environments/detour.hdf5", diffusion_steps=20, max_steps=600,
                                  eval_episodes=0)  # fmt: skip
-LAST = dict(eval_every=0, eval_episodes=100)
-PLANS = LAST | dict(init=START)
+PLANS = (LAST := dict(eval_every=0, eval_episodes=100)) | dict(init=START)
 
 SPEC = Spec(
-    "DPPO, arXiv 2409.00588",
-    PARENT.family,
-    small="--device cpu --num-envs 2 --num-steps 8 --total-timesteps 160 --num-minibatches 2 --update-epochs 2 "
-          "--eval-every 64 --eval-episodes 2 --save-every 32 --diffusion-steps 3 --num-finetuned-steps 2 --horizon 4 "
-          "--n-action-steps 2 --denoiser-size 16",
-    tests="exact_dppo parity_dppo command_line_control resume_control wiring",
+    "DPPO, arXiv 2409.00588", PARENT.family, tests="exact_dppo parity_dppo command_line_control resume_control wiring",
+    small=PARENT.small.replace("--num-steps 16", "--num-steps 8") + " --diffusion-steps 3 --num-finetuned-steps 2 "
+          "--horizon 4 --n-action-steps 2 --denoiser-size 16",
     curves={"dppo-detour": Curve(PLANS | dict(eval_every=25_000, threads=1), "eval/return",
                                  {"mean eval/return": "share"})},
     effects={
@@ -84,16 +56,10 @@ SPEC = Spec(
             runs={"dppo": ("dppo", PLANS), "start": ("dppo", PLANS | dict(learning_rate=0.0, total_timesteps=2048)),
                   "one": ("dppo", PLANS | dict(num_finetuned_steps=1)), "scratch": ("dppo", LAST),
                   "ppo": ("ppo", LAST | dict(env_id="algos.environments.detour:Detour-v0", total_timesteps=100_000))},
-            statistic="last eval/return", seeds=5,
-            claims={"dppo > 0.9": 5, "dppo > start + 0.3": 5, "start < 0.6": 5, "one < 0.7": 5, "scratch < 0.85": 5,
-                    "ppo < 0.7": 5},
-        ),
-    },
-    no_recipe="the paper's networks, tasks and starts are others",
+            statistic="last eval/return", seeds=5, claims={"dppo > 0.9": 5, "dppo > start + 0.3": 5,
+                "start < 0.6": 5, "one < 0.7": 5, "scratch < 0.85": 5, "ppo < 0.7": 5})},
     flags=PPO | dict(env_id=PARENT.walk, num_steps=8, total_timesteps=64, diffusion_steps=5, num_finetuned_steps=2,
                      horizon=6, n_obs_steps=2, n_action_steps=2, denoiser_size=8),
-    special={"env_id": ({}, "Heavy-v0"), "vector": ({}, "async")},
-    walk=PARENT.walk,
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
+    special={"env_id": ({}, "Heavy-v0"), "vector": ({}, "async")}, walk=PARENT.walk, noise=PARENT.noise,
+    no_recipe="the paper's networks, tasks and starts are others", bugs=parse_bugs(BUGS),
 )  # fmt: skip
