@@ -15,6 +15,7 @@ actions of PPO, and each has the advantage of its plan. Maximises
     s_t     the last T_o observations (--n-obs-steps) when plan t is made; V sees nothing of the denoising
     K, K'   --diffusion-steps, --num-finetuned-steps; the steps before the last K' stay as in the run that --init names
     gamma_d, sigma_min   --gamma-denoising, --min-std
+    eps, c_vf, V, R_t    as in ppo.py
 
 Run
     python algos/dppo.py --init RUN                             a finished run of diffusion_policy.py
