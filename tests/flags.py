@@ -9,6 +9,7 @@ EXEMPT = {
     "output_dir": "a path",
     "save_every": "when the run is saved",
     "resume": "a path; tests of their own",
+    "init": "a path; tests of its own",
     "track": "logging",
     "evaluate": "does not train; tests of its own",
     "capture_video": "goes with --evaluate",

@@ -40,6 +40,16 @@ OWN = {
         ("--total-timesteps 31", "--total-timesteps 31", "32"),
         *ANY,
     ],
+    "dppo": [
+        ("--num-finetuned-steps 4", "--num-finetuned-steps 4", "1 to --diffusion-steps 3"),
+        ("--n-obs-steps 0", "1 or"),
+        ("--n-action-steps 4", "steps - 1 = 5"),
+        ("--min-std 0", "above 0"),
+        ("--gamma-denoising 1.1", "is 1.1"),
+        ("--num-minibatches 3", "16 rows"),
+        ("--total-timesteps 31", "of 32"),
+        ("--env-id CartPole-v1", "finite bounds"),
+    ],  # fmt: skip
     "sac": [
         ("--env-id CartPole-v1", "Discrete", "SAC needs a Box"),
         (f"{BANDIT} action=box", "Box", "finite bounds"),

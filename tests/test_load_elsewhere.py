@@ -19,8 +19,8 @@ from helpers import ENVIRONMENT, SMALL, command_line, new_run, weights
 from small_data import pendulum
 
 from algos import (
-    awac, bc, c51, cal_ql, cfgrl, cql, crossq, ddpg, ddpo, diffusion_policy, dqn, dt, flow_bc, flow_grpo, fql, gsde,
-    iql, ppo, ppo_lstm, ppo_mask, rainbow, rebrac, rlpd, rnd, sac, td3, td3_bc, xql,
+    awac, bc, c51, cal_ql, cfgrl, cql, crossq, ddpg, ddpo, diffusion_policy, dppo, dqn, dt, flow_bc, flow_grpo, fql,
+    gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rebrac, rlpd, rnd, sac, td3, td3_bc, xql,
 )  # fmt: skip
 from utils.control import seed_of
 
@@ -29,6 +29,7 @@ PAGE = (ROOT / "algos/README.md").read_text()
 SECTION = PAGE.partition("## Load a trained agent elsewhere\n")[2].partition("\n## ")[0]
 HEAD, TAIL, *BLOCKS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 PPO, SAC, CROSSQ, DQN, C51, RAINBOW, OFFLINE, FLOW, ONE_STEP, PLANS, GUIDED, DT, MASK, LSTM, GENERATOR = BLOCKS
+LEARNED = PLANS.replace('"average.', '("actor" if k <= args["num_finetuned_steps"] else "start") + ".')
 SHORT = "max_episode_steps=40"
 WIDE = f"--env-id Pendulum-v1 --env-kwargs {SHORT} --learning-rate 0.1".split()  # half of the actions out of bounds
 OWN_LOOP = (DT, MASK)  # need no last line
@@ -48,6 +49,7 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "bc": (OFFLINE, bc, ["--dataset", "DATA"]),
     "flow_bc": (FLOW, flow_bc, ["--dataset", "DATA", "--flow-steps", 3]),
     "diffusion_policy": (PLANS, diffusion_policy, ["--dataset", "DATA"]),
+    "dppo": (LEARNED, dppo, ["--env-id", "Pendulum-v1", "--env-kwargs", SHORT, "--learning-rate", "1e-4"]),
     "cfgrl": (GUIDED, cfgrl, ["--dataset", "DATA", "--flow-steps", 3]),
     "fql": (ONE_STEP, fql, ["--dataset", "DATA"]),
     "td3_bc": (SAC, td3_bc, ["--dataset", "DATA"]),

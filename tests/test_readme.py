@@ -14,10 +14,10 @@ import h5py
 import numpy as np
 import pytest
 import tyro
-from helpers import command_line
+from helpers import SMALL, command_line, new_run
 from small_data import pendulum, write_minari
 
-from algos import reward_model
+from algos import diffusion_policy, reward_model
 from benchmarks import chain
 from tests.family import code_of, without_args
 from tests.specs import SPECS
@@ -140,11 +140,14 @@ def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     _, script, *words = shlex.split(command.replace("package.module:Name-v0", walk))
     module, sizes = importlib.import_module(f"algos.{Path(script).stem}"), tiny(Path(script).stem)
+    if "--init" in words:
+        how = *SMALL["diffusion_policy"], "--dataset", pendulum(tmp_path / "d.hdf5")
+        words[1] = str(new_run(diffusion_policy, tmp_path / "start", *how))
     if "RUN" in words:
         args = module.Args(**sizes)
         if hasattr(args, "dataset"):
             args.dataset = str(pendulum(tmp_path / "walk.hdf5", "environments:Walk-v0"))
-        elif "ALE/" not in args.env_id:
+        elif "ALE/" not in (args.env_id or ""):
             args.env_id = walk  # can be drawn without pygame
         module.train(args)
         (run,) = tmp_path.glob("runs/*")

@@ -24,7 +24,7 @@ class Curve:
     """A recorded learning curve (benchmarks/curves.py)."""
 
     settings: dict
-    """of the script; model=(script, settings) trains such a run before, and begins with its model"""
+    """of the script; model=(script, settings), or init, trains such a run before, and begins with its model"""
     column: str
     """the column of the metrics that is drawn over steps"""
     numbers: dict[str, str]
