@@ -42,7 +42,7 @@ def test_update_is_cql_s_unless_a_return_is_in_play(case):
     returns = torch.randn(B, 1, generator=torch.Generator().manual_seed(9)) - (math.inf if "inf" in case else 0)
     agents, numbers, flag = [], {}, {cal_ql: dict(calibrate=case != "flag"), cql: {}}
     for script, more in ((cal_ql, (returns,)), (cql, ())):
-        args = script.Args(hidden_size=8, gamma=0.9, tau=0.1, num_samples=K, backup_entropy=False, **flag[script])
+        args = script.Args(gamma=0.9, tau=0.1, num_samples=K, backup_entropy=True, diversity=0.7, **flag[script])
         agents.append(agent := randomise(script.Agent(D, A, args), 5, 0.5, 0.5))
         optimizers = script.Optimizers(*(torch.optim.Adam(part, 1e-2) for part in parts_of(agent)))
         for seed in range(3):
