@@ -190,7 +190,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Windows, gener
     return {"loss": loss.detach()}
 
 
-def windows(data: Dataset, n_obs_steps: int, horizon: int) -> np.ndarray:
+def plan_rows(data: Dataset, n_obs_steps: int, horizon: int) -> np.ndarray:
     """(n, H): rows of the plan of each row, which is number T_o - 1 of it. Beyond its trajectory the first or last row
     is repeated, as in the authors' code."""
     first = np.repeat(data.starts, data.lengths())[:, None]
@@ -256,7 +256,7 @@ def train(args: Args) -> list[dict]:
         return score_saved(args, score_agent, agent=agent)
     check_spaces(data, obs_size, space)
     rows = top_rows(data, args.top_fraction)
-    plans = windows(data, args.n_obs_steps, args.horizon)[rows]
+    plans = plan_rows(data, args.n_obs_steps, args.horizon)[rows]
     replay = ReplayBuffer(rows.sum(), (args.n_obs_steps * obs_size, args.horizon * action_size), device)
     replay.add(data.obs[plans[:, : args.n_obs_steps]].reshape(len(plans), -1),
                to_unit(data.actions, space)[plans].reshape(len(plans), -1))  # fmt: skip

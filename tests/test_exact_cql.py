@@ -15,9 +15,10 @@ from scipy import integrate, stats
 from small_data import pendulum
 from test_exact_sac import constant_actor
 
-from algos import cql, sac
+from algos import cal_ql, cql, sac
 
 D, A, H, B, K, TAU, RATE = 3, 2, 8, 16, 3, 0.1, 1e-2
+both = pytest.mark.parametrize("script", [cql, cal_ql], ids=["cql", "cal_ql"])
 
 
 def parts_of(agent) -> tuple:
@@ -107,24 +108,37 @@ def test_without_its_terms_it_is_sac():
 @float64()
 @pytest.mark.parametrize("slopes, expected", [([[1.0, 0.0], [0.0, 2.0]], 0.0), ([[3.0, 4.0]] * 5, 5.0),
                                               ([[1.0, 2.0], [-0.5, -1.0]], -2.0)])  # fmt: skip
-def test_diversity_in_closed_form(slopes, expected):
+@both
+def test_diversity_in_closed_form(script, slopes, expected):
     """Orthogonal slopes 0, equal ones N, two opposite ones -2, whatever their lengths."""
     critics = lambda obs, actions: torch.stack([(actions * torch.tensor(x)).sum(1, keepdim=True) for x in slopes])  # noqa: E731
-    close(cql.diversity(critics, torch.zeros(B, D), torch.rand(B, 2)), expected)
+    close(script.diversity(critics, torch.zeros(B, D), torch.rand(B, 2)), expected)
 
 
-def test_act_normalises_and_scales_the_noise():
+@both
+def test_act_normalises_and_scales_the_noise(script):
     agent, space, obs = agent_of()[0], SimpleNamespace(shape=(A,)), np.random.default_rng(0).normal(size=(5, D))
     agent.load_state_dict({"obs_mean": torch.full((D,), 2.0), "obs_std": torch.full((D,), 4.0)}, strict=False)
     scale, (one, other) = torch.arange(5)[:, None] / 4, (torch.Generator().manual_seed(0) for _ in range(2))
     noise = torch.randn(5, A, generator=other) * scale
-    close(cql.act(agent, space, obs, scale, one), agent.actor(torch.from_numpy((obs - 2) / 4).float(), noise)[0], 1e-6)
+    close(
+        script.act(agent, space, obs, scale, one), agent.actor(torch.from_numpy((obs - 2) / 4).float(), noise)[0], 1e-6
+    )
 
 
-def test_train_hands_each_part_its_rate(tmp_path, monkeypatch):
-    seen, real = [], cql.update
-    monkeypatch.setattr(cql, "update", lambda *given: seen.append(given) or real(*given))
-    new_run(cql, tmp_path, *SMALL["cql"], "--dataset", pendulum(tmp_path / "d.hdf5"), "--policy-learning-rate", 0.001)
+@both
+def test_train_hands_each_part_its_rate(script, tmp_path, monkeypatch):
+    seen, real = [], script.update
+    monkeypatch.setattr(script, "update", lambda *given: seen.append(given) or real(*given))
+    new_run(
+        script,
+        tmp_path,
+        *SMALL[script.NAME],
+        "--dataset",
+        pendulum(tmp_path / "d.hdf5"),
+        "--policy-learning-rate",
+        0.001,
+    )
     agent, optimizers = seen[0][:2]
     for optimizer, part, rate in zip(optimizers, parts_of(agent), (0.001, 3e-4, 0.001), strict=True):
         (group,) = optimizer.param_groups

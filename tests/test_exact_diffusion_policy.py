@@ -96,7 +96,7 @@ def test_what_train_hands_on(tmp_path, monkeypatch):
     path = pendulum(tmp_path / "d.hdf5")
     new_run(diffusion_policy, tmp_path / "runs", *SMALL["diffusion_policy"], "--dataset", path, "--top-fraction", 0.2)
     data, [(_, replay)] = load_dataset(OfflineArgs(dataset=str(path))), calls["ReplayBuffer"]
-    rows = diffusion_policy.windows(data, 2, 4)[40:80]  # of the second trajectory, the best one
+    rows = diffusion_policy.plan_rows(data, 2, 4)[40:80]  # of the second trajectory, the best one
     close(replay.rows, np.hstack([data.obs[rows[:, 0]], data.obs[rows[:, 1]], data.actions[rows][:, :, 0] / 2]), 1e-6)
     assert all(given[0] is calls["update"][0][0][0].average for given, _ in calls["act_in_evaluation"])
     assert [given[-1] for given, _ in calls["update"][:3]] == pytest.approx([0.0, 0.0, 1 - 2**-0.75])

@@ -36,6 +36,6 @@ def test_decay_of_the_average_and_windows():
     rows, ends = np.zeros((sum(authors.LENGTHS), 1), np.float32), np.cumsum(authors.LENGTHS)
     data = Dataset(rows, rows, rows, rows, rows, rows, ends - authors.LENGTHS)
     repeated = np.arange(len(rows)) + authors.H - authors.T_O - (np.repeat(ends, authors.LENGTHS) - 1)
-    ours = diffusion_policy.windows(data, authors.T_O, authors.H)
+    ours = diffusion_policy.plan_rows(data, authors.T_O, authors.H)
     assert ours[repeated < authors.T_A].tolist() == load_file(authors.PATH)["windows"].tolist()
     assert ours[[20, 34]].tolist() == [[20, *range(20, 30), *[29] * 5], [33, *[34] * 15]]
