@@ -34,7 +34,7 @@ Expect
     0.01. With one denoising step it is 0.06 +- 0.03, with bc.py 0.03 +- 0.03 (5 seeds; benchmarks/effects.py,
     diffusion_policy-modes, diffusion_policy-plans; ten seconds each). Where the place on the way is seen
     (detour_place.hdf5) plans are not needed: single actions get 0.96 +- 0.01, a new plan at each step 0.41 +- 0.04.
-    On Hopper-v5's collection the default run's return is 133, and 296 with a new plan at each step (seed 1, 10
+    On Hopper-v5's collection the default run's return is 117, and 296 was seen with a new plan at each step (seed 1, 10
     episodes), in half a minute. We claim nothing there: flow_bc.py gets 235. What T_o gives was not measured.
 
 Metrics
