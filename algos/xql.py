@@ -26,8 +26,8 @@ Run
 Expect
     Hopper-v5's collection, 5,000 updates of 128 rows: V lies 0.84 +- 0.21 above the values of the data's actions at
     b = 0.5, 0.45 +- 0.41 at 2 and 0.17 +- 0.09 at 1,000, which is the mean (5 seeds; benchmarks/effects.py, xql-scale).
-    Each seed has the first above the last. We had claimed steps of 0.1 and 0.3, which 4 and 2 of 5 seeds have: half of
-    a short run is too noisy for the middle.
+    Each seed has the first above the last. We had claimed steps of 0.1 and 0.3, and found them in 4 and 2 of 5 seeds:
+    the middle one varies much.
     The default run returns 1,007 (seed 1, mean actions, 10 episodes) and takes as long as iql.py's, which gets 939. We
     claim nothing of returns, nor of f-DVL, whose loss tests hold in closed form.
 

@@ -34,6 +34,8 @@ SHOWN = {  # column of the metrics -> how the table calls it
     "eval/sort/pass@1": "sort pass@1",
     "eval/pair_accuracy": "pairs ranked right",
     "eval/return": "return",
+    "eval/reward": "reward",
+    "reward": "reward",
 }
 
 
@@ -62,9 +64,8 @@ def measure(scripts: tyro.conf.Positional[tuple[str, ...]]) -> None:
             rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         training = next((row["return"] for row in rows if "return" in row), None)  # before the first evaluation
         rows = [{k: v for k, v in row.items() if k in SHOWN} for row in rows]
-        rows = [row for row in rows if row]
-        if training is not None:
-            rows.insert(0, {"eval/return": training})
+        rows = [row for row in rows if row.keys() - {"reward"}] or [row for row in rows if row]
+        rows = [{"eval/return": training}] * (training is not None) + rows
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         run = {"first": rows[0] if len(rows) > 1 else {}, "last": rows[-1], "seconds": round(seconds),
                "cpu_seconds": round(cpu), **{key: environment()[key] for key in ("versions", "commit", "machine")}
@@ -84,7 +85,7 @@ def default_run(script: str) -> str:
         return "not run"
     args = importlib.import_module(f"algos.{script}").Args()
     tasks = (getattr(args, name, None) for name in ("env_id", "environment", "task"))
-    task = next(filter(None, tasks), "Hopper-v5")
+    task = next(filter(None, tasks), "Hopper-v5" if hasattr(args, "dataset") else "")
     key = next(key for key in SHOWN if key in run["last"])
     first = f"{number(run['first'][key])} to " if key in run["first"] else ""
     return f"{'' if isinstance(task, tuple) else task} {SHOWN[key]} {first}{number(run['last'][key])}".strip()
@@ -260,12 +261,9 @@ def gpu() -> str:
         failed = f", failed: `{'`, `'.join(wrong)}`" if wrong else ""
         failed += "" if "end" in data["items"] else ", stopped before the others"
         well = len(items) - len(wrong) - idle
-        lines.append(f"  `{part}` on one {data['machine']['gpu']}: {well} of {len(items)} items{ratios}{failed};")
-    return (
-        "- a GPU, but for `benchmarks/gpu.py`, and never Apple's MPS:\n"
-        + "\n".join(lines)
-        + real * ("greedy, ours" not in ran.get("learn", {"items": {}})["items"])
-    )
+        lines.append(f"  `{part}`: {well} of {len(items)} items{ratios}{failed};")
+    cards = " and ".join(sorted({data["machine"]["gpu"] for data in ran.values()}))
+    return "\n".join([f"- a GPU, but for `benchmarks/gpu.py` on one {cards}, and never Apple's MPS:", *lines]) + real
 
 
 def page(text: str) -> str:

@@ -81,7 +81,7 @@ SPEC = Spec(
             statistic="last eval/return_stochastic", claims={"idea > 0.6": 5, "one < 0.2": 5, "zero < 0.1": 5}, seeds=5,
         ),
     },
-    no_recipe="its papers clone with networks of other sizes on data of their own",
+    no_recipe="the paper's tasks are OGBench's, with networks of four layers",
     flags=PARENT.flags | dict(normalize_q=True),
     special=PARENT.special,
     walk=PARENT.walk,
