@@ -37,9 +37,9 @@ Metrics
 Differences
     - Log-densities are sums over the whole plan. The authors' code (cc7234a) takes means over the executed actions, and
       clamps each number's to [-5, 2]. So their clip is smaller: 0.01 for Hopper's plans of 12 numbers; ours is 0.2.
-      Theirs can shrink towards the noise.
+      Their clip can shrink towards the noise.
     - They clip the noise of sampling at 3, but not the density. We do not clip it.
-    - Their advantages run on over a time limit into the next episode. Their clip is not a number where K' is 1.
+    - Their advantages run on over a time limit into the next episode. Their clip is NaN where K' is 1.
     - A minibatch holds whole plans, theirs single denoising steps. One learning rate; in Gym they have 1e-4 for the
       denoiser and 1e-3 for V. Their code can also clone the start meanwhile, clip advantages, and sample by DDIM.
     - V sees observations as they are; theirs are scaled by the data. Adam, gradient clip and annealing are ppo.py's.

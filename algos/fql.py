@@ -4,8 +4,9 @@ Park, Li and Levine 2025, "Flow Q-Learning" (arXiv 2502.02538).
 
 Parent: flow_bc.py. A second network does in one step what the flow does in ten, and climbs the values of critics.
 
-To climb values through a flow one must differentiate through all of its steps. FQL leaves the flow as it is. The policy
-mu learns to end where the flow ends from the same noise, and to end higher. On minibatches minimises
+To climb values through a flow one must differentiate through all of its steps. FQL lets the flow only imitate. The
+policy mu learns to give the action that the flow gives from the same noise, and to raise its value. On minibatches
+minimises
 
     L(phi) = E |v_phi(s, x_t, t) - (a - x_0)|^2 / A    as in flow_bc.py; x_K(s, z): the flow's end from x_0 = z
     L_Q    = E mean_i (y - Q_i(s, a))^2,    y = r + gamma (1 - terminated) mean_j Qbar_j(s', a'),    i, j in {1, 2}
