@@ -6,7 +6,7 @@
     python benchmarks/page.py write                                  the pages, from what these wrote
 
 A part writes OUT/PART.json after each item. An item that fails is recorded with its error, one without time left as not
-run, and the next one goes on. The same command again runs these alone, but `learn` always all. Remove PART.json to run all.
+run, and the next one goes on. The same command again runs these alone, `learn` whole. Remove PART.json to run all.
 --smoke does the same on any machine with tiny sizes.
 
     python benchmarks/gpu.py bundle FOLDER --cleanrl CLONE
