@@ -78,8 +78,8 @@ from utils.core import Run, UserError, main, prepare, preset, saved_args
 
 NAME, TITLE = "dppo", "DPPO"
 PRESETS = {  # for arguments left at None: without --init; with it they are the run's
-    "no run": dict(env_id="algos.environments.detour:Detour-v0", diffusion_steps=20, horizon=16, n_obs_steps=2,
-                   n_action_steps=8, denoiser_size=256),
+    "untrained plans": dict(env_id="algos.environments.detour:Detour-v0", diffusion_steps=20, horizon=16, n_obs_steps=2,
+                            n_action_steps=8, denoiser_size=256),
 }  # fmt: skip
 CLIP_NORMALIZED = 10.0  # bounds of normalised rewards, as in baselines
 
@@ -422,7 +422,7 @@ def take_over(args: Args) -> dict[str, Tensor]:
         raise UserError(f"--init {args.init} has no model: give a run of diffusion_policy.py that is finished")
     saved |= {"denoiser_size": saved["hidden_size"]}
     args.env_kwargs = args.env_kwargs or (() if args.env_id else saved["env_kwargs"])
-    preset(args, {"the run": {name: saved[name] for name in PRESETS["no run"]}}, "the run")
+    preset(args, {"the run": {name: saved[name] for name in PRESETS["untrained plans"]}}, "the run")
     for name in ("diffusion_steps", "horizon", "n_obs_steps", "denoiser_size"):
         if (asked := vars(args)[name]) != saved[name]:
             raise UserError(f"--{name.replace('_', '-')} {asked}: the run --init {args.init} has {saved[name]}")
@@ -459,7 +459,7 @@ def act_in_evaluation(agent: Agent, obs: np.ndarray, scale: Tensor, generator: t
 def train(args: Args) -> list[dict]:
     device, make = prepare(args), lambda: Plans(make_env(args), args)
     start = take_over(args) if args.init and not (args.resume or args.evaluate) else {}
-    settings = preset(args, PRESETS, "no run")
+    settings = preset(args, PRESETS, "untrained plans")
     if args.num_finetuned_steps is None:
         args.num_finetuned_steps = min(10, args.diffusion_steps)
     check(args)
