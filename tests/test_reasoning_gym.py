@@ -42,7 +42,8 @@ def test_what_a_text_states(text, right, answer):
 
 
 @pytest.mark.parametrize("spec, words, rest", [
-    ("none", "cannot make --task reasoning_gym:none", 1), ("chain_sum?digits=2", "cannot make --task .*digits", 1),
+    ("none", "cannot make --task reasoning_gym:none", 1), ("acre", "list index", 1),
+    ("chain_sum?digits=2", "cannot make --task .*digits", 1),
     ("chain_sum?min_terms=0", "cannot make .*min_terms", 1), ("syllogism", "so few", 1), ("syllogism", "so few", 0),
 ])  # fmt: skip
 def test_what_there_is_not(spec, words, rest, monkeypatch):

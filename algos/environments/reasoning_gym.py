@@ -14,6 +14,7 @@ from utils.core import UserError, as_kwargs
 from utils.data import Task
 
 HELDOUT, TRIES = 128, 10_000  # questions, and how many are drawn to find them: a small task has fewer
+DRAWS = 2**31
 NUMBER = re.compile(r"[-\u2212]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 
@@ -37,7 +38,8 @@ def load_task(spec: str) -> Task:
     name, _, given = spec.partition("?")
     try:
         questions = reasoning_gym.create_dataset(name, seed=0, **as_kwargs(filter(None, given.split("&"))))
-    except (ValueError, TypeError, AssertionError) as error:  # an unknown name, setting, or value
+        questions[DRAWS - 1]  # acre has a short list
+    except (ValueError, TypeError, AssertionError, IndexError) as error:  # an unknown name, setting, or value
         raise UserError(f"cannot make --task reasoning_gym:{spec} ({error}): give what it has") from error
 
     def draw(number: int, heldout: bool) -> dict | None:
@@ -48,7 +50,7 @@ def load_task(spec: str) -> Task:
 
     def train(index: int, seed: int) -> dict:
         rng = random.Random(f"{seed}/{index}")
-        return next(row for _ in count() if (row := draw(rng.randrange(2**31), False)))
+        return next(row for _ in count() if (row := draw(rng.randrange(DRAWS), False)))
 
     def score(row: dict, text: str) -> float:
         return float(questions.score_answer(stated(text, row["answer"]), row))
