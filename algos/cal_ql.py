@@ -175,9 +175,10 @@ class Agent(nn.Module):
 
 def returns_to_go(data: Dataset, gamma: float) -> np.ndarray:
     """(n,): discounted sums of the rewards from each row to the last one of its trajectory."""
-    returns = data.rewards.astype(np.float64)
-    for row in sorted(set(range(len(returns) - 1)) - set(data.starts - 1), reverse=True):
-        returns[row] += gamma * returns[row + 1]
+    returns, starts = data.rewards.astype(np.float64), set(data.starts)
+    for row in reversed(range(len(returns) - 1)):
+        if row + 1 not in starts:
+            returns[row] += gamma * returns[row + 1]
     return returns
 
 

@@ -27,8 +27,8 @@ only-the-states-own-samples: the paper writes one policy
 + ratios.append((values.clamp(min=floor[:, None]) if states is obs else values) - logps)
 
 returns-across-trajectories: one loop over all rows
-- in sorted(set(range(len(returns) - 1)) - set(data.starts - 1), reverse=True):
-+ in sorted(set(range(len(returns) - 1)), reverse=True):
+- if row + 1 not in starts:
++ if True:
 
 returns-without-discount: trajectories have undiscounted returns elsewhere
 - returns[row] += gamma * returns[row + 1]
