@@ -5,9 +5,11 @@ reasoning-gym (requirements-test.txt).
     python benchmarks/chat_curves.py run grpo 1 ours    a row of curves/grpo-smollm2-sums.jsonl; trl: TRL's side
     python benchmarks/chat_curves.py run grpo 1 trl --steps 5     seconds of a step and peak memory alone, a row of
                                                         results/speed_smollm2.jsonl: both sides in turn, nothing else
+    python benchmarks/chat_curves.py run grpo_multiturn 1 ours --model RUN/model    RUN: of sft.py on countdown
 
 Both sides have the same rows in the same order, batch, rate, lengths and bfloat16, and the same evaluation of 128
-held-out questions. TRL draws its own samples. rloo and ppo_lm have no other side here, and were not run yet.
+held-out questions. TRL draws its own samples. rloo, ppo_lm and grpo_multiturn have no other side here. The last one's
+task is countdown with the calculator.
 """
 
 import importlib
@@ -39,9 +41,11 @@ ONLINE = dict(task=TASK, max_steps=24, num_prompts=8, num_generations=8, max_com
 CASES = {
     "sft": dict(task=(TASK,), max_steps=20, batch_size=16, learning_rate=1e-5, lr_schedule="constant", warmup_steps=0),
     "grpo": ONLINE, "rloo": ONLINE, "ppo_lm": ONLINE,
+    "grpo_multiturn": ONLINE | dict(task="", environment="calculator", max_turns=2, max_completion_length=12,
+                                    eval_prompts=128, eval_samples=4),
     "dpo": dict(task=PAIRS.name, max_steps=12, batch_size=16, learning_rate=2e-6, lr_schedule="constant"),
 }  # fmt: skip
-Case, Side = Literal["sft", "grpo", "rloo", "ppo_lm", "dpo"], Literal["ours", "trl"]
+Case, Side = Literal["sft", "grpo", "rloo", "ppo_lm", "grpo_multiturn", "dpo"], Literal["ours", "trl"]
 
 
 def arguments(case: str, seed: int, **more):
@@ -49,9 +53,9 @@ def arguments(case: str, seed: int, **more):
     args = dict(model=str(FOLDER), seed=seed, device="cpu", precision="bfloat16", eval_every=0, save_every=10**6,
                 eval_prompts=1, eval_samples=1, sample_batch_size=256, eval_max_new_tokens=16,
                 max_length=1024)  # fmt: skip
-    args["task"] = str(PAIRS) if case == "dpo" else CASES[case]["task"]
-    kind = importlib.import_module(f"algos.{case}").Args
-    return kind(**{name: x for name, x in (CASES[case] | args | more).items() if name in kind.__dataclass_fields__})
+    task = str(PAIRS) if case == "dpo" else CASES[case]["task"]
+    kind, args = importlib.import_module(f"algos.{case}").Args, args | CASES[case] | {"task": task} | more
+    return kind(**{name: x for name, x in args.items() if name in kind.__dataclass_fields__})
 
 
 def said(role: str, text: str) -> list[dict]:
@@ -107,23 +111,25 @@ def theirs(case: str, args, ends: list[float]) -> list[dict]:
 
 
 def run(case: tyro.conf.Positional[Case], seed: tyro.conf.Positional[int], side: tyro.conf.Positional[Side],
-        steps: int = 0) -> None:  # fmt: skip
-    """One run. steps: so many alone, for their seconds."""
+        steps: int = 0, model: Path = FOLDER) -> None:  # fmt: skip
+    """One run. steps: so many alone, for their seconds. model: what it starts from."""
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        args = arguments(case, seed, output_dir=folder, **{"max_steps": steps} if steps else {})
+        args = arguments(case, seed, output_dir=folder, model=str(model), **{"max_steps": steps} if steps else {})
         begun = time.perf_counter()
         history = (ours if side == "ours" else theirs)(case, args, ends)
         row = {"seed": seed, "seconds": round(time.perf_counter() - begun, 1), "threads": torch.get_num_threads()}
         row["step, s"] = round(statistics.median(b - a for a, b in zip(ends, ends[1:])), 2)
         row["peak, GB"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
-        if not steps:
-            scored = arguments("grpo", 1, model=f"{folder}/model", eval_prompts=128, eval_samples=4)
+        scored = arguments("grpo", 1, model=f"{folder}/model", eval_prompts=128, eval_samples=4)
+        if case == "grpo_multiturn":  # its own score, of whole episodes
+            row |= {"eval/greedy": history[-1]["eval/greedy"], "eval/sampled": history[-1]["eval/pass@1"]}
+        elif not steps:
             row |= evaluate(*load_model(scored), load_task(TASK), None, scored)
-            for name in {"reward", "loss", "rewards/margins", "margin"} & {*history[1]}:
-                row |= {name: [round(x[name], 4) for x in history if name in x]}
+    kept = {"reward", "loss", "rewards/margins", "margin"} & {*history[1]}
+    row |= {name: [round(x[name], 4) for x in history if name in x] for name in kept}
     row |= {"settings": CASES[case], **{name: environment()[name] for name in ("versions", "commit", "machine")}}
-    path = f"curves/{'trl-' * (side == 'trl')}{case}-smollm2-sums.jsonl"
+    path = f"curves/{'trl-' * (side == 'trl')}{case}-smollm2-{'sums' if args.task else 'countdown'}.jsonl"
     with open(ROOT / "benchmarks" / ("results/speed_smollm2.jsonl" if steps else path), "a") as file:
         print(json.dumps({"case": case, "side": side} | row), file=file)
 

@@ -161,8 +161,7 @@ def effect_verdicts() -> str:
             for claim, (yes, n) in effects.holds(effect, values).items()
             for needed in [effect.claims[claim]]
         ]
-        first = f"[{name}](effects/{name}.png), `{effect.statistic}`"
-        rows.append(f"| {first} | {'<br>'.join(claims)} |")
+        rows.append(f"| [{name}](effects/{name}.png), `{effect.statistic}` | {'<br>'.join(claims)} |")
     return "\n".join(rows)
 
 
@@ -235,7 +234,7 @@ def chat() -> str:
     paths = (ROOT / "benchmarks/curves").glob("*-smollm2-*.jsonl")
     for name in sorted((path.stem for path in paths), key=lambda name: (name.removeprefix("trl-"), name)):
         cells = [", ".join(f"{row[x]:.2g}" for row in recorded(name)) for x in ("seed", "eval/greedy", "eval/sampled")]
-        timed = [row for row in speeds if name == f"{'trl-' * (row['side'] == 'trl')}{row['case']}-smollm2-sums"]
+        timed = [row for row in speeds if name.startswith(f"{'trl-' * (row['side'] == 'trl')}{row['case']}-")]
         cells += [f"{sorted(row[x] for row in timed)[len(timed) // 2]:.3g}" for x in ("step, s", "peak, GB")]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -243,15 +242,9 @@ def chat() -> str:
 
 def gpu() -> str:
     """For README.md: what benchmarks/gpu.py has found on a GPU."""
-    parts = {part: read(f"gpu/{part}") for part in ("check", "speed", "learn")}
-    ran = {part: data for part, data in parts.items() if data and not data["smoke"]}
+    parts = ("check", "speed", "learn")
+    ran = {part: data for part in parts if (data := read(f"gpu/{part}")) and not data["smoke"]}
     real = "\n- a real language model for more than 24 steps (algos/README.md);"
-    if not ran:
-        return (
-            "- a GPU: neither CUDA nor Apple's MPS. `benchmarks/gpu.py` is ready to try one.\n"
-            "  `torchrun` and `--fsdp` were tried with two processes on one CPU, and as two nodes on one machine;"
-            + real
-        )
     lines = []
     for part, data in ran.items():
         items = {name: found for name, found in data["items"].items() if name != "end"}
