@@ -1,0 +1,1 @@
+"""dpt.py against numbers computed another way."""
