@@ -3,9 +3,51 @@
 from tests.specs import Curve, Effect, Spec, parse_bugs
 
 BUGS = """
-TODO-what-the-mistake-is: TODO why people make it; one block for each line of the idea that can be wrong
-- TODO a line of algos/dpt.py that dt.py lacks
-+ TODO the same line with the mistake
+query-at-the-end: row j then knows pull j + 1, and the last one nothing of its own
+- pulls = F.pad(pulls, (0, 0, 1, 0))
++ pulls = F.pad(pulls, (0, 0, 0, 1))
+
+positions-from-the-end: all contexts of training are equally long
+- self.embed_timestep.weight[: pulls.shape[1]]
++ self.embed_timestep.weight[-pulls.shape[1] :]
+
+variance-for-deviation: the authors call their deviation var
+- + args.noise * normals
++ + args.noise**0.5 * normals
+
+smaller-than-itself: the product is over the other arms
+- (density / below * below.prod(
++ (density * below.prod(
+
+realised-regret: rewards are what an agent sees
+- means.amax(1, keepdim=True) - means.gather(1, context.actions)
++ means.amax(1, keepdim=True) - context.rewards
+
+plays-by-the-empty-context: the query comes first, and its row is the first
+- model(context)[:, -1].softmax(1)
++ model(context)[:, 0].softmax(1)
+
+evaluated-on-bandits-of-training: one seed for all
+- .manual_seed(args.seed + EVAL_SEED)
++ .manual_seed(args.seed)
+
+dropout-in-evaluation:dpt: no eval() before an evaluation
+-     model.eval()
+-     *_, regret =
++     *_, regret =
+
+training-mode-lost:dpt: eval() before an evaluation, and no train() after it
+-     model.train()
+-     best, random
++     best, random
+
+contexts-shorter-than-deployment: half of the horizon is long enough to learn from
+- behave(means, args.horizon - 1, args, generator)
++ behave(means, args.horizon // 2, args, generator)
+
+shuffled-within-a-bandit: axis 1 holds the pulls; the control would be none
+- Context(*(x.roll(1, 0) for x in context))
++ Context(*(x.roll(1, 1) for x in context))
 """
 
 SPEC = Spec(
