@@ -96,7 +96,6 @@ def test_the_gradient_of_update():
         norm = np.linalg.norm(slope)
         close(table - model.table.detach().numpy(), slope * min(1, args.max_grad_norm / norm), 1e-6)
         close([metrics["loss"], metrics["grad_norm"]], [-np.log(chances[:, best]).mean(), norm])
-    assert norm > 0.1
 
 
 # --- evaluation and train()
