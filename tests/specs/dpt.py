@@ -11,7 +11,7 @@ positions-from-the-end: all contexts of training are equally long
 - self.embed_timestep.weight[: pulls.shape[1]]
 + self.embed_timestep.weight[-pulls.shape[1] :]
 
-variance-for-deviation: the authors call their deviation var
+variance-for-deviation:dpt: the authors call their deviation var
 - + args.noise * normals
 + + args.noise**0.5 * normals
 
