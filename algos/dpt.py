@@ -12,7 +12,7 @@ its context, and its weights stay. The context of j pulls
 
 is j tokens of a causal transformer, behind an empty one. Minimises
 
-    L = -E sum_j log pi(a* | D_j),    j = 0, ..., H - 1,    a_1, a_2, ... of a random policy
+    L = -E 1/H sum_j log pi(a* | D_j)    j = 0, ..., H - 1;   a_1, a_2, ... by a random policy of the bandit's own
 
 The minimum is the posterior P(a* | D_j). To draw an arm from it is Thompson sampling, without an explicit prior.
 A, H, sigma      --num-arms, --horizon, --noise
@@ -24,7 +24,12 @@ Run
     python algos/dpt.py --num-arms 10 --horizon 100             your own bandits: edit `draw_tasks` and `pull`
 
 Expect
-    EXPECT
+    The default run takes 71 seconds of one CPU core. Its regret is 5.6, that of Thompson sampling 4.7 (seed 1), that of
+    random arms 17. After 1,500 updates it is 1.06 to 1.26 times Thompson's (5 seeds), with --num-heads 1 1.36 to 1.99.
+    With --shuffle-contexts the score stays at 0. With --act argmax regret is lower, 0.8 times Thompson's (2 seeds), but
+    differs more between bandits: it may stay with a good arm that is not the best. On the exact posterior argmax has
+    3.3, with a standard deviation of 3.7, and Thompson sampling 4.8 with 2.0. Two claims failed in one of 5 seeds: that
+    argmax has 1.3 times the standard deviation, and that four heads have at most 0.8 times the regret of one.
 
 Metrics
     loss                mean over bandits and lengths of context; log A where nothing is known
