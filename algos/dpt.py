@@ -27,9 +27,9 @@ Expect
     The default run takes 71 seconds of one CPU core. Its regret is 5.6, that of Thompson sampling 4.7 (seed 1), that of
     random arms 17. After 1,500 updates it is 1.06 to 1.26 times Thompson's (5 seeds), with --num-heads 1 1.36 to 1.99.
     With --shuffle-contexts the score stays at 0. With --act argmax regret is lower, 0.8 times Thompson's (2 seeds), but
-    differs more between bandits: it may stay with a good arm that is not the best. On the exact posterior argmax has
-    3.3, with a standard deviation of 3.7, and Thompson sampling 4.8 with 2.0. Two claims failed in one of 5 seeds: that
-    argmax has 1.3 times the standard deviation, and that four heads have at most 0.8 times the regret of one.
+    differs more between bandits: it may stay with a good arm that is not the best (exact posterior: 3.3, deviation 3.7;
+    Thompson sampling: 4.8 and 2.0). Two claims failed in one of 5 seeds: that argmax has 1.3 times the deviation, and
+    that four heads have at most 0.8 times the regret of one.
 
 Metrics
     loss                mean over bandits and lengths of context; log A where nothing is known
@@ -45,8 +45,7 @@ Differences
     - The authors' code (jon--lee/decision-pretrained-transformer at 15172df) gives GPT-2 one head, whatever --head says
       (net.py). Ours has four: with one it learns much more slowly.
     - It trains no output for the empty context (net.py), and plays the first pull by it (evals/eval_bandit.py).
-    - Its Thompson sampling takes the uniform prior for a Gaussian (ctrls/ctrl_bandit.py). Ours sums on a grid.
-    - Its --var is the standard deviation of rewards (envs/bandit_env.py), as our --noise.
+    - Its Thompson sampling takes the uniform prior for a Gaussian (ctrls/ctrl_bandit.py); its --var is our --noise.
     - It stores 100,000 bandits with one context of 500 pulls each (run_bandit.sh). Ours are drawn anew in each update.
     - From dt.py: ReLU, not GELU, gradients are clipped. The loss is a mean, the authors' a sum: Adam hardly tells.
 """
