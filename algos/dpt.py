@@ -4,9 +4,8 @@ Lee et al. 2023, "Supervised Pretraining Can Learn In-Context Reinforcement Lear
 
 Parent: dt.py. The tokens are pulls of a bandit instead of steps with a return; the label is the best arm.
 
-A transformer sees pulls of a bandit, and learns to name the best arm. It is trained on many bandits of which the best
-arm is known. On a new one it plays arms with the predicted probabilities and sees what comes of it: it learns within
-its context, and its weights stay. The context of j pulls
+A transformer is told pulls of a bandit and learns to name its best arm, on many bandits where that arm is known. On a
+new one it plays arms with these probabilities: it learns within its context, its weights stay. A context of j pulls
 
     D_j = a_1 r_1 ... a_j r_j       r = mu[a] + sigma n,   n ~ N(0, 1),   mu[1], ..., mu[A] ~ U[0, 1],   a* = argmax mu
 
