@@ -27,7 +27,7 @@ DRAW = core.plot  # conftest.py puts another in its place
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
 SMALL = {name: spec.small.split() for name, spec in SPECS.items()}  # arguments of runs of about a second
 LANGUAGE = [name for name, spec in SPECS.items() if spec.family.startswith("Language models")]
-GENERATORS = [name for name, spec in SPECS.items() if spec.family == "Generators"]
+GENERATORS = [name for name, spec in SPECS.items() if spec.family in ("In context", "Generators")]
 ONLINE = [name for name in LANGUAGE if SPECS[name].family == "Language models: rewards"]  # they sample
 
 

@@ -106,6 +106,9 @@ ddpo --noise 0 | --noise is 0.0 | above 0
 ddpo --reward rewards.py:absent | no attribute 'absent'
 flow_grpo --noise-level 0 | --noise-level is 0.0 | above 0
 flow_grpo --eval-steps 0 | --eval-steps is 0 | at least 1
+dpt --num-arms 1 | --num-arms is 1 | at least 2
+dpt --noise 0 | --noise is 0.0 | above 0
+dpt --num-heads 3 | --embed-dim 8 | --num-heads 3
 """.strip().splitlines()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = (  # the groups of the page, in their order
     "Language models: rewards", "Language models: environments", "Language models: preferences and demonstrations",
-    "Control", "Offline", "Generators",
+    "Control", "Offline", "In context", "Generators",
 )  # fmt: skip
 
 
