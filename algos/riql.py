@@ -95,8 +95,8 @@ class Args(OfflineArgs):
     """critics: K"""
     quantile: float = 0.25
     """what the value and the advantages take of the K target critics: alpha; 0: the minimum, as in iql.py"""
-    huber_delta: float | None = 1.0
-    """where the critics' loss turns from a parabola into lines, in units of rewards: delta. None: squared errors, as in
+    huber_delta: float = 1.0
+    """where the critics' loss turns from a parabola into lines, in units of rewards: delta. 0: squared errors, as in
     iql.py"""
     corruption: Literal["none", "next-observations", "rewards"] = "none"
     """what is spoilt in the dataset before training"""
@@ -199,14 +199,14 @@ def actor_loss(
     return -(weights * logps).mean(), weights, logps.detach()
 
 
-def critic_loss(critics: Critics, batch: Transitions, next_values: Tensor, args: Args) -> tuple[Tensor, Tensor]:
-    """L_Q, and errors Q_1 - target (B, 1) without gradient. next_values (B, 1)."""
+def critic_loss(critics: Critics, batch: Transitions, next_values: Tensor, args: Args) -> tuple[Tensor, ...]:
+    """L_Q; without gradient |Q_1 - y| and the targets y. All (B, 1), next_values as well."""
     target = batch.rewards + args.gamma * (1 - batch.terminated) * next_values
     errors = critics(batch.obs, batch.actions) - target
     sizes, delta = errors.square(), args.huber_delta
     if delta:
         sizes = torch.where(errors.abs() < delta, sizes / (2 * delta), errors.abs() - delta / 2)
-    return sizes.mean(1).sum(), errors[0].detach()
+    return sizes.mean(1).sum(), errors[0].detach().abs(), target
 
 
 class Optimizers(NamedTuple):
@@ -225,13 +225,13 @@ def update(agent: Agent, optimizers: Optimizers, batch: Transitions, args: Args)
         values, next_values = agent.value(torch.cat([batch.obs, batch.next_obs])).chunk(2)
     loss, weights, logps = actor_loss(agent.actor, batch, q - values, args.temperature)
     descend(optimizers.actor, loss)
-    loss, errors = critic_loss(agent.critics, batch, next_values, args)
+    loss, td_errors, targets = critic_loss(agent.critics, batch, next_values, args)
     descend(optimizers.critics, loss)
     with torch.no_grad():
         torch._foreach_lerp_(list(agent.targets.parameters()), list(agent.critics.parameters()), args.tau)
     return {"q": q.mean(), "v": values.mean(), "weight": weights.mean(),
-            "clipped": (weights == MAX_WEIGHT).float().mean(), "td_error": errors.abs().mean(), "nll": -logps.mean(),
-            "kurtosis": kurtosis(errors), "std": agent.actor.log_std.detach().exp().mean()}  # fmt: skip
+            "clipped": (weights == MAX_WEIGHT).float().mean(), "td_error": td_errors.mean(), "nll": -logps.mean(),
+            "kurtosis": kurtosis(targets), "std": agent.actor.log_std.detach().exp().mean()}  # fmt: skip
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
