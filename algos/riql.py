@@ -273,6 +273,10 @@ def check(args: Args, space: gym.Space) -> None:
     if not is_bounded(space):
         wanted = "a Box of floats with finite bounds"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
+    bounds = dict(num_critics=(1, math.inf), quantile=(0, 1), huber_delta=(0, math.inf), corruption_rate=(0, 1))
+    for name, (low, high) in bounds.items():
+        if not low <= (value := getattr(args, name)) <= high:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be from {low} to {high}")
 
 
 @torch.no_grad()
