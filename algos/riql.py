@@ -1,26 +1,49 @@
-r"""RIQL: TODO its name in full.
+r"""Robust IQL (RIQL).
 
-TODO Authors year, "Paper" (arXiv 0000.00000, equation 0).
+Yang et al. 2024, "Towards Robust Offline Reinforcement Learning under Diverse Data Corruption" (arXiv 2310.12955).
 
-Parent: iql.py. TODO One sentence: what of the parent changes.
+Parent: iql.py. Huber's loss for the critics, a quantile of K target critics for the minimum of two.
 
-TODO The idea in two sentences. Minimises
+Where next observations are spoilt, V(s') is a guess, and a squared error follows the wildest guesses. Huber's loss
+pulls no harder on a large error than on one of size delta, and a low quantile is careful where critics disagree. On
+minibatches minimises
 
-    TODO L(theta) = ...
+    L_Q   = E sum_k h(r + gamma (1 - terminated) V(s') - Q_k(s, a)),    k = 1 .. K
+            h(x) = x^2 / (2 delta) where |x| < delta, |x| - delta / 2 elsewhere
+    L_V   = E |tau - 1(u < 0)| u^2,    u = Q_alpha(s, a) - V(s)
+    L_pi  = -E min(exp(beta A), 100) log pi(a | s),    A = Q_alpha(s, a) - V(s)
+    Q_alpha    alpha-quantile of Qbar_1(s, a) .. Qbar_K(s, a), between two of them in proportion; Qbar as in iql.py
 
-    TODO each symbol   what it is
+    delta      --huber-delta, in units of rewards. The authors write 1 / sigma^2
+    alpha, K   --quantile, --num-critics
+    s, s'      scaled by the mean and standard deviation of the data (--no-normalize)
+    tau, beta, gamma    as in iql.py, which is --num-critics 2 --quantile 0 --huber-delta 0
+
+--corruption spoils a share of the rows before training, as the authors do at random. A next observation gets noise, in
+each number uniform up to --corruption-scale standard deviations. A reward is replaced: uniform up to 30 times that.
 
 Run
-    python algos/riql.py                       TODO what the default learns
+    python algos/riql.py                                                    the collection that ships: Hopper-v5
+    python algos/riql.py --corruption next-observations                     30 % of the next observations are spoilt
+    python algos/riql.py --corruption next-observations --num-critics 2 --quantile 0 --huber-delta 0     IQL on them
+    python algos/riql.py --dataset hopper_medium_replay-v2.hdf5 --max-steps 3000000 --corruption next-observations \
+        --quantile 0.5 --eval-every 10000                                   the authors' settings: never run by us
+    python algos/riql.py --evaluate RUN --eval-episodes 100 --capture-video     scores a saved agent
 
 Expect
-    TODO What the default run reaches and in how long; what iql.py reaches there.
+    TODO
 
 Metrics
-    TODO column    what it is, and what is healthy
+    q, v                means of Q_alpha(s, a) and V(s); in units of rewards; near the discounted sums of rewards
+    kurtosis            of a minibatch's targets of Q: 3 for a normal distribution, more for heavier tails
+    weight, clipped, td_error, nll, std, eval/...: as in iql.py
 
 Differences
-    TODO From the paper as a whole, and from well-known code of the same name.
+    - The authors' code (cc07d81) takes advantages and targets from V as it was before the update, clips targets to
+      [-100, 1000], and divides L_Q by K. Observations are scaled by statistics of s and s' together.
+    - Its policy is deterministic by default, and its Gaussian one has a mean without tanh. Its critics begin near 0.
+    - It chooses delta, alpha and K for each task and corruption: delta 1/9 to 100, alpha 0.1 to 0.5, K 3 or 5.
+    - Its other corruptions, of observations, of actions and by gradients, are not here. Domains but mujoco are IQL's.
 """
 
 import copy

@@ -31,6 +31,19 @@ def make_inputs() -> dict[str, np.ndarray]:
     return inputs
 
 
+def state(agent) -> dict[str, torch.Tensor]:
+    """Parameters under our names."""
+    found = {"actor.log_std": agent.actor.log_std}
+    for layer, kind in [(layer, kind) for layer in (0, 2, 4) for kind in ("weight", "bias")]:
+        place = f"{layer // 2 * 3}.{kind}"
+        for name, net in (("actor.net", agent.actor.net.net), ("value", agent.vf.v.net)):
+            found[f"{name}.{place}"] = getattr(net[layer], kind)
+        for name, net in (("critics", agent.qf.critic), ("targets", agent.q_target.critic)):
+            for k, x in enumerate(getattr(net[layer], kind), 1):
+                found[f"{name}.q{k}.{place}"] = x.mT if kind == "weight" else x[0]
+    return {name: x.detach().clone() for name, x in found.items()}
+
+
 def main(folder: str) -> None:
     sys.path.insert(0, folder)
     torch.set_default_dtype(torch.float64)
@@ -43,24 +56,17 @@ def main(folder: str) -> None:
         torch.manual_seed(0)
         parts = [RIQL.GaussianPolicy(D, A, 1.0, H), RIQL.VectorizedQ(D, A, H, num_critics=K), RIQL.ValueFunction(D, H)]
         parts[0].double().net.net.append(torch.nn.Tanh())
-        with torch.no_grad():  # the last layers begin near 0, where the critics are one
-            for parameter in (*parts[1].parameters(), *parts[2].parameters()):
-                parameter += 0.3 * torch.randn(parameter.shape)
         pairs = [x for part, rate in zip(parts, rates) for x in (part, torch.optim.Adam(part.parameters(), rate))]
         agent = RIQL.ImplicitQLearning(1.0, *pairs, beta=3.0, max_steps=10**12, discount=GAMMA, iql_tau=EXPECTILE,
                                        soft_target_update_rate=TAU)  # fmt: skip
-        with torch.no_grad():
-            for parameter in agent.q_target.parameters():
+        with torch.no_grad():  # the last layers begin near 0, where the critics are one
+            for parameter in [p for net in (agent.qf, agent.q_target, agent.vf) for p in net.parameters()]:
                 parameter += 0.3 * torch.randn(parameter.shape)
-        nets = dict(zip(("actor", "critics", "value", "targets"), (*parts, agent.q_target)))
-        states = []
-        for i in range(UPDATES + 1):
-            states.append(
-                {f"{part}.{name}": x.clone() for part, net in nets.items() for name, x in net.state_dict().items()}
-            )
-            if i < UPDATES:
-                obs, actions, rewards, terminated, next_obs = (inputs[name][i] for name in FIELDS)
-                agent.train([obs, actions, rewards, next_obs, terminated, torch.arange(B) % 2])
+        states = [state(agent)]
+        for i in range(UPDATES):
+            obs, actions, rewards, terminated, next_obs = (inputs[name][i] for name in FIELDS)
+            agent.train([obs, actions, rewards, next_obs, terminated, torch.arange(B) % 2])
+            states.append(state(agent))
         recorded |= {f"{learner}/{name}": torch.stack([s[name] for s in states]) for name in states[0]}
     save_file(inputs | recorded, PATH)
 

@@ -24,14 +24,6 @@ lines-that-do-not-meet-the-parabola: no gradient shows it
 - errors.abs() - delta / 2
 + errors.abs() - delta
 
-parabola-outside: two branches
-- errors.abs() < delta
-+ errors.abs() > delta
-
-excess-over-the-normal: SciPy's kurtosis is less 3
-- x.var(correction=0).square()
-+ x.var(correction=0).square() - 3
-
 spoils-nothing: training runs on
 -     corrupt(data, args)
 
