@@ -92,7 +92,7 @@ class Args(OfflineArgs):
     num_envs = 1  # online
     # inherited: seed, device, threads, output_dir, resume, track (RunArgs); env_kwargs, eval_every,
     # eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
-    max_steps: int = 10_000
+    max_steps: int = 5_000
     """updates on the dataset"""
     online_steps: int = 0
     """environment steps after max_steps, one update each"""
@@ -208,7 +208,7 @@ class Agent(nn.Module):
 
 
 def value_loss(errors: Tensor, expectile: float, kind: str) -> Tensor:
-    """Mean of |expectile - 1(u < 0)| u^2 over errors u: equation 5; with |u| for a quantile."""
+    """Mean of |expectile - 1(u < 0)| u^2 over errors u: equation 5 of IQL; with |u| for a quantile."""
     sizes = errors.square() if kind == "expectile" else errors.abs()
     return (torch.where(errors > 0, expectile, 1 - expectile) * sizes).mean()
 
@@ -216,7 +216,7 @@ def value_loss(errors: Tensor, expectile: float, kind: str) -> Tensor:
 def actor_loss(
     actor: Actor, batch: Transitions, advantages: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Equation 7, the weights and the log-densities, without gradient (B, 1). advantages (B, 1)."""
+    """Equation 7 of IQL, the weights and the log-densities, without gradient (B, 1). advantages (B, 1)."""
     weights = (temperature * advantages).exp().clamp(max=MAX_WEIGHT)
     logps = actor.log_prob(batch.obs, batch.actions)  # actions as they are: only a squashed density must clip them
     return -(weights * logps).mean(), weights, logps.detach()
