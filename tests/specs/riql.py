@@ -60,7 +60,8 @@ SPEC = Spec(
     "RIQL, arXiv 2310.12955", PARENT.family, small=PARENT.small,
     tests="exact_riql parity_riql exact_iql command_line_control resume_control wiring",
     curves={
-        "riql-hopper": Curve(SHORT | dict(max_steps=3000, eval_episodes=20), "eval/return", numbers={"eval/return_stochastic": "log"}),
+        "riql-hopper": Curve(SHORT | dict(max_steps=3000, eval_episodes=20), "eval/return",
+                             numbers={"eval/return_stochastic": "log"}),
     },
     effects={
         "riql-tail": Effect(  # of the targets of Q, of IQL
