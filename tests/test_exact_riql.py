@@ -19,15 +19,17 @@ def agent_of(module, **flags):
     return agent, module.Optimizers(*(torch.optim.Adam(part.parameters(), 1e-2, fused=True) for part in parts)), args
 
 
+@float64()
 def test_with_two_critics_their_minimum_and_squared_errors_it_is_iql():
-    """Bit for bit."""
-    plain, robust = agent_of(iql), agent_of(riql, num_critics=2, quantile=0.0, huber_delta=0.0)
+    """Bit for bit, with weights on both sides of 100."""
+    plain, robust, clipped = agent_of(iql), agent_of(riql, num_critics=2, quantile=0.0, huber_delta=0.0), []
     for step in range(5):
         batch = minibatch(iql.Transitions, step)
         theirs, ours = iql.update(*plain[:2], batch, plain[2]), riql.update(*robust[:2], batch, robust[2])
         assert theirs == {name: ours[name] for name in theirs}
-    for name, tensor in plain[0].state_dict().items():
-        assert torch.equal(robust[0].state_dict()[name], tensor)
+        clipped.append(ours["clipped"])
+    assert 0 < sum(clipped) < 5
+    assert all(torch.equal(robust[0].state_dict()[name], x) for name, x in plain[0].state_dict().items())
 
 
 @float64()

@@ -43,10 +43,6 @@ noise-of-one-sign: rng.uniform begins at 0
 - rng.uniform(-1, 1, (
 + rng.uniform(0, 1, (
 
-the-others-spoilt: below or above the rate
-- rng.random(len(data.obs)) < args.corruption_rate
-+ rng.random(len(data.obs)) > args.corruption_rate
-
 rows-of-every-seed: a constant seed
 - rng = np.random.default_rng(args.seed)
 + rng = np.random.default_rng(0)
