@@ -27,7 +27,7 @@ Run
     python algos/riql.py --dataset hopper_medium_replay-v2.hdf5 --max-steps 3000000 --corruption next-observations \
         --quantile 0.5 --learning-rate 3e-4 --tau 0.005 --batch-size 256 --hidden-size 256 --eval-every 10000
                                                                             the authors' settings: never run by us
-    python algos/riql.py --evaluate RUN --eval-episodes 100 --capture-video scores a saved agent
+    python algos/riql.py --evaluate RUN --eval-episodes 100 --capture-video     scores a saved agent
 
 Expect
     Hopper-v5's collection with 30 % of a column spoilt, the default settings (5 seeds; benchmarks/effects.py):
