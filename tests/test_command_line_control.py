@@ -109,6 +109,7 @@ OWN = {
     "iql": DATASETS,
     "awac": [("--temperature 0", "is 0.0 and", "above 0"), ("--num-action-samples 0", "samples 0: both", "above 0")],
     "xql": [("--gumbel-scale 0", "--gumbel-scale is 0.0", "above 0")],
+    "riql": [("--quantile 1.5", "--quantile is 1.5", "from 0 to 1"), ("--num-critics 0", "--num-critics is 0")],
     "rlpd": [("--batch-size 9", "--offline-ratio 0.5", "--batch-size 9"), *DATASETS],
     "dt": [("--embed-dim 9", "--embed-dim 9", "--num-heads 2"), *DATASETS],
 }
@@ -219,7 +220,9 @@ def test_a_transformer_can_be_asked_for_other_returns(trained, capsys):
     assert {"eval/return_at_-100", "eval/return_at_50.5", "eval/slope", "eval/return"} == found.keys()
 
 
-@pytest.mark.parametrize("algo, taken", [("bc", 40), ("iql", 234), ("awac", 234), ("xql", 234), ("rlpd", 234)])
+@pytest.mark.parametrize(
+    "algo, taken", [("bc", 40), ("iql", 234), ("awac", 234), ("xql", 234), ("riql", 234), ("rlpd", 234)]
+)
 def test_transitions_that_are_taken(algo, taken, tmp_path, capsys):
     """The smallest top fraction keeps the best trajectory; what comes after a time-out of D4RL's files is unknown."""
     path, more = pendulum(tmp_path / "d.hdf5"), ["--top-fraction", 1e-9]

@@ -20,7 +20,7 @@ from helpers import metrics, new_run, weights
 from scipy import optimize, stats
 from torch import nn
 
-from algos import bc, cfgrl, flow_bc, fql, iql, xql
+from algos import bc, cfgrl, flow_bc, fql, iql, riql, xql
 from benchmarks.record_suite import save
 from utils.control import ReplayBuffer
 from utils.core import UserError
@@ -300,12 +300,12 @@ def test_temperature_0_is_behaviour_cloning():
 
 # --- the policy
 
-modules = pytest.mark.parametrize("module", [iql, bc, xql], ids=["iql", "bc", "xql"])
-learners = pytest.mark.parametrize("module", [iql, xql], ids=["iql", "xql"])
+modules = pytest.mark.parametrize("module", [iql, bc, xql, riql], ids=["iql", "bc", "xql", "riql"])
+learners = pytest.mark.parametrize("module", [iql, xql, riql], ids=["iql", "xql", "riql"])
 cloners = pytest.mark.parametrize("module", [bc, flow_bc], ids=["bc", "flow_bc"])
 takers = pytest.mark.parametrize("module", [bc, flow_bc, cfgrl, fql], ids=["bc", "flow_bc", "cfgrl", "fql"])
 every_module = pytest.mark.parametrize(
-    "module", [iql, bc, flow_bc, cfgrl, fql, xql], ids=["iql", "bc", "flow_bc", "cfgrl", "fql", "xql"]
+    "module", [iql, bc, flow_bc, cfgrl, fql, xql, riql], ids=["iql", "bc", "flow_bc", "cfgrl", "fql", "xql", "riql"]
 )
 
 
@@ -444,6 +444,7 @@ def trained(module, folder, path, *flags):
         rates.append([group["lr"] for optimizer in several for group in optimizer.param_groups])
         return update(agent, optimizers, batch, *others)
 
+    flags = [*["--no-normalize"][: module is riql], *flags]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "update", recording)
         patch.setattr(module, "ReplayBuffer", Spy)
@@ -499,7 +500,7 @@ def test_normalize_reaches_all_observations(recorded, tmp_path, monkeypatch, mod
     path, columns = recorded
     acted, act = [], module.act
     monkeypatch.setattr(module, "act", lambda actor, space, *rest: acted.append(rest) or act(actor, space, *rest))
-    run = trained(module, tmp_path, path, "--online-steps", ONLINE, "--normalize")
+    run = trained(module, tmp_path, path, "--online-steps", ONLINE, "--normalize", "--rewards", "return-range")
     mean, std = columns[0].mean(0), columns[0].std(0) + 1e-3
     close(run.added[0][0], (columns[0] - mean) / std, 1e-5)
     close(run.added[0][4], (columns[4] - mean) / std, 1e-5)
@@ -555,10 +556,12 @@ def test_domain_fills_in_what_is_not_given(recorded, tmp_path, domain, module):
     chosen = lambda args: (args.temperature, args.dropout, args.rewards)  # noqa: E731
     run = trained(module, tmp_path, recorded[0], "--domain", domain)
     agent, *_, args = run.calls[0]
-    assert (getattr(args, "expectile", AUTHORS[domain][0]), *chosen(args)) == AUTHORS[domain]
+    *others, rewards = AUTHORS[domain]
+    rewards = "raw" if (module, domain) == (riql, "mujoco") else rewards
+    assert (getattr(args, "expectile", AUTHORS[domain][0]), *chosen(args)) == (*others, rewards)
     assert [m.p for m in agent.actor.modules() if isinstance(m, nn.Dropout)] == [args.dropout]
     assert not any(isinstance(m, nn.Dropout) and m.p for part in (agent.critics, agent.value) for m in part.modules())
-    given = ["--temperature", 0, "--dropout", 0, "--rewards", "raw", *["--expectile", 0.6][: 2 * (module is iql)]]
+    given = ["--temperature", 0, "--dropout", 0, "--rewards", "raw", *["--expectile", 0.6][: 2 * (module is not xql)]]
     args = trained(module, tmp_path, recorded[0], "--domain", domain, *given).calls[0][-1]
     assert (getattr(args, "expectile", 0.6), *chosen(args)) == (0.6, 0, 0, "raw")
 

@@ -20,7 +20,7 @@ from small_data import pendulum
 
 from algos import (
     awac, bc, c51, cal_ql, cfgrl, cql, crossq, ddpg, ddpo, diffusion_policy, dppo, dqn, dt, flow_bc, flow_grpo, fql,
-    gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rebrac, rlpd, rnd, sac, td3, td3_bc, xql,
+    gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rebrac, riql, rlpd, rnd, sac, td3, td3_bc, xql,
 )  # fmt: skip
 from utils.control import seed_of
 
@@ -59,6 +59,7 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "iql": (OFFLINE, iql, ["--dataset", "DATA"]),
     "awac": (SAC, awac, ["--dataset", "DATA", "--normalize"]),
     "xql": (OFFLINE, xql, ["--dataset", "DATA"]),
+    "riql": (OFFLINE, riql, ["--dataset", "DATA"]),
     "iql normalized": (OFFLINE, iql, ["--dataset", "DATA", "--normalize"]),
     "ppo_mask": (MASK, ppo_mask, ["--env-id", "Taxi-v4", "--env-kwargs", SHORT, "--learning-rate", "0.04"]),
     "ppo_lstm discrete": (LSTM, ppo_lstm, ["--env-id", "CartPole-v1", "--learning-rate", "0.04"]),

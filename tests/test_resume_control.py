@@ -30,7 +30,7 @@ CASES = {  # name: SCRIPT or SCRIPT-... -> arguments. Every run has 160 steps or
     "ppo-noisy": (), "sac-noisy": (), "dqn-noisy": (),  # rewards of NumPy's global generator
     "rainbow-plain": ("--no-noisy", "--no-prioritized", "--n-step", 1),
     **{f"{algo}-online": ("--max-steps", 64, "--online-steps", 96, "--log-every", 20)  # episodes wait for their row
-       for algo in ("iql", "awac", "xql")},
+       for algo in ("iql", "awac", "xql", "riql")},
 }  # fmt: skip
 
 
