@@ -5,11 +5,12 @@ reasoning-gym (requirements-test.txt).
     python benchmarks/chat_curves.py run grpo 1 ours    a row of curves/grpo-smollm2-sums.jsonl; trl: TRL's side
     python benchmarks/chat_curves.py run grpo 1 trl --steps 5     seconds of a step and peak memory alone, a row of
                                                         results/speed_smollm2.jsonl: both sides in turn, nothing else
-    python benchmarks/chat_curves.py run grpo_multiturn 1 ours --model RUN/model    RUN: of sft.py on countdown
+    python benchmarks/chat_curves.py run grpo_multiturn 1 ours --model RUN/model    RUN: of sft.py
 
 Both sides have the same rows in the same order, batch, rate, lengths and bfloat16, and the same evaluation of 128
 held-out questions. TRL draws its own samples. rloo, ppo_lm and grpo_multiturn have no other side here. The last one's
-task is countdown with the calculator.
+task is countdown with the calculator; it starts from 60 steps of sft.py: --task countdown --raw-prompt --batch-size 16
+--learning-rate 2e-5 --lr-schedule constant --warmup-steps 0 --max-steps 60 --precision bfloat16.
 """
 
 import importlib
@@ -41,8 +42,8 @@ ONLINE = dict(task=TASK, max_steps=24, num_prompts=8, num_generations=8, max_com
 CASES = {
     "sft": dict(task=(TASK,), max_steps=20, batch_size=16, learning_rate=1e-5, lr_schedule="constant", warmup_steps=0),
     "grpo": ONLINE, "rloo": ONLINE, "ppo_lm": ONLINE,
-    "grpo_multiturn": ONLINE | dict(task="", environment="calculator", max_turns=2, max_completion_length=12,
-                                    eval_prompts=128, eval_samples=4),
+    "grpo_multiturn": ONLINE | dict(task="", environment="calculator", max_turns=2, raw_prompt=True,
+                                    max_completion_length=12, eval_prompts=128, eval_samples=4),
     "dpo": dict(task=PAIRS.name, max_steps=12, batch_size=16, learning_rate=2e-6, lr_schedule="constant"),
 }  # fmt: skip
 Case, Side = Literal["sft", "grpo", "rloo", "ppo_lm", "grpo_multiturn", "dpo"], Literal["ours", "trl"]
