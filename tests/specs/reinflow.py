@@ -48,9 +48,6 @@ first-point-executed: chains of dppo.py end there
 clipped-chain-trained: what is executed is stored
 - return torch.stack(chain, 1)
 + return torch.stack(chain, 1).clamp(-1, 1)
-
-flow-not-taken-over: the networks of noise and value are not in the run either
--         agent.actor.load_state_dict(start)
 """
 
 START = "flow_bc", dict(dataset="algos/environments/gates.hdf5", max_steps=2000, eval_episodes=0)
@@ -59,7 +56,7 @@ FLOW = LAST | dict(init=START, flow_steps=2)
 
 SPEC = Spec(
     "ReinFlow, arXiv 2505.22094", PARENT.family, tests="exact_reinflow command_line_control resume_control wiring",
-    small=PARENT.small + " --flow-steps 2 --actor-size 8",
+    small=PARENT.small + " --flow-steps 2 --actor-size 16",
     curves={"reinflow-gates": Curve(FLOW | dict(eval_every=15_000, threads=1), "eval/return_stochastic",
                                     {"mean eval/return_stochastic": "share"})},
     effects={
