@@ -88,8 +88,8 @@ def test_update_equals_a_second_implementation(changes):
     chains = agent.sample(obs.flatten(0, 1), 1.0, rows).detach()
     rewards, (ended, cut) = torch.randn(T, N, generator=rows), torch.rand(2, T, N, generator=rows) < 0.2
     batch = reinflow.Batch(obs, chains.unflatten(0, (T, N)), rewards, next_obs, ended, cut)
-    numbers = reinflow.update(agent, torch.optim.SGD(agent.parameters(), 0.02), batch, twin.clone_state(), args)
-    p, optimizer = dict(own.named_parameters()), torch.optim.SGD(own.parameters(), 0.02)
+    numbers = reinflow.update(agent, torch.optim.SGD(agent.parameters(), 0.05), batch, twin.clone_state(), args)
+    p, optimizer = dict(own.named_parameters()), torch.optim.SGD(own.parameters(), 0.05)
     value = lambda obs: obs @ p["critic.weight"][0] + p["critic.bias"][0]  # noqa: E731
     inputs = [x.detach().numpy() for x in (rewards, value(obs), value(next_obs), ended, cut)]
     advantages = torch.tensor(own_advantages(*inputs, args.gamma, args.gae_lambda)).flatten()
