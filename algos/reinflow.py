@@ -99,7 +99,7 @@ class Args(EnvArgs):
     """steps of each environment between updates: T"""
     vector: Literal["sync", "async"] = "sync"
     """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-4
     """learning rate of Adam, at the start"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0"""

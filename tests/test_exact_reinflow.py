@@ -168,7 +168,7 @@ def test_a_run_begins_with_the_flow_of_another(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(reinflow, "update", lambda agent, *x: before.append(named(agent)) or update(agent, *x))
     run = new_run(reinflow, tmp_path / "runs", *ours, "--init", start)
     rates = [row["learning_rate"] for row in metrics(run)]
-    close(rates, [0.001 * (1 - i / len(rates)) for i in range(len(rates))])
+    close(rates, [3e-4 * (1 - i / len(rates)) for i in range(len(rates))])
     command_line(reinflow, "--resume", run, "--init", "gone")
     theirs, now = (checkpoint(folder)["agent"] for folder in (start, run))
     assert theirs
