@@ -50,6 +50,14 @@ OWN = {
         ("--total-timesteps 31", "of 32"),
         ("--env-id CartPole-v1", "finite bounds"),
     ],  # fmt: skip
+    "reinflow": [
+        ("--flow-steps 0", "1 step"),
+        ("--min-std 0", "above 0"),
+        ("--min-std 0.3", "at most --max-std 0.2"),
+        ("--num-minibatches 3", "32 rows"),
+        ("--total-timesteps 31", "of 32"),
+        ("--env-id CartPole-v1", "finite bounds"),
+    ],
     "sac": [
         ("--env-id CartPole-v1", "Discrete", "SAC needs a Box"),
         (f"{BANDIT} action=box", "Box", "finite bounds"),

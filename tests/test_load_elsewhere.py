@@ -20,7 +20,7 @@ from small_data import pendulum
 
 from algos import (
     awac, bc, c51, cal_ql, cfgrl, cql, crossq, ddpg, ddpo, diffusion_policy, dppo, dqn, dt, flow_bc, flow_grpo, fql,
-    gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rebrac, riql, rlpd, rnd, sac, td3, td3_bc, xql,
+    gsde, iql, ppo, ppo_lstm, ppo_mask, rainbow, rebrac, reinflow, riql, rlpd, rnd, sac, td3, td3_bc, xql,
 )  # fmt: skip
 from utils.control import seed_of
 
@@ -48,6 +48,7 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "rainbow": (RAINBOW, rainbow, ["--learning-rate", "0.04"]),
     "bc": (OFFLINE, bc, ["--dataset", "DATA"]),
     "flow_bc": (FLOW, flow_bc, ["--dataset", "DATA", "--flow-steps", 3]),
+    "reinflow": (FLOW, reinflow, ["--env-id", "Pendulum-v1", "--env-kwargs", SHORT]),
     "diffusion_policy": (PLANS, diffusion_policy, ["--dataset", "DATA"]),
     "dppo": (LEARNED, dppo, ["--env-id", "Pendulum-v1", "--env-kwargs", SHORT, "--learning-rate", "1e-4"]),
     "cfgrl": (GUIDED, cfgrl, ["--dataset", "DATA", "--flow-steps", 3]),
