@@ -9,8 +9,8 @@ reasoning-gym (requirements-test.txt).
 
 Both sides have the same rows in the same order, batch, rate, lengths and bfloat16, and the same evaluation of 128
 held-out questions. TRL draws its own samples. rloo, ppo_lm and grpo_multiturn have no other side here. The last one's
-task is countdown with the calculator; it starts from 60 steps of sft.py: --task countdown --raw-prompt --batch-size 16
---learning-rate 2e-5 --lr-schedule constant --warmup-steps 0 --max-steps 60 --precision bfloat16.
+task is countdown with the calculator; it starts from 150 steps of sft.py: --task countdown --raw-prompt --batch-size 16
+--learning-rate 3e-5 --lr-schedule constant --warmup-steps 0 --max-steps 150.
 """
 
 import importlib
