@@ -30,7 +30,7 @@ SECTION = PAGE.partition("## Load a trained agent elsewhere\n")[2].partition("\n
 HEAD, TAIL, *BLOCKS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 PPO, SAC, CROSSQ, DQN, C51, RAINBOW, OFFLINE, FLOW, ONE_STEP, PLANS, GUIDED, DT, MASK, LSTM, GENERATOR = BLOCKS
 LEARNED = PLANS.replace('"average.', '("actor" if k <= args["num_finetuned_steps"] else "start") + ".')
-SHORT = "max_episode_steps=40"
+SHORT, SHORTER = "max_episode_steps=40", "max_episode_steps=16"  # a chain of steps magnifies rounding, plan after plan
 WIDE = f"--env-id Pendulum-v1 --env-kwargs {SHORT} --learning-rate 0.1".split()  # half of the actions out of bounds
 OWN_LOOP = (DT, MASK)  # need no last line
 CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
@@ -50,7 +50,7 @@ CASES = {  # name -> block, script, arguments; DATA: a small dataset of Pendulum
     "flow_bc": (FLOW, flow_bc, ["--dataset", "DATA", "--flow-steps", 3]),
     "reinflow": (FLOW, reinflow, ["--env-id", "Pendulum-v1", "--env-kwargs", SHORT]),
     "diffusion_policy": (PLANS, diffusion_policy, ["--dataset", "DATA"]),
-    "dppo": (LEARNED, dppo, ["--env-id", "Pendulum-v1", "--env-kwargs", SHORT, "--learning-rate", "1e-4"]),
+    "dppo": (LEARNED, dppo, ["--env-id", "Pendulum-v1", "--env-kwargs", SHORTER, "--learning-rate", "1e-4"]),
     "cfgrl": (GUIDED, cfgrl, ["--dataset", "DATA", "--flow-steps", 3]),
     "fql": (ONE_STEP, fql, ["--dataset", "DATA"]),
     "td3_bc": (SAC, td3_bc, ["--dataset", "DATA"]),
