@@ -46,7 +46,7 @@ Differences
     - It trains no output for the empty context (net.py), and plays the first pull by it (evals/eval_bandit.py).
     - Its Thompson sampling takes the uniform prior for a Gaussian (ctrls/ctrl_bandit.py); its --var is our --noise.
     - It stores 100,000 bandits with one context of 500 pulls each (run_bandit.sh). Ours are drawn anew in each update.
-    - From dt.py: ReLU, not GELU, gradients are clipped. The loss is a mean, the authors' a sum: Adam hardly tells.
+    - From dt.py: ReLU, not GELU, gradients are clipped. The loss is a mean, the authors' a sum.
 """
 
 import sys

@@ -4,8 +4,8 @@ Zhang et al. 2025, "ReinFlow: Fine-tuning Flow Matching Policy with Online Reinf
 
 Parent: dppo.py. The policy is the flow of a flow_bc.py run, of single actions, and the ratio is that of all its steps.
 
-A flow moves noise to an action without chance, so the density of an action is not known. ReinFlow adds learned noise to
-each step. Then the flow is a chain of Gaussians, and PPO takes the whole chain as its action. Maximises
+A flow moves noise to an action without chance, so the density of an action is costly to compute. ReinFlow adds learned
+noise to each step. Then the flow is a chain of Gaussians, and PPO takes the whole chain as its action. Maximises
 
     J(theta) = E { min[ rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t ] + c_ent H_t - c_vf (V(s_t) - R_t)^2 / 2 }
 
