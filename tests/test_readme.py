@@ -17,7 +17,7 @@ import tyro
 from helpers import SMALL, command_line, new_run
 from small_data import pendulum, write_minari
 
-from algos import diffusion_policy, flow_bc, reward_model
+from algos import reward_model
 from benchmarks import chain
 from tests.family import code_of, without_args
 from tests.specs import SPECS
@@ -141,7 +141,8 @@ def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
     _, script, *words = shlex.split(command.replace("package.module:Name-v0", walk))
     module, sizes = importlib.import_module(f"algos.{Path(script).stem}"), tiny(Path(script).stem)
     if "--init" in words:
-        start = diffusion_policy if "dppo" in script else flow_bc
+        (curve,) = SPECS[module.NAME].curves.values()
+        start = importlib.import_module(f"algos.{curve.settings['init'][0]}")
         how = *SMALL[start.NAME], "--dataset", pendulum(tmp_path / "d.hdf5")
         words[1] = str(new_run(start, tmp_path / "start", *how))
     if "RUN" in words:
