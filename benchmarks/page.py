@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import effects, published  # noqa: E402
 from benchmarks.curves import ENOUGH, band, recorded  # noqa: E402
 from benchmarks.machine import environment  # noqa: E402
+from benchmarks.peers.offline_corl import offline_table  # noqa: E402
 from tests import family  # noqa: E402
 from tests.specs import FAMILIES, SPECS, line_of, parent_of  # noqa: E402
 
@@ -262,7 +263,7 @@ def gpu() -> str:
 def page(text: str) -> str:
     """A page's text with its tables renewed."""
     for table in (algorithms, catalogue, proofs, effect_verdicts, speeds, published_budget, offline_scores,
-                  gpu, chat):  # fmt: skip
+                  offline_table, gpu, chat):  # fmt: skip
         begin = f"<!-- {table.__name__}: python benchmarks/page.py write -->\n"
         if begin in text:
             head, rest = text.split(begin)

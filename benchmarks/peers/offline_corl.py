@@ -1,14 +1,15 @@
-"""IQL, TD3+BC, CQL and Decision Transformer beside CORL's on the same file: updates per second, and scores of two.
+"""IQL, TD3+BC, CQL, AWAC and Decision Transformer beside CORL's on the same file: updates per second, and scores.
 
     git clone https://github.com/corl-team/CORL /tmp/corl
     python benchmarks/peers/offline_corl.py speed --corl /tmp/corl --rounds 5         -> results/speed_ALGO.json
     python benchmarks/peers/offline_corl.py score --corl /tmp/corl --seeds 3          -> results/score_offline.json
     python benchmarks/peers/offline_corl.py score --corl /tmp/corl --seeds 5 --algos iql --iql-steps 100000 --cloning \
         --jobs 2 --datasets data/Hopper-v5/medium-replay.hdf5 data/Hopper-v5/medium-expert.hdf5
+    python benchmarks/peers/offline_corl.py table --corl /tmp/corl --jobs 2           -> results/table_offline.jsonl
 
-CORL's files algorithms/offline/iql.py, td3_bc.py, cql.py and dt.py are imported as they are, with empty modules in
-place of d4rl, gym, pyrallis and wandb, of which only what is not used here is needed. Its networks, data and updates
-are its own; the loops around them are those of its `train`, without what they log (which is in its favour).
+CORL's files algorithms/offline/iql.py, td3_bc.py, cql.py, awac.py and dt.py are imported as they are, with empty
+modules in place of d4rl, gym, pyrallis and wandb, of which only what is not used here is needed. Its networks, data and
+updates are its own; the loops around them are those of its `train`, without what they log (which is in its favour).
 
 speed: batch 256, two hidden layers of 256 for IQL, TD3+BC and CQL, which has 4 sampled actions; batch 64, K = 20, three
 layers of 128, dropout 0.1 for DT. CORL reads DT's windows in the four processes of its data loader. Each run is a fresh
@@ -18,6 +19,12 @@ as each code has it. CORL normalises observations for IQL; the side "normalized"
 ours for all: the same environments, start states and episodes. --cloning adds 10 %-BC (bc.py) with as many updates. The
 intervals are Student's for the mean of the seeds' differences, which are taken as normal: a bootstrap of three seeds
 cannot leave the range from their smallest difference to their largest.
+table: 100,000 updates of 256 rows on data/Hopper-v5/medium-replay.hdf5 and medium-expert.hdf5, the mean of the last 10
+of 20 evaluations with 10 episodes each. Two hidden layers of 256 (ReBRAC's three), learning rate 3e-4, normalised
+observations (ReBRAC, FQL and the cloning: raw). TABLE has the rest: what the authors of ReBRAC and CORL's
+configurations set for these datasets, with 4 sampled actions for CQL, and for FQL, which has none there, the middle of
+what its authors try. IQL is as in `score`. A stopped table goes on; --algos and --sides pick a part. About 30 hours of
+one core.
 """
 
 import importlib.util
@@ -48,6 +55,13 @@ from utils.offline import load_dataset  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 Algo = Literal["iql", "td3_bc", "cql", "dt"]
+TABLE: dict[str, dict] = {
+    "bc": {"top_fraction": 0.1}, "iql": {"normalize": True}, "td3_bc": {},
+    "awac": {"normalize": True, "temperature": 1 / 3},
+    "rebrac": {"normalize": False, "batch_size": 256}, "fql": {"normalize_q": True, "alpha": 1.0},
+    "cql": {"cql_weight": 10.0, "policy_learning_rate": 3e-5, "backup_entropy": False},
+}  # fmt: skip
+REBRAC = {"medium-replay": {"actor_bc": 0.05, "critic_bc": 0.5}, "medium-expert": {"actor_bc": 0.1, "critic_bc": 0.01}}
 SIDES = dict.fromkeys(("iql", "td3_bc", "cql"), ("ours", "corl")) | {"dt": ("ours", "bfloat16", "corl")}
 AIMS = {"iql": (1.0, 1.4), "td3_bc": (1.1, 1.1), "cql": (1.1, 1.1), "dt": (1.1, 1.8)}
 PAPER_DT = dict(embed_dim=128, num_layers=3, num_heads=1, context_length=20, batch_size=64, dropout=0.1,
@@ -108,23 +122,32 @@ def corl_iql(folder: Path, dataset: str, seed: int, steps: int):
     def update():
         trainer.train([part.to("cpu") for part in buffer.sample(256)])
 
+    return update, scorer(actor, lambda states: actor(states).mean, make, seed, mean, std, space)
+
+
+def scorer(actor, policy, make, seed: int, mean, std, space):
+    """score(episodes): the mean return of policy(normalised observations), in our evaluation."""
+
     @torch.no_grad()
     def act(obs, scale, generator):
         states = torch.from_numpy(((obs - mean) / std).astype(np.float32))
-        return to_env(actor(states).mean.clamp(-1, 1).numpy(), space)
+        return to_env(policy(states).clamp(-1, 1).numpy(), space)
 
     def score(episodes: int) -> float:
         actor.eval()
         envs = [make() for _ in range(2 * episodes)]
-        return evaluate(envs, act, types.SimpleNamespace(seed=seed), torch.device("cpu"))["eval/return"]
+        result = evaluate(envs, act, types.SimpleNamespace(seed=seed), torch.device("cpu"))["eval/return"]
+        actor.train()
+        return result
 
-    return update, score
+    return score
 
 
 def corl_td3_bc(folder: Path, dataset: str, seed: int, steps: int, algo: str = "td3_bc"):
-    """(update, None) of CORL's TD3+BC with its defaults, or of its CQL with the settings of ours."""
-    corl, (data, _, space) = corl_module(folder, algo), read(dataset)
+    """(update, score(episodes)) of CORL's TD3+BC with its defaults, or of its CQL or AWAC with the settings of ours."""
+    corl, (data, make, space) = corl_module(folder, algo), read(dataset)
     torch.manual_seed(seed)
+    np.random.seed(seed)
     mean, std = corl.compute_mean_std(data.obs, eps=1e-3)
     columns = {"observations": (data.obs - mean) / std, "actions": to_unit(data.actions, space),
                "next_observations": (data.next_obs - mean) / std, "rewards": data.rewards,
@@ -138,13 +161,29 @@ def corl_td3_bc(folder: Path, dataset: str, seed: int, steps: int, algo: str = "
         parts["actor"] = actor = corl.TanhGaussianPolicy(*sizes, 1.0, orthogonal_init=False)
         actor.base_network[4] = torch.nn.Identity()  # the third of its layers, which ours lacks
         actor.base_network[5] = torch.nn.Identity()
+        rates = {"actor": TABLE["cql"]["policy_learning_rate"]}
+        parts |= {f"{name}_optimizer": torch.optim.Adam(part.parameters(), lr=rates.get(name, 3e-4))
+                  for name, part in parts.items()}  # fmt: skip
+        trainer = corl.ContinuousCQL(**parts, target_entropy=-sizes[1], bc_steps=0, cql_n_actions=4,
+                                     policy_lr=rates["actor"], cql_alpha=TABLE["cql"]["cql_weight"])  # fmt: skip
+        policy = lambda states: actor(states, deterministic=True)[0]  # noqa: E731
+    elif algo == "awac":
+        parts = dict(
+            actor=corl.Actor(*sizes, 256), critic_1=corl.Critic(*sizes, 256), critic_2=corl.Critic(*sizes, 256)
+        )
+        for part in parts.values():
+            part._mlp[4] = part._mlp[5] = torch.nn.Identity()
+        actor, weight = parts["actor"], TABLE["awac"]["temperature"]
         parts |= {f"{name}_optimizer": torch.optim.Adam(part.parameters(), lr=3e-4) for name, part in parts.items()}
-        trainer = corl.ContinuousCQL(**parts, target_entropy=-sizes[1], bc_steps=0, cql_n_actions=4)
-        return lambda: trainer.train(buffer.sample(256)), None
-    parts = dict(actor=corl.Actor(*sizes, 1.0), critic_1=corl.Critic(*sizes), critic_2=corl.Critic(*sizes))
-    parts |= {f"{name}_optimizer": torch.optim.Adam(part.parameters(), lr=3e-4) for name, part in parts.items()}
-    trainer = corl.TD3_BC(1.0, **parts)
-    return lambda: trainer.train(buffer.sample(256)), None
+        trainer = corl.AdvantageWeightedActorCritic(**parts, awac_lambda=weight)
+        policy = lambda states: actor._get_policy(states).mean  # noqa: E731
+    else:
+        parts = dict(actor=corl.Actor(*sizes, 1.0), critic_1=corl.Critic(*sizes), critic_2=corl.Critic(*sizes))
+        actor = policy = parts["actor"]
+        parts |= {f"{name}_optimizer": torch.optim.Adam(part.parameters(), lr=3e-4) for name, part in parts.items()}
+        trainer = corl.TD3_BC(1.0, **parts)
+    step = trainer.update if algo == "awac" else trainer.train
+    return lambda: step(buffer.sample(256)), scorer(actor, policy, make, seed, mean, std, space)
 
 
 def corl_dt(folder: Path, dataset: str, seed: int, settings: dict):
@@ -202,11 +241,9 @@ def corl_dt(folder: Path, dataset: str, seed: int, settings: dict):
 
 def ours(algo: str, dataset: str, seed: int, steps: int, settings: dict) -> list[dict]:
     """The history of our script, started as a user would."""
-    from algos import bc, cql, dt, iql, td3_bc
-
-    script = {"iql": iql, "dt": dt, "bc": bc, "td3_bc": td3_bc, "cql": cql}[algo]
-    return script.train(script.Args(dataset=dataset, seed=seed, max_steps=steps, save_every=10**9, eval_every=0,
-                                    threads=torch.get_num_threads(), **settings))  # fmt: skip
+    script = importlib.import_module(f"algos.{algo}")
+    settings = {"save_every": 10**9, "eval_every": 0, "threads": torch.get_num_threads()} | settings
+    return script.train(script.Args(dataset=dataset, seed=seed, max_steps=steps, **settings))
 
 
 def worker(algo: Algo, side: str, corl: Path, dataset: str, threads: int, steps: int) -> None:
@@ -296,16 +333,17 @@ def score_worker(algo: str, side: str, corl: Path, dataset: str, seed: int, step
     print(json.dumps(result))
 
 
+def difference(ours: list[float], theirs: list[float]) -> dict:
+    """The mean of ours less theirs, paired by seed, and Student's 95 % interval for it."""
+    pairs = np.subtract(ours, theirs)
+    half = stats.t.ppf(0.975, len(pairs) - 1) * stats.sem(pairs)
+    return {"mean": pairs.mean().item(), "t_95_percent": [pairs.mean() - half, pairs.mean() + half]}
+
+
 def differences(row: dict) -> dict:
-    """Per side of ours with two seeds or more: the mean difference from CORL and Student's 95 % interval for it, paired
-    by seed."""
-    found = {}
-    for side in ("ours", "normalized"):
-        if len(row.get(side, ())) == len(row.get("corl", ())) > 1:
-            pairs = np.subtract(row[side], row["corl"])
-            half = stats.t.ppf(0.975, len(pairs) - 1) * stats.sem(pairs)
-            found[side] = {"mean": pairs.mean().item(), "t_95_percent": [pairs.mean() - half, pairs.mean() + half]}
-    return found
+    """Per side of ours with two seeds or more: its difference from CORL."""
+    return {side: difference(row[side], row["corl"]) for side in ("ours", "normalized")
+            if len(row.get(side, ())) == len(row.get("corl", ())) > 1}  # fmt: skip
 
 
 def score(corl: Path, datasets: tuple[str, ...] = ("",), algos: tuple[Algo, ...] = ("iql", "dt"), seeds: int = 3,
@@ -337,6 +375,80 @@ def score(corl: Path, datasets: tuple[str, ...] = ("",), algos: tuple[Algo, ...]
                 print(algo, about["dataset"], f"seed {seed}:", side, round(value), flush=True)
 
 
+def table_worker(algo: str, side: str, corl: Path, dataset: str, seed: int, steps: int) -> None:
+    """The last 10 of 20 evaluations of one run of the table, as a line of JSON."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    every = steps // 20
+    if side == "corl":
+        update, score = (corl_iql(corl, dataset, seed, steps) if algo == "iql" else
+                         corl_td3_bc(corl, dataset, seed, steps, algo))  # fmt: skip
+        returns = []
+        for step in range(1, steps + 1):
+            update()
+            if step % every == 0 and step > steps // 2:
+                returns.append(score(10))
+    else:
+        settings = TABLE[algo] | (REBRAC[Path(dataset).stem] if algo == "rebrac" else {})
+        history = ours(algo, dataset, seed, steps, {"eval_every": every, "eval_episodes": 10} | settings)
+        returns = [row["eval/return"] for row in history if "eval/return" in row][-10:]
+    print()
+    print(json.dumps([round(value, 1) for value in returns]))
+
+
+def table(corl: Path, data: Path = Path("data/Hopper-v5"), names: tuple[str, ...] = ("medium-replay", "medium-expert"),
+          algos: tuple[str, ...] = tuple(TABLE), sides: tuple[str, ...] = ("ours", "corl"), seeds: int = 5,
+          steps: int = 100_000, jobs: int = 1) -> None:  # fmt: skip
+    """Runs what results/table_offline.jsonl lacks, `jobs` runs side by side: seed by seed, the quickest first."""
+    path = RESULTS / "table_offline.jsonl"
+    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    runs = [
+        {"data": name, "algo": algo, "side": side, "seed": seed, "updates": steps}
+        for seed, name, algo, side in itertools.product(range(1, seeds + 1), names, algos, sides)
+        if (side == "ours" or algo not in ("bc", "rebrac", "fql")) and (algo != "fql" or name == "medium-expert")
+    ]
+    missing = [about for about in runs if not any(row | about == row for row in done)]
+
+    def run(about: dict) -> None:
+        words = [part for key in ("algo", "side", "seed") for part in (f"--{key}", about[key])]
+        start = time.perf_counter()
+        returns = measure(1, "table-worker", *words, "--corl", corl.resolve(), "--dataset",
+                          (data / f"{about['data']}.hdf5").resolve(), "--steps", steps)  # fmt: skip
+        with open(path, "a") as file:
+            file.write(json.dumps(about | {"returns": returns, "seconds": round(time.perf_counter() - start)}) + "\n")
+        print(*about.values(), round(statistics.mean(returns)), flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run, missing))
+
+
+def offline_table() -> str:
+    """For benchmarks/README.md: the table at 100,000 updates."""
+    path = RESULTS / "table_offline.jsonl"
+    found: dict[tuple, dict[int, float]] = {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        found.setdefault((row["data"], row["algo"], row["side"]), {})[row["seed"]] = statistics.mean(row["returns"])
+
+    def returns(key: tuple) -> str:
+        return ", ".join(f"{found[key][seed]:,.0f}" for seed in sorted(found.get(key, ())))
+
+    def less(key: tuple, other: tuple) -> str:
+        seeds = sorted(found.get(key, {}).keys() & found.get(other, {}).keys())
+        if key == other or len(seeds) < 2:
+            return ""
+        result = difference(*([found[side][seed] for seed in seeds] for side in (key, other)))
+        low, high = result["t_95_percent"]
+        return f"{result['mean']:,.0f} ({low:,.0f} to {high:,.0f})"
+
+    rows = ["| | plainrl | CORL | plainrl less CORL | less IQL | less 10 %-BC |", "|---" * 6 + "|"]
+    for name, algo in dict.fromkeys(key[:2] for key in found):
+        key, title = (name, algo, "ours"), "10 %-BC" if algo == "bc" else importlib.import_module(f"algos.{algo}").TITLE
+        cells = [returns(key), returns((name, algo, "corl")), less(key, (name, algo, "corl")),
+                 less(key, (name, "iql", "ours")), less(key, (name, "bc", "ours"))]  # fmt: skip
+        rows.append(f"| {title}, {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 if __name__ == "__main__":
-    commands = {"speed": speed, "score": score, "worker": worker, "score-worker": score_worker}
+    commands = {"speed": speed, "score": score, "table": table, "worker": worker, "score-worker": score_worker,
+                "table-worker": table_worker}  # fmt: skip
     tyro.extras.subcommand_cli_from_dict(commands)
