@@ -22,6 +22,11 @@ Run
         --num-critics 10 --subset-size 2 --utd-ratio 20                          the authors' settings for locomotion:
                                                                                  never run by us
     python algos/rlpd.py --offline-ratio 0                                       the same without the data
+    python algos/rlpd.py --init RUN --no-layer-norm                              goes on where cql.py --no-normalize
+                                                                                 ended, RUN
+    python algos/rlpd.py --init RUN --no-layer-norm --offline-ratio 0 --learning-starts 1500 --actor-q min
+                                                                                 WSRL (arXiv 2412.07762): without data;
+                                                                                 its actor fills the buffer first
     python algos/rlpd.py --evaluate RUN --eval-episodes 100 --capture-video      scores a saved agent
 
 Expect
@@ -56,6 +61,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
@@ -85,6 +91,8 @@ class Args(OfflineArgs):
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id, env_spec (OfflineArgs)
     total_timesteps: int = 3_000
     """environment steps, over all environments"""
+    init: str = ""
+    """a finished run of cql.py or cal_ql.py with --no-normalize: start from its actor, critics and temperature"""
     offline_ratio: float | None = 0.5
     """share of each minibatch that comes from the dataset; None: its share of all transitions, as from one buffer"""
     num_envs: int = 1
@@ -118,7 +126,7 @@ class Args(OfflineArgs):
     buffer_size: int = 1_000_000
     """newest transitions that are kept, on the device"""
     learning_starts: int = 500
-    """steps with uniformly random actions before the first update"""
+    """steps before the first update; their actions are uniformly random, with --init those of its actor"""
     hidden_size: int = 256
     """units of the two hidden layers of actor and critics"""
     compile: bool = False
@@ -284,6 +292,24 @@ def draw(replay: ReplayBuffer, offline: ReplayBuffer, generator: torch.Generator
     return Transitions(*(torch.cat(columns) for columns in zip(*parts)))
 
 
+def take_over(agent: Agent, args: Args) -> None:
+    """Gives the agent what the run --init learned. Raises UserError where there is no such run, or none that fits."""
+    path = Path(args.init) / "model" / "model.safetensors"
+    if not path.is_file():
+        raise UserError(f"--init {args.init} has no model: give a finished run of cql.py --no-normalize")
+    saved = load_file(path)
+    if (saved.pop("obs_mean", torch.zeros(1)) != 0).any():
+        raise UserError(f"--init {args.init} has scaled observations: train it with --no-normalize")
+    saved.pop("obs_std", None)
+    if args.alpha is not None:
+        saved["log_alpha"] = agent.log_alpha.detach()
+    wanted = {name: weight.shape for name, weight in agent.state_dict().items()}
+    if wanted != {name: weight.shape for name, weight in saved.items()}:
+        flags = "--no-layer-norm, --num-critics and --hidden-size"
+        raise UserError(f"--init {args.init} has other networks: give {flags} as that run has them")
+    agent.load_state_dict(saved)
+
+
 @torch.no_grad()
 def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float,
         generator: torch.Generator) -> np.ndarray:  # fmt: skip
@@ -309,6 +335,8 @@ def train(args: Args) -> list[dict]:
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     check_spaces(data, obs_size, space)
+    if args.init and not args.resume:
+        take_over(agent, args)
     rows, sizes = data.known, (obs_size, action_size, 1, 1, obs_size)
     offline = ReplayBuffer(rows.sum(), sizes, device)
     offline.add(data.obs[rows], to_unit(data.actions[rows], space), data.rewards[rows, None],
@@ -328,7 +356,7 @@ def train(args: Args) -> list[dict]:
     step, episodes, metrics = run.step, run.state.get("episodes", []), run.state.get("metrics", {})
     while step < run.total:
         # collect
-        if step < args.learning_starts:
+        if step < args.learning_starts and not args.init:
             actions = torch.rand(len(obs), action_size, generator=generator, device=device).cpu().numpy() * 2 - 1
         else:
             actions = act(agent.actor, space, obs, 1.0, generator)

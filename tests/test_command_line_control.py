@@ -118,7 +118,11 @@ OWN = {
     "awac": [("--temperature 0", "is 0.0 and", "above 0"), ("--num-action-samples 0", "samples 0: both", "above 0")],
     "xql": [("--gumbel-scale 0", "--gumbel-scale is 0.0", "above 0")],
     "riql": [("--quantile 1.5", "--quantile is 1.5", "from 0 to 1"), ("--num-critics 0", "--num-critics is 0")],
-    "rlpd": [("--batch-size 9", "--offline-ratio 0.5", "--batch-size 9"), *DATASETS],
+    "rlpd": [
+        ("--batch-size 9", "--offline-ratio 0.5", "--batch-size 9"),
+        ("--init nowhere", "--init nowhere", "no model"),
+        *DATASETS,
+    ],
     "dt": [("--embed-dim 9", "--embed-dim 9", "--num-heads 2"), *DATASETS],
 }
 OUT_OF_BOUNDS = [

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from control import assert_probed, without
-from helpers import metrics, new_run, weights
+from helpers import SMALL, metrics, new_run, user_error, weights
 from scipy import stats
 from small_data import pendulum
 from test_exact_sac import rows_of
 
-from algos import rlpd, sac
+from algos import cql, rlpd, sac
 from utils.control import ReplayBuffer
 
 
@@ -66,6 +66,28 @@ def test_without_data_a_run_is_that_of_sac(tmp_path):
         assert (ours == without(without(metrics(expected), "eval/score"), "eval/best")) == (ratio == 0)
         same = [torch.equal(tensor, weights(expected)[name]) for name, tensor in weights(run).items()]
         assert all(same) if ratio == 0 else not any(same)
+
+
+def test_a_run_of_cql_goes_on(tmp_path, monkeypatch, capsys):
+    """--init: its actor makes the first --learning-starts steps, and all weights are still that run's, bit for bit."""
+    small = *SMALL["rlpd"], "--env-id", "Pendulum-v1", "--dataset", pendulum(tmp_path / "data.hdf5"), "--eval-every", 0
+    scaled, start = (
+        new_run(cql, tmp_path / "start", *SMALL["cql"], *small[-4:], *raw) for raw in ((), ["--no-normalize"])
+    )
+    scales, act = [], rlpd.act
+    monkeypatch.setattr(rlpd, "act", lambda *x: scales.append(x[3]) or act(*x))
+    here = *small, "--init", start, "--no-layer-norm", "--total-timesteps", 20, "--learning-starts"
+    same = weights(new_run(rlpd, tmp_path / "same", *here, 20))
+    assert all(
+        torch.equal(tensor, same[name]) for name, tensor in weights(start).items() if not name.startswith("obs_")
+    )
+    assert sum(isinstance(scale, float) for scale in scales) == 10  # of two environments
+    fixed = weights(new_run(rlpd, tmp_path / "fixed", *here, 10, "--alpha", 0.5))
+    assert fixed["log_alpha"].exp() == pytest.approx(0.5)
+    assert not torch.equal(fixed["critics.q1.0.weight"], same["critics.q1.0.weight"])
+    for flags, word in ((["--init", scaled], "--no-normalize"), (["--layer-norm"], "other networks")):
+        with user_error(capsys, "--init", word):
+            new_run(rlpd, tmp_path / "wrong", *here, 10, *flags)
 
 
 @pytest.mark.parametrize("last", [True, False])

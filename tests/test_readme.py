@@ -141,9 +141,13 @@ def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
     _, script, *words = shlex.split(command.replace("package.module:Name-v0", walk))
     module, sizes = importlib.import_module(f"algos.{Path(script).stem}"), tiny(Path(script).stem)
     if "--init" in words:
-        (curve,) = SPECS[module.NAME].curves.values()
-        start = importlib.import_module(f"algos.{curve.settings['init'][0]}")
+        spec = SPECS[module.NAME]
+        known = [c.settings for c in spec.curves.values()] + [
+            s for e in spec.effects.values() for _, s in e.runs.values()
+        ]
+        start = importlib.import_module(f"algos.{next(s['init'][0] for s in known if 'init' in s)}")
         how = *SMALL[start.NAME], "--dataset", pendulum(tmp_path / "d.hdf5")
+        how += ("--no-normalize",) if start.NAME == "cql" else ()
         words[1] = str(new_run(start, tmp_path / "start", *how))
     if "RUN" in words:
         args = module.Args(**sizes)
