@@ -142,13 +142,11 @@ def test_control_commands_run(command, tmp_path, monkeypatch, capsys):
     module, sizes = importlib.import_module(f"algos.{Path(script).stem}"), tiny(Path(script).stem)
     if "--init" in words:
         spec = SPECS[module.NAME]
-        known = [c.settings for c in spec.curves.values()] + [
-            s for e in spec.effects.values() for _, s in e.runs.values()
-        ]
-        start = importlib.import_module(f"algos.{next(s['init'][0] for s in known if 'init' in s)}")
-        how = *SMALL[start.NAME], "--dataset", pendulum(tmp_path / "d.hdf5")
-        how += ("--no-normalize",) if start.NAME == "cql" else ()
-        words[1] = str(new_run(start, tmp_path / "start", *how))
+        known = [run for effect in spec.effects.values() for _, run in effect.runs.values()]
+        start = importlib.import_module(f"algos.{next(run['init'][0] for run in known if 'init' in run)}")
+        data = "--dataset", pendulum(tmp_path / "d.hdf5")  # rlpd.py's command is on the collection that ships
+        data = ("--no-normalize", "--hidden-size", "8") if start.NAME == "cql" else data
+        words[1] = str(new_run(start, tmp_path / "start", *SMALL[start.NAME], *data))
     if "RUN" in words:
         args = module.Args(**sizes)
         if hasattr(args, "dataset"):
