@@ -29,9 +29,10 @@ Expect
     The default run, Hopper-v5's collection: from 84 to 282 with the likeliest actions (seed 1), in two minutes on two
     cores. sac.py has 264 after 20,000 steps. Pendulum-v1, mean return after 400 to 700 steps: -440; without the data
     -910, without LayerNorm -740, drawn uniformly from one buffer -426 (10 seeds; benchmarks/effects.py, rlpd-pendulum).
-    --init, 2,000 updates of cql.py on Hopper-v5: steps 3,000 to 6,000 return 415 +- 140, without the data 247 +- 56.
-    WSRL (arXiv 2412.07762) drops the data, but its actor fills the buffer first (--learning-starts 3000): 306 +- 140,
-    and 263 +- 110 from scratch. We had claimed 1.2 times 247 in four of five seeds, and found it in two (rlpd-warm-up).
+    After 2,000 updates of cql.py on Hopper-v5, --init --actor-q min, with networks of 128: steps 3,000 to 6,000 return
+    415 +- 140, without the data 247 +- 56. WSRL (arXiv 2412.07762) drops the data, but lets the loaded actor fill the
+    buffer first (--learning-starts 3000): 306 +- 140. From scratch: 263 +- 110. We had claimed that WSRL gains a fifth
+    in four of five seeds, and found it in two (5 seeds; benchmarks/effects.py, rlpd-warm-up).
 
 Metrics
     As in sac.py. eval/score, eval/d4rl_score and eval/best_return: as in bc.py.

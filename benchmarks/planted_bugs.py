@@ -1,7 +1,7 @@
 """How many classic mistakes the tests catch: each planted bug of tests/specs, one at a time, in a copy of the project.
 
     python benchmarks/planted_bugs.py run --jobs 2     what has not run yet on these sources, on two cores
-    python benchmarks/planted_bugs.py run --only NAME ...
+    python benchmarks/planted_bugs.py run --only NAME ... --no-unedited     these alone, without all tests before
     python benchmarks/planted_bugs.py same             the edits that change nothing, all at once
     python benchmarks/planted_bugs.py show             the score, and benchmarks/results/planted_bugs.json
 

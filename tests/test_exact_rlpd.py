@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from control import assert_probed, without
-from helpers import SMALL, metrics, new_run, user_error, weights
+from helpers import SMALL, command_line, metrics, new_run, user_error, weights
 from scipy import stats
 from small_data import pendulum
 from test_exact_sac import rows_of
@@ -69,7 +69,8 @@ def test_without_data_a_run_is_that_of_sac(tmp_path):
 
 
 def test_a_run_of_cql_goes_on(tmp_path, monkeypatch, capsys):
-    """--init: its actor makes the first --learning-starts steps, and all weights are still that run's, bit for bit."""
+    """--init: its actor makes the first --learning-starts steps, and all weights are still that run's, bit for
+    bit. Who resumes needs that run no longer."""
     small = *SMALL["rlpd"], "--env-id", "Pendulum-v1", "--dataset", pendulum(tmp_path / "data.hdf5"), "--eval-every", 0
     scaled, start = (
         new_run(cql, tmp_path / "start", *SMALL["cql"], *small[-4:], *raw) for raw in ((), ["--no-normalize"])
@@ -82,12 +83,16 @@ def test_a_run_of_cql_goes_on(tmp_path, monkeypatch, capsys):
         torch.equal(tensor, same[name]) for name, tensor in weights(start).items() if not name.startswith("obs_")
     )
     assert sum(isinstance(scale, float) for scale in scales) == 10  # of two environments
-    fixed = weights(new_run(rlpd, tmp_path / "fixed", *here, 10, "--alpha", 0.5))
+    run = new_run(rlpd, tmp_path / "fixed", *here, 10, "--alpha", 0.5)
+    fixed = weights(run)
     assert fixed["log_alpha"].exp() == pytest.approx(0.5)
     assert not torch.equal(fixed["critics.q1.0.weight"], same["critics.q1.0.weight"])
     for flags, word in ((["--init", scaled], "--no-normalize"), (["--layer-norm"], "other networks")):
         with user_error(capsys, "--init", word):
             new_run(rlpd, tmp_path / "wrong", *here, 10, *flags)
+    start.rename(tmp_path / "moved")
+    command_line(rlpd, "--resume", run, "--total-timesteps", 24)
+    assert metrics(run)[-1]["step"] == 24
 
 
 @pytest.mark.parametrize("last", [True, False])

@@ -143,9 +143,10 @@ def scorer(actor, policy, make, seed: int, mean, std, space):
     return score
 
 
-def corl_td3_bc(folder: Path, dataset: str, seed: int, steps: int, algo: str = "td3_bc"):
-    """(update, score(episodes)) of CORL's TD3+BC with its defaults, or of its CQL or AWAC with the settings of ours."""
-    corl, (data, make, space) = corl_module(folder, algo), read(dataset)
+def corl_actor_critic(folder: Path, dataset: str, seed: int, algo: str):
+    """(update, score(episodes)) of CORL's TD3+BC with its defaults, or of its CQL or AWAC with the settings of ours and
+    without the third of its layers."""
+    corl, (data, make, space), own = corl_module(folder, algo), read(dataset), TABLE[algo]
     torch.manual_seed(seed)
     np.random.seed(seed)
     mean, std = corl.compute_mean_std(data.obs, eps=1e-3)
@@ -159,31 +160,26 @@ def corl_td3_bc(folder: Path, dataset: str, seed: int, steps: int, algo: str = "
         layers = dict(orthogonal_init=False, n_hidden_layers=2)
         parts = {f"critic_{i}": corl.FullyConnectedQFunction(*sizes, **layers) for i in (1, 2)}
         parts["actor"] = actor = corl.TanhGaussianPolicy(*sizes, 1.0, orthogonal_init=False)
-        actor.base_network[4] = torch.nn.Identity()  # the third of its layers, which ours lacks
-        actor.base_network[5] = torch.nn.Identity()
-        rates = {"actor": TABLE["cql"]["policy_learning_rate"]}
-        parts |= {f"{name}_optimizer": torch.optim.Adam(part.parameters(), lr=rates.get(name, 3e-4))
-                  for name, part in parts.items()}  # fmt: skip
-        trainer = corl.ContinuousCQL(**parts, target_entropy=-sizes[1], bc_steps=0, cql_n_actions=4,
-                                     policy_lr=rates["actor"], cql_alpha=TABLE["cql"]["cql_weight"])  # fmt: skip
+        actor.base_network[4] = actor.base_network[5] = torch.nn.Identity()
+        trainer = partial(corl.ContinuousCQL, target_entropy=-sizes[1], bc_steps=0, cql_n_actions=4,
+                          policy_lr=own["policy_learning_rate"], cql_alpha=own["cql_weight"])  # fmt: skip
         policy = lambda states: actor(states, deterministic=True)[0]  # noqa: E731
     elif algo == "awac":
-        parts = dict(
-            actor=corl.Actor(*sizes, 256), critic_1=corl.Critic(*sizes, 256), critic_2=corl.Critic(*sizes, 256)
-        )
+        parts = {name: make_one(*sizes, 256) for name, make_one in
+                 (("actor", corl.Actor), ("critic_1", corl.Critic), ("critic_2", corl.Critic))}  # fmt: skip
         for part in parts.values():
             part._mlp[4] = part._mlp[5] = torch.nn.Identity()
-        actor, weight = parts["actor"], TABLE["awac"]["temperature"]
-        parts |= {f"{name}_optimizer": torch.optim.Adam(part.parameters(), lr=3e-4) for name, part in parts.items()}
-        trainer = corl.AdvantageWeightedActorCritic(**parts, awac_lambda=weight)
-        policy = lambda states: actor._get_policy(states).mean  # noqa: E731
+        trainer = partial(corl.AdvantageWeightedActorCritic, awac_lambda=own["temperature"])
+        policy = lambda states: parts["actor"]._get_policy(states).mean  # noqa: E731
     else:
         parts = dict(actor=corl.Actor(*sizes, 1.0), critic_1=corl.Critic(*sizes), critic_2=corl.Critic(*sizes))
-        actor = policy = parts["actor"]
-        parts |= {f"{name}_optimizer": torch.optim.Adam(part.parameters(), lr=3e-4) for name, part in parts.items()}
-        trainer = corl.TD3_BC(1.0, **parts)
-    step = trainer.update if algo == "awac" else trainer.train
-    return lambda: step(buffer.sample(256)), scorer(actor, policy, make, seed, mean, std, space)
+        trainer, policy = partial(corl.TD3_BC, 1.0), parts["actor"]
+    rates = {"actor": own.get("policy_learning_rate", 3e-4)}
+    optimizers = {f"{name}_optimizer": torch.optim.Adam(part.parameters(), lr=rates.get(name, 3e-4))
+                  for name, part in parts.items()}  # fmt: skip
+    made = trainer(**parts, **optimizers)
+    step = made.update if algo == "awac" else made.train
+    return lambda: step(buffer.sample(256)), scorer(parts["actor"], policy, make, seed, mean, std, space)
 
 
 def corl_dt(folder: Path, dataset: str, seed: int, settings: dict):
@@ -253,8 +249,8 @@ def worker(algo: Algo, side: str, corl: Path, dataset: str, threads: int, steps:
     if side == "corl":
         peer, settings = {
             "iql": (corl_iql, steps),
-            "td3_bc": (corl_td3_bc, steps),
-            "cql": (partial(corl_td3_bc, algo="cql"), steps),
+            "td3_bc": (corl_actor_critic, "td3_bc"),
+            "cql": (corl_actor_critic, "cql"),
             "dt": (corl_dt, PAPER_DT),
         }[algo]
         update, _ = peer(corl, dataset, 1, settings)
@@ -381,7 +377,7 @@ def table_worker(algo: str, side: str, corl: Path, dataset: str, seed: int, step
     every = steps // 20
     if side == "corl":
         update, score = (corl_iql(corl, dataset, seed, steps) if algo == "iql" else
-                         corl_td3_bc(corl, dataset, seed, steps, algo))  # fmt: skip
+                         corl_actor_critic(corl, dataset, seed, algo))  # fmt: skip
         returns = []
         for step in range(1, steps + 1):
             update()

@@ -52,6 +52,10 @@ uniform-warm-up: as without --init
 - if step < args.learning_starts and not args.init:
 + if step < args.learning_starts:
 
+taken-over-again: a resumed run needs no other
+- if args.init and not args.resume:
++ if args.init:
+
 temperature-of-the-run: a fixed one is overwritten
 - saved["log_alpha"] = agent.log_alpha.detach()
 + pass
