@@ -15,7 +15,7 @@ minimises
     o      --label top: the row is of the trajectories of highest return, --top-fraction of all steps
            --label advantage: A(s, a) >= 0 by the critics of an iql.py run, --critic
     w      --guidance: 0 clones all rows, 1 the good ones. More goes further, towards a policy in proportion to
-           pi(a | s) p(good | s, a)^w. This holds about: guided velocities are not the flow of that policy
+           pi(a | s) p(good | s, a)^w. Only roughly: guided velocities are not exactly the flow of that policy
     p      --label-dropout
 
 Run
@@ -35,7 +35,9 @@ Metrics
     eval/score, eval/d4rl_score and eval/best_return: as in bc.py
 
 Differences
-    - The authors' code was not at hand: network and settings are flow_bc.py's, and the critics a finished run's.
+    - Network and settings are flow_bc.py's, and the critics a finished run's. The authors (kvfrans/cfgrl_submit,
+      545677e) train IQL's critics beside the flow, with expectile 0.9. Their flow of OGBench is ours; that of ExORL
+      learns v(good) from good rows alone, with no label bad, and v(none) from all rows with weight 0.1.
     - --label top is ours: it needs no critics.
     - The label has two inputs, good and bad. Both are 0 where it is dropped.
 """
@@ -63,6 +65,7 @@ NAME, TITLE = "cfgrl", "CFGRL"
 
 @dataclass
 class Args(OfflineArgs):
+    limits = OfflineArgs.limits | {"label_dropout": (0, 1)}
     # inherited: seed, device, threads, output_dir, resume, track (RunArgs); env_kwargs, eval_every,
     # eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
     max_steps: int = 10_000
@@ -191,8 +194,6 @@ def check(args: Args, space: gym.Space) -> None:
     if not is_bounded(space):
         wanted = "a Box of floats with finite bounds"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
-    if args.flow_steps < 1:
-        raise UserError(f"--flow-steps {args.flow_steps}: noise becomes an action in 1 step or more")
 
 
 @torch.no_grad()

@@ -44,14 +44,15 @@ Differences
     - The log-density is a sum over dimensions. The authors' code (kvablack/ddpo-pytorch) averages over them. Its ratio
       is ours to the power of 1 / dimensions, and its clip of 1e-4 belongs to that scale.
     - The loss is a sum over steps, that of the authors' code a mean: Adam hardly tells them apart.
-    - The authors' statistics of a prompt are of its last 16 rewards, also of earlier updates, and of the batch until
-      there are 16. Ours are of the group, which is drawn at once.
-    - Left out: a clip of advantages at 5, which a group of 8 cannot reach, of gradients at 1, and weight decay.
+    - The authors' statistics of a prompt are of its last 16 or 32 rewards, also of earlier updates, and of the batch
+      until there are 16. Ours are of the group, which is drawn at once.
+    - Left out: clips of advantages at 5 and of gradients at 1, and weight decay.
 """
 
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -228,12 +229,13 @@ def collect(model: nn.Module, reward: Callable, generator: torch.Generator, args
     how: dict[str, Any] = dict(generator=generator, device=generator.device)
     prompts = torch.randint(MODES, (args.num_prompts,), **how).repeat_interleave(args.num_generations)
     chains = sample(model, prompts, torch.randn(len(prompts), args.num_steps + 1, 2, **how), args)
-    # copies: the function is the user's
-    rewards = torch.as_tensor(reward(chains[:, -1].clone(), prompts.clone()), dtype=chains.dtype, device=chains.device)
-    if rewards.shape != prompts.shape or not rewards.isfinite().all():
-        wanted = f"one finite number for each of the {len(prompts)} samples"
-        raise UserError(f"the reward function returned {rewards.tolist()!r:.200}: it must return {wanted}")
-    return Batch(chains, prompts, rewards)
+    returned = reward(chains[:, -1].clone(), prompts.clone())  # copies: the function is the user's
+    with suppress(TypeError, ValueError, RuntimeError):
+        rewards = torch.as_tensor(returned, dtype=chains.dtype, device=chains.device)
+        if rewards.shape == prompts.shape and rewards.isfinite().all():
+            return Batch(chains, prompts, rewards)
+    wanted = f"one finite number for each of the {len(prompts)} samples"
+    raise UserError(f"the reward function returned {returned!r:.200}: it must return {wanted}")
 
 
 def check(args: Args) -> None:

@@ -31,7 +31,8 @@ Expect
 
 Metrics
     return, length      of the training episodes that ended; length counts plans. Absent if none did
-    eval/return         plans with DDPM's own deviations; eval/return_stochastic: with sigma_min, as in training
+    eval/return         plans with DDPM's own deviations; eval/return_stochastic: with sigma_min, as in training.
+                        A video has one frame per plan
     explained_variance, approx_kl, clip_fraction: as in ppo.py, of denoising steps
 
 Differences
@@ -41,7 +42,8 @@ Differences
     - They clip the noise of sampling at 3, but not the density. We do not clip it.
     - Their advantages run on over a time limit into the next episode. Their clip is NaN where K' is 1.
     - A minibatch holds whole plans, theirs single denoising steps. One learning rate; in Gym they have 1e-4 for the
-      denoiser and 1e-3 for V. Their code can also clone the start meanwhile, clip advantages, and sample by DDIM.
+      denoiser and 1e-3 for V. Their code can also add a loss that imitates the start, clip advantages, and
+      sample by DDIM.
     - V sees observations as they are; theirs are scaled by the data. Adam, gradient clip and annealing are ppo.py's.
 """
 
@@ -88,7 +90,7 @@ CLIP_NORMALIZED = 10.0  # bounds of normalised rewards, as in baselines
 class Args(EnvArgs):
     # inherited: seed, device, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
-    most = EnvArgs.most | {"gamma_denoising": 1}
+    limits = EnvArgs.limits | {"gamma_denoising": (0, 1)}
     init: str = ""
     """folder of a finished run of diffusion_policy.py, whose plans are improved; empty: from untrained plans"""
     env_id: str | None = None

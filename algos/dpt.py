@@ -257,7 +257,7 @@ def evaluate(model: nn.Module, args: Args, device: torch.device) -> dict[str, fl
 
 def check(args: Args) -> None:
     """Raises UserError for impossible settings."""
-    for name, least in dict(num_arms=2, horizon=2, batch_size=1, eval_tasks=2).items():
+    for name, least in dict(num_arms=2, horizon=2, batch_size=1 + args.shuffle_contexts, eval_tasks=2).items():
         if getattr(args, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least {least}")
     if args.noise <= 0:

@@ -158,8 +158,6 @@ def check(args: Args, space: gym.Space) -> None:
     if not is_bounded(space):
         wanted = "a Box of floats with finite bounds"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
-    if args.flow_steps < 1:
-        raise UserError(f"--flow-steps {args.flow_steps}: noise becomes an action in 1 step or more")
 
 
 @torch.no_grad()

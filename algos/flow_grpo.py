@@ -4,9 +4,9 @@ Liu et al. 2025, "Flow-GRPO: Training Flow Matching Models via Online RL" (arXiv
 
 Parent: ddpo.py. The steps are those of an SDE that keeps the flow's distribution; inference adds no noise.
 
-A flow draws samples by an ODE, which leaves nothing to explore. An SDE has the same distribution at each time if its
-steps are small. They are Gaussian, so PPO can train the flow. Training takes few of them, and inference many steps of
-the ODE. Maximises
+A flow draws samples by an ODE: only its start is random, and its steps have no density. An SDE has the same
+distribution at each time if its steps are small. They are Gaussian, so PPO can train the flow. Training takes few of
+them, and inference many steps of the ODE. Maximises
 
     J(theta) = E sum_k { min[ rho_k A, clip(rho_k, 1 - eps, 1 + eps) A ] - beta KL_k }
 
@@ -47,6 +47,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -249,12 +250,13 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, arg
 
 def rewards_of(reward: Callable, samples: Tensor, prompts: Tensor) -> Tensor:
     """Rewards (B,). Raises UserError where the function returns something else."""
-    # copies: the function is the user's
-    rewards = torch.as_tensor(reward(samples.clone(), prompts.clone()), dtype=samples.dtype, device=samples.device)
-    if rewards.shape != prompts.shape or not rewards.isfinite().all():
-        wanted = f"one finite number for each of the {len(prompts)} samples"
-        raise UserError(f"the reward function returned {rewards.tolist()!r:.200}: it must return {wanted}")
-    return rewards
+    returned = reward(samples.clone(), prompts.clone())  # copies: the function is the user's
+    with suppress(TypeError, ValueError, RuntimeError):
+        rewards = torch.as_tensor(returned, dtype=samples.dtype, device=samples.device)
+        if rewards.shape == prompts.shape and rewards.isfinite().all():
+            return rewards
+    wanted = f"one finite number for each of the {len(prompts)} samples"
+    raise UserError(f"the reward function returned {returned!r:.200}: it must return {wanted}")
 
 
 def collect(model: nn.Module, reward: Callable, generator: torch.Generator, args: Args) -> Batch:

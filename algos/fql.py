@@ -14,7 +14,7 @@ minimises
     act:     clip(mu(s, z)),    z ~ N(0, I);    a' is such an action at s', of other noise
 
     alpha    --alpha; large: the flow in one step; 0: no flow, and critics that are believed everywhere. It must grow
-             with the values; their authors use 10 to 1,000, and begin at 0.03 to 10 with --normalize-q
+             with the values; their authors use 3 to 30,000, and begin at 0.03 to 10 with --normalize-q
     Qbar     moves towards Q by --tau; critics have LayerNorm behind each hidden layer
     clip     to [-1, 1], the actions' box
 
@@ -230,8 +230,6 @@ def check(args: Args, space: gym.Space) -> None:
     if not is_bounded(space):
         wanted = "a Box of floats with finite bounds"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
-    if args.flow_steps < 1:
-        raise UserError(f"--flow-steps {args.flow_steps}: noise becomes an action in 1 step or more")
 
 
 @torch.no_grad()

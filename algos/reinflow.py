@@ -37,11 +37,12 @@ Metrics
 
 Differences
     - Log-densities and entropies are sums. The authors' code (aed2819) divides them by the numbers of a chain, x_0's
-      among them, and clamps the first to [-1, 1]. So their clip, 0.01, and their bonus, 0.03, are of other sizes.
-    - When they act, K times run from 0 to 1; in get_logprobs from 0 to 1 - 1 / K. So their first ratios are not 1.
-    - They clip means and actions to [-1, 1] and noise at 3 deviations, but not the density. We clip what is executed.
+      among them, and clamps log-densities to [-1, 1]. So their clip, 0.01, and bonus, 0.03, are of other sizes.
+    - When they act, the K times go from 0 to 1; in get_logprobs to 1 - 1 / K. So their first ratios are not 1.
+    - They clip means to [-1, 1], in the density too. They also clip actions, and noise at 3 deviations, which the
+      density does not know. We clip what is executed.
     - Their --max-std falls in the second part of a run. Their sigma sees an embedding of time, ours time itself.
-    - One learning rate; in Gym they have 4.5e-5 for the flow and 6.5e-4 for V. They execute plans of 4 actions.
+    - One learning rate; for Hopper they have 4.5e-5 for the flow and 6.5e-4 for V. They execute plans of 4 actions.
 """
 
 import math
@@ -374,8 +375,6 @@ def check(args: Args, space: gym.Space) -> None:
     if not is_bounded(space):
         wanted = "a Box of floats with finite bounds"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
-    if args.flow_steps < 1:
-        raise UserError(f"--flow-steps {args.flow_steps}: noise becomes an action in 1 step or more")
     if not 0 < args.min_std <= args.max_std:
         raise UserError(f"--min-std {args.min_std}: it must be above 0, and at most --max-std {args.max_std}")
     rows = args.num_envs * args.num_steps

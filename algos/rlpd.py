@@ -2,7 +2,7 @@ r"""RLPD: reinforcement learning with prior data.
 
 Ball, Smith, Kostrikov, Levine 2023, "Efficient Online Reinforcement Learning with Offline Data" (arXiv 2302.02948).
 
-Parent: sac.py. Half of each minibatch comes from a dataset; without data, a run is that of sac.py bit for bit.
+Parent: sac.py. Half of each minibatch comes from a dataset; without data it is sac.py: with equal settings bit for bit.
 
 SAC starts from scratch, with a dataset beside its replay buffer and no training before. It draws as many rows from the
 one as from the other (symmetric sampling), makes many updates per step, and has LayerNorm in its critics, which
@@ -29,10 +29,11 @@ Expect
     The default run, Hopper-v5's collection: from 84 to 282 with the likeliest actions (seed 1), in two minutes on two
     cores. sac.py has 264 after 20,000 steps. Pendulum-v1, mean return after 400 to 700 steps: -440; without the data
     -910, without LayerNorm -740, drawn uniformly from one buffer -426 (10 seeds; benchmarks/effects.py, rlpd-pendulum).
-    After 2,000 updates of cql.py on Hopper-v5, --init --actor-q min, with networks of 128: steps 3,000 to 6,000 return
-    415 +- 140, without the data 247 +- 56. WSRL (arXiv 2412.07762) drops the data, but lets the loaded actor fill the
-    buffer first (--learning-starts 3000): 306 +- 140. From scratch: 263 +- 110. We had claimed that WSRL gains a fifth
-    in four of five seeds, and found it in two (5 seeds; benchmarks/effects.py, rlpd-warm-up).
+    After 2,000 updates of cql.py on a tenth of Hopper-v5's collection, --init --actor-q min, with networks of 128: the
+    evaluations at 4,000 to 6,000 steps return 415 +- 140 with all of the data, 247 +- 56 without. WSRL (arXiv
+    2412.07762) has no data either, but lets the loaded actor fill the buffer first (--learning-starts 3000): 306 +-
+    140. From scratch, after 3,000 random steps: 263 +- 110. We had claimed that WSRL gains a fifth in four of five
+    seeds, and found it in two (5 seeds; benchmarks/effects.py, rlpd-warm-up).
 
 Metrics
     As in sac.py. eval/score, eval/d4rl_score and eval/best_return: as in bc.py.
@@ -88,11 +89,12 @@ LOG_STD_BOUNDS = (-20.0, 2.0)  # as in the authors' code
 @dataclass
 class Args(OfflineArgs):
     # inherited: seed, device, threads, output_dir, resume, track (RunArgs);
-    # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id, env_spec (OfflineArgs)
+    # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
     total_timesteps: int = 3_000
     """environment steps, over all environments"""
     init: str = ""
-    """a finished run of cql.py or cal_ql.py with --no-normalize: start from its actor, critics and temperature"""
+    """a finished run of cql.py or cal_ql.py with --no-normalize: start from its actor, critics and temperature;
+    give it the --gamma of that run, which cal_ql.py has at 0.9"""
     offline_ratio: float | None = 0.5
     """share of each minibatch that comes from the dataset; None: its share of all transitions, as from one buffer"""
     num_envs: int = 1
@@ -274,9 +276,9 @@ def check(args: Args, space: gym.Space) -> None:
     if args.subset_size and args.subset_size > args.num_critics:
         raise UserError(f"--subset-size {args.subset_size} must be at most --num-critics {args.num_critics}")
     rows = (args.offline_ratio or 0) * args.batch_size
-    if abs(rows - round(rows)) > 1e-6:
+    if abs(rows - round(rows)) > 1e-6 or not 0 <= rows <= args.batch_size:
         wrong = f"--offline-ratio {args.offline_ratio} of --batch-size {args.batch_size} is no whole number of rows"
-        raise UserError(f"{wrong}: --batch-size must be even for a half")
+        raise UserError(f"{wrong} from 0 to all: --batch-size must be even for a half")
 
 
 def offline_rows(args: Args, offline: int, online: int) -> int:
@@ -305,7 +307,7 @@ def take_over(agent: Agent, args: Args) -> None:
         saved["log_alpha"] = agent.log_alpha.detach()
     wanted = {name: weight.shape for name, weight in agent.state_dict().items()}
     if wanted != {name: weight.shape for name, weight in saved.items()}:
-        flags = "--no-layer-norm, --num-critics and --hidden-size"
+        flags = "--dataset, --no-layer-norm, --num-critics and --hidden-size"
         raise UserError(f"--init {args.init} has other networks: give {flags} as that run has them")
     agent.load_state_dict(saved)
 

@@ -88,7 +88,7 @@ PRESETS = {  # defaults that depend on the model, for arguments left at None
 
 @dataclass
 class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/lm.py, utils/core.py
-    most = PolicyArgs.most | {"gamma": None}  # here it is no discount
+    limits = PolicyArgs.limits | {"gamma": (0, None)}  # here it is no discount
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt (or none), chosen, rejected"""
     num_pairs: int = 2048

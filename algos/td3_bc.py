@@ -28,7 +28,7 @@ Expect
     A tenth of Hopper-v5's collection, whose trajectories return 1,882 on average and 2,485 at best: 2,330 +- 590 in
     the last half of the evaluations (5 seeds; benchmarks/effects.py, td3_bc-hopper), in half a minute on one core. TD3,
     which is --bc-weight 0, gets -1 +- 3, and bc.py 937 (seed 1) on the same rows. Its critics promise its actions 43 on
-    average, those of TD3+BC 26: not twice as much, as we had claimed, but in one seed of five.
+    average, those of TD3+BC 26. We had claimed twice as much: one seed of five has that.
 
 Metrics
     q, q_policy         means of Q_1 over the data's actions and over the policy's; the second one far above the first

@@ -37,7 +37,7 @@ Metrics
 
 Differences
     - The authors' code (XQL dff09af, DVL 4b7cf11) has Huber's loss (delta 20) for Q, LayerNorm in the value network and
-      minibatches of 1,024. By a flag that many of its commands have, half of the actions in L_V are random.
+      minibatches of 1,024 or 256. By a flag that a few of its commands have, half of the actions in L_V are random.
     - Rewards, temperature and dropout are those of iql.py's domains. Their b is 0.55 to 10, by task.
 """
 
@@ -203,14 +203,14 @@ def value_loss(errors: Tensor, args: Args) -> Tensor:
 def actor_loss(
     actor: Actor, batch: Transitions, advantages: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Equation 7, the weights and the log-densities, without gradient (B, 1). advantages (B, 1)."""
+    """Equation 7 of IQL, the weights and the log-densities, without gradient (B, 1). advantages (B, 1)."""
     weights = (temperature * advantages).exp().clamp(max=MAX_WEIGHT)
     logps = actor.log_prob(batch.obs, batch.actions)  # actions as they are: only a squashed density must clip them
     return -(weights * logps).mean(), weights, logps.detach()
 
 
 def critic_loss(critics: Critics, batch: Transitions, next_values: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """Equation 6 summed over both critics, and |Q_1 - target| (B, 1) without gradient. next_values (B, 1)."""
+    """Equation 6 of IQL summed over both critics, and |Q_1 - target| (B, 1) without gradient. next_values (B, 1)."""
     target = batch.rewards + gamma * (1 - batch.terminated) * next_values
     q1, q2 = critics(batch.obs, batch.actions)
     return ((q1 - target).square() + (q2 - target).square()).mean(), (q1.detach() - target).abs()
@@ -266,6 +266,8 @@ def check(args: Args, space: gym.Space) -> None:
         raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
     if args.gumbel_scale <= 0:
         raise UserError(f"--gumbel-scale is {args.gumbel_scale}: it must be above 0")
+    if not 0 < args.dvl_lambda <= 1:
+        raise UserError(f"--dvl-lambda is {args.dvl_lambda}: it must be above 0, and at most 1")
 
 
 @torch.no_grad()

@@ -81,16 +81,17 @@ def quiet_folder():
 
 
 def begun(settings: dict, common: dict) -> dict:
-    """The settings. Where their model, or the run with which they begin, is (script, settings), such a run is trained
+    """The settings. Where their model, or a run that they need, is (script, settings), such a run is trained
     before, and the model is its own. It has another seed, so that it has seen other prompts."""
-    if not isinstance(settings.get(key := "init" if "init" in settings else "model"), tuple):
+    key = next((key for key in ("init", "critic") if key in settings), "model")
+    if not isinstance(settings.get(key), tuple):
         return settings
     script, earlier = settings[key]
     module, known = importlib.import_module(f"algos.{script}"), set(Path(common["output_dir"]).glob("*"))
     common = {name: value for name, value in common.items() if name in module.Args.__dataclass_fields__}
     module.train(module.Args(**earlier | common | {"seed": common["seed"] + 10**6}))
     (made,) = set(Path(common["output_dir"]).glob("*")) - known
-    return settings | {key: str(made if key == "init" else made / "model")}
+    return settings | {key: str(made / "model" if key == "model" else made)}
 
 
 def run_once(name: str, seed: int, **changes) -> dict:

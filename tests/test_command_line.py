@@ -108,6 +108,8 @@ flow_grpo --noise-level 0 | --noise-level is 0.0 | above 0
 flow_grpo --eval-steps 0 | --eval-steps is 0 | at least 1
 dpt --num-arms 1 | --num-arms is 1 | at least 2
 dpt --noise 0 | --noise is 0.0 | above 0
+dpt --shuffle-contexts --batch-size 1 | --batch-size is 1 | at least 2
+dpt --num-heads 0 | --num-heads is 0 | from 1 to inf
 dpt --num-heads 3 | --embed-dim 8 | --num-heads 3
 """.strip().splitlines()
 

@@ -13,8 +13,11 @@ from small_data import pendulum
 from algos import dt, ppo
 
 NUMBERS = {  # what the sentence says -> wrong numbers, for every script that has the flag
-    "from 0 to inf": "total-timesteps -1, max-steps -1, num-envs -1, update-epochs -1, learning-starts -1",
-    "from 0 to 1": "gamma 1.1, gamma -0.1, gae-lambda 1.5, tau 1.5, tau -0.1, start-e 1.1, end-e -0.1",
+    "from 0 to inf": "total-timesteps -1, max-steps -1, num-envs -1, learning-starts -1",
+    "from 0 to 1": "gamma 1.1, gamma -0.1, gae-lambda 1.5, tau 1.5, tau -0.1, start-e 1.1, end-e -0.1, "
+    "top-fraction 10, expectile 1.2, label-dropout 5, quantile 1.5, corruption-rate -0.1",
+    "from 1 to inf": "num-minibatches 0, update-epochs 0, policy-frequency 0, num-critics 0, subset-size 0, "
+    "num-samples 0, num-heads 0, flow-steps 0",
 }
 ALL = [
     ("--resume nowhere", "nowhere", "config.json"),
@@ -51,7 +54,6 @@ OWN = {
         ("--env-id CartPole-v1", "finite bounds"),
     ],  # fmt: skip
     "reinflow": [
-        ("--flow-steps 0", "1 step"),
         ("--min-std 0", "above 0"),
         ("--min-std 0.3", "at most --max-std 0.2"),
         ("--num-minibatches 3", "32 rows"),
@@ -106,19 +108,18 @@ OWN = {
     ],
     "her_sac": [("--env-id Pendulum-v1", "no goals", "compute_reward")],
     "bc": DATASETS,
-    "flow_bc": [("--flow-steps 0", "--flow-steps 0", "1 step or more")],
     "diffusion_policy": [
         ("--diffusion-steps 0", "--diffusion-steps 0", "1 or more"),
         ("--n-action-steps 0", "steps 0: each", "1 or more"),
         ("--n-action-steps 4", "--horizon 4", "steps - 1 = 5"),
     ],
-    "cfgrl": [("--label advantage", "--critic (none)", "finished iql.py run"), ("--flow-steps 0", "1 step or more")],
-    "fql": [("--flow-steps 0", "1 step or more")],
+    "cfgrl": [("--label advantage", "--critic (none)", "finished iql.py run")],
     "iql": DATASETS,
     "awac": [("--temperature 0", "is 0.0 and", "above 0"), ("--num-action-samples 0", "samples 0: both", "above 0")],
-    "xql": [("--gumbel-scale 0", "--gumbel-scale is 0.0", "above 0")],
-    "riql": [("--quantile 1.5", "--quantile is 1.5", "from 0 to 1"), ("--num-critics 0", "--num-critics is 0")],
+    "xql": [("--gumbel-scale 0", "--gumbel-scale is 0.0", "above 0"), ("--dvl-lambda 1.5", "is 1.5", "at most 1")],
+    "cql": [("--diversity 1 --num-critics 1", "--num-critics is 1", "at least 2")],
     "rlpd": [
+        ("--offline-ratio 1.5", "--offline-ratio 1.5", "from 0 to all"),
         ("--batch-size 9", "--offline-ratio 0.5", "--batch-size 9"),
         ("--init nowhere", "--init nowhere", "no model"),
         *DATASETS,

@@ -149,7 +149,7 @@ def test_updates_in_closed_form(module, num_steps, kind):
 
 
 def test_a_reward_must_be_a_finite_number_for_each_sample(module):
-    for wrong in (lambda x, c: c[:3], lambda x, c: x, lambda x, c: c / 0):
+    for wrong in (lambda x, c: c[:3], lambda x, c: x, lambda x, c: c / 0, lambda x, c: None, lambda x, c: [[1], 2]):
         with pytest.raises(module.UserError, match="128 samples"):
             module.collect(module.Velocity(8), wrong, torch.Generator(), module.Args())
 

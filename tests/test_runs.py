@@ -47,7 +47,7 @@ def test_folder(finished):
     assert not list(finished.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("name", ["NAME:CONFIG", "a b", "../up", "two+three"])
+@pytest.mark.parametrize("name", ["NAME:CONFIG", "a b", "../up", "two+three", "x" * 300])
 def test_folder_of_any_task(name, tmp_path, monkeypatch):
     """Whatever a task is called, one folder is made in --output-dir, with a name that wandb takes as an id."""
     task = load_task("sort")._replace(name=name)

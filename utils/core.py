@@ -27,9 +27,11 @@ class UserError(Exception):
 @dataclasses.dataclass
 class RunArgs:
     most_threads = 64  # that --threads 0 takes
-    # a run beyond 0 or these would train in silence, wrongly
-    most = {"gamma": 1, "gae_lambda": 1, "tau": 1, "start_e": 1, "end_e": 1, "beta": math.inf, "epsilon": math.inf,
-            "max_grad_norm": math.inf}  # fmt: skip
+    # a run beyond these would fail late, or train in silence, wrongly; other whole numbers: 0 or more
+    limits = {**dict.fromkeys(("gamma", "gae_lambda", "tau", "start_e", "end_e", "top_fraction", "expectile"), (0, 1)),
+              **dict.fromkeys(("beta", "epsilon", "max_grad_norm"), (0, math.inf)),
+              **dict.fromkeys(("num_minibatches", "update_epochs", "policy_frequency", "num_critics", "subset_size",
+                               "num_samples", "num_heads", "flow_steps"), (1, math.inf))}  # fmt: skip
     seed: int = 1
     """seed of every generator"""
     device: str = "auto"
@@ -74,9 +76,9 @@ def prepare(args: RunArgs) -> torch.device:
     if os.environ.get("WORLD_SIZE", "1") != "1" and not hasattr(args, "fsdp"):
         raise UserError("this script runs in one process: start it without torchrun")
     for name, value in vars(args).items():
-        most = args.most.get(name, math.inf if type(value) is int else None)
-        if None not in (value, most) and not 0 <= value <= most:
-            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be from 0 to {most}")
+        least, most = args.limits.get(name, (0, math.inf if type(value) is int else None))
+        if None not in (value, most) and not least <= value <= most:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be from {least} to {most}")
     args.threads = args.threads or min(torch.get_num_threads(), args.most_threads)
     torch.set_num_threads(args.threads)
     random.seed(args.seed)
@@ -161,7 +163,7 @@ class Run:
             self.state, before = read_checkpoint(self.dir), saved_args(args.resume, algo)
             changed = {k: v for k, v in vars(args).items() if k != "resume" and before.get(k, v) != v}
         else:
-            name = f"{algo}-{task}-{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+            name = f"{algo}-{task[:100]}-{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
             name = "".join(c if c.isalnum() or c in "_.-" else "_" for c in name)
             self.dir = Path(args.output_dir).expanduser().resolve() / name
         if args.track and self.writes:
@@ -290,17 +292,13 @@ def load(state: dict, parts: dict) -> None:
 
 def plot(history: list[dict], curves: dict, title: str, path: Path) -> None:
     """One panel for each entry of `curves`: its title and its columns, `eval/*` for all that begin so."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(curves), figsize=(5 * len(curves), 3.6), squeeze=False)
-    for axis, (panel, names) in zip(axes[0], curves.items()):
+    figure = Figure(figsize=(5 * len(curves), 3.6))
+    for axis, (panel, names) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items()):
         for column in dict.fromkeys(c for row in history for c in row if any(fnmatch(c, name) for name in names)):
             axis.plot(*zip(*((row["step"], row[column]) for row in history if column in row)), ".-", label=column)
             axis.legend(fontsize=8)
         axis.set(title=panel, xlabel="step")
     figure.suptitle(title)
     figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)

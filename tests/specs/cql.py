@@ -53,6 +53,7 @@ evaluation-with-training-noise:cql: one function acts in both
 + return agent.actor(states, noise)
 """
 SHORT = dict(max_steps=2000, eval_episodes=0, log_every=100)
+FREE = SHORT | dict(max_steps=1000, cql_weight=0.0)
 
 SPEC = Spec(
     "CQL, arXiv 2006.04779; SAC-N and EDAC, arXiv 2110.01548", PARENT.family, small=PARENT.small,
@@ -65,6 +66,12 @@ SPEC = Spec(
         "cql-gap": Effect(  # of the data's actions over uniform ones
             runs={"cql": ("cql", SHORT), "sac": ("cql", SHORT | dict(cql_weight=0.0))},
             statistic="late gap", claims={"cql >= 4 * sac": 5, "cql > 2": 5}, seeds=5,
+        ),
+        "cql-edac": Effect(  # of the data's actions: how pessimistic the least of the critics is
+            runs={"two": ("cql", FREE), "four": ("cql", FREE | dict(num_critics=4)),
+                  "ten": ("cql", FREE | dict(num_critics=10)),
+                  "edac": ("cql", FREE | dict(num_critics=4, diversity=1.0))},
+            statistic="late q", claims={"four < two": 5, "ten < four": 5, "edac < ten": 5}, seeds=5,
         ),
     },
     recipes=(
