@@ -187,7 +187,7 @@ def speeds() -> str:
             peers = [f"TRL {seconds['trl']:.3f}: {ratio(over)}"]
             name = f"{path.stem.removeprefix('speed_')}, seconds per step: {found['work']}"
             lines.append((name, found["threads"], f"{seconds['ours']:.3f}", peers, found["share_in_ours"]))
-        for algo in ("iql", "td3_bc", "cql", "dt"):  # offline_corl.py
+        for algo in ("iql", "td3_bc", "cql", "rebrac", "dt"):  # offline_corl.py
             if algo in found:
                 rates, over = found[algo]["updates_per_second"], found[algo]["over_corl"]
                 texts = [ratio(row) + ("" if side == "ours" else f" in {side}") for side, row in over.items()]

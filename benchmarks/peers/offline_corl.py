@@ -11,9 +11,9 @@ CORL's files algorithms/offline/iql.py, td3_bc.py, cql.py, awac.py and dt.py are
 modules in place of d4rl, gym, pyrallis and wandb, of which only what is not used here is needed. Its networks, data and
 updates are its own; the loops around them are those of its `train`, without what they log (which is in its favour).
 
-speed: batch 256, two hidden layers of 256 for IQL, TD3+BC and CQL, which has 4 sampled actions; batch 64, K = 20, three
-layers of 128, dropout 0.1 for DT. CORL reads DT's windows in the four processes of its data loader. Each run is a fresh
-process; sides take turns.
+speed: batch 256, two hidden layers of 256 for IQL, TD3+BC and CQL, which has 4 sampled actions, three for ReBRAC; batch
+64, K = 20, three layers of 128, dropout 0.1 for DT. CORL reads DT's windows in the four processes of its data loader.
+Its ReBRAC is JAX (pip install jax flax optax chex), for information. Each run is a fresh process; sides take turns.
 score: the same file, number of updates, batch and network sizes, learning rate and reward treatment; everything else is
 as each code has it. CORL normalises observations for IQL; the side "normalized" is ours with --normalize. Evaluation is
 ours for all: the same environments, start states and episodes. --cloning adds 10 %-BC (bc.py) with as many updates. The
@@ -54,7 +54,7 @@ from utils.control import evaluate, make_env, rollouts, to_env, to_unit  # noqa:
 from utils.offline import load_dataset  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-Algo = Literal["iql", "td3_bc", "cql", "dt"]
+Algo = Literal["iql", "td3_bc", "cql", "rebrac", "dt"]
 TABLE: dict[str, dict] = {
     "bc": {"top_fraction": 0.1}, "iql": {"normalize": True}, "td3_bc": {},
     "awac": {"normalize": True, "temperature": 1 / 3},
@@ -62,8 +62,8 @@ TABLE: dict[str, dict] = {
     "cql": {"cql_weight": 10.0, "policy_learning_rate": 3e-5, "backup_entropy": False},
 }  # fmt: skip
 REBRAC = {"medium-replay": {"actor_bc": 0.05, "critic_bc": 0.5}, "medium-expert": {"actor_bc": 0.1, "critic_bc": 0.01}}
-SIDES = dict.fromkeys(("iql", "td3_bc", "cql"), ("ours", "corl")) | {"dt": ("ours", "bfloat16", "corl")}
-AIMS = {"iql": (1.0, 1.4), "td3_bc": (1.1, 1.1), "cql": (1.1, 1.1), "dt": (1.1, 1.8)}
+SIDES = dict.fromkeys(("iql", "td3_bc", "cql", "rebrac"), ("ours", "corl")) | {"dt": ("ours", "bfloat16", "corl")}
+AIMS = {"iql": (1.0, 1.4), "td3_bc": (1.1, 1.1), "cql": (1.1, 1.1), "rebrac": None, "dt": (1.1, 1.8)}
 PAPER_DT = dict(embed_dim=128, num_layers=3, num_heads=1, context_length=20, batch_size=64, dropout=0.1,
                 learning_rate=1e-4, warmup_steps=10_000)  # fmt: skip
 
@@ -182,6 +182,43 @@ def corl_actor_critic(folder: Path, dataset: str, seed: int, algo: str):
     return lambda: step(buffer.sample(256)), scorer(parts["actor"], policy, make, seed, mean, std, space)
 
 
+def corl_rebrac(folder: Path, dataset: str):
+    """updates(n): n updates of 256 rows of CORL's ReBRAC, which is JAX, in one compiled loop as in its `train`."""
+    import jax
+    import optax
+
+    jax.tree_map = jax.tree.map  # JAX no longer has it
+    corl, (data, _, space) = corl_module(folder, "rebrac"), read(dataset)
+    actions = to_unit(data.actions, space)
+    columns = dict(states=data.obs, actions=actions, rewards=data.rewards, next_states=data.next_obs,
+                   next_actions=np.roll(actions, -1, 0), dones=data.terminated)  # fmt: skip
+    rows, config = data.known & ~np.isin(np.arange(len(data.obs)), data.starts - 1), corl.Config()
+    buffer = corl.ReplayBuffer(data={k: jax.numpy.asarray(x[rows], "float32") for k, x in columns.items()})
+    key, keys = jax.random.PRNGKey(0), jax.random.split(jax.random.PRNGKey(1))
+    one, learned = (data.obs[:1], actions[:1]), {}
+    shape = dict(hidden_dim=config.hidden_dim, n_hiddens=config.actor_n_hiddens)
+    for name, module, state, given in (
+        ("actor", corl.DetActor(actions.shape[1], layernorm=config.actor_ln, **shape), corl.ActorTrainState, one[:1]),
+        ("critic", corl.EnsembleCritic(num_critics=2, layernorm=config.critic_ln, **shape), corl.CriticTrainState, one),
+    ):
+        start = module.init(keys[len(learned)], *given)
+        learned[name] = state.create(apply_fn=module.apply, params=start, target_params=start, tx=optax.adam(1e-3))
+    both = dict(gamma=config.gamma, actor_bc_coef=config.actor_bc_coef, critic_bc_coef=config.critic_bc_coef,
+                tau=config.tau, policy_noise=config.policy_noise, noise_clip=config.noise_clip)  # fmt: skip
+
+    def step(i, carry):
+        key, batch_key = jax.random.split(carry["key"])
+        how = carry | both | dict(key=key, batch=buffer.sample_batch(batch_key, 256))
+        parts = jax.lax.cond(i % config.policy_freq == 0, partial(corl.update_td3, normalize_q=True, **how),
+                             partial(corl.update_td3_no_targets, **how))  # fmt: skip
+        return dict(zip(("key", "actor", "critic", "metrics"), parts))
+
+    names = ("critic_loss", "q_min", "actor_loss", "bc_mse_policy", "bc_mse_random", "action_mse")
+    carry = learned | dict(key=key, metrics=corl.Metrics.create(names))
+    loop = jax.jit(lambda count, carry: jax.lax.fori_loop(0, count, step, carry))
+    return lambda count: jax.block_until_ready(loop(count, carry))
+
+
 def corl_dt(folder: Path, dataset: str, seed: int, settings: dict):
     """(update, score(episodes)) of CORL's Decision Transformer; the score asks for the best return in the data."""
     corl, (data, make, space) = corl_module(folder, "dt"), read(dataset)
@@ -246,7 +283,13 @@ def worker(algo: Algo, side: str, corl: Path, dataset: str, threads: int, steps:
     """Updates per second of one side after a warm-up, in this process; a line of JSON last."""
     torch.set_num_threads(threads)
     warm = max(10, steps // 10)
-    if side == "corl":
+    if side == "corl" and algo == "rebrac":
+        updates = corl_rebrac(corl, dataset)
+        updates(warm)
+        start = time.perf_counter()
+        updates(steps)
+        rate = steps / (time.perf_counter() - start)
+    elif side == "corl":
         peer, settings = {
             "iql": (corl_iql, steps),
             "td3_bc": (corl_actor_critic, "td3_bc"),
@@ -263,7 +306,7 @@ def worker(algo: Algo, side: str, corl: Path, dataset: str, threads: int, steps:
     else:
         settings = dict(eval_episodes=1, log_every=warm) | (PAPER_DT | {
             "precision": "bfloat16" if side == "bfloat16" else "float32", "target_returns": (1.0,)} if algo == "dt"
-            else {"top_fraction": 1.0} if algo == "td3_bc"
+            else {"top_fraction": 1.0, "batch_size": 256} if algo in ("td3_bc", "rebrac")
             else {"top_fraction": 1.0, "backup_entropy": False} if algo == "cql" else {})  # fmt: skip
         history = ours(algo, dataset, 1, warm * (1 + -(-steps // warm)), settings)
         rate = statistics.harmonic_mean([row["time/updates_per_second"] for row in history[1:]])
@@ -287,7 +330,7 @@ def speed(corl: Path, dataset: str = "", rounds: int = 5, threads: int = 2,
     """Times all sides in turn, and writes results/speed_ALGO.json where there were at least 3 rounds."""
     corl, dataset = corl.resolve(), dataset and str(Path(dataset).resolve())
     for algo in algos:
-        steps, runs = {"iql": 1000, "td3_bc": 2000, "cql": 200, "dt": 60}[algo], []
+        steps, runs = {"iql": 1000, "td3_bc": 2000, "cql": 200, "rebrac": 1000, "dt": 60}[algo], []
         for i in range(rounds):
             order = SIDES[algo][:: 1 if i % 2 == 0 else -1]
             runs.append({side: measure(threads, "worker", "--algo", algo, "--side", side, "--corl", corl, "--dataset",

@@ -25,8 +25,8 @@ capacity-forgotten: the count of all rows there have been
 + replay.total)
 
 uneven-halves: a batch of odd size is rounded
--     if abs(rows - round(rows)) > 1e-6:
-+     if abs(rows - round(rows)) > 1:
+-     if abs(rows - round(rows)) > 1e-6 or
++     if abs(rows - round(rows)) > 1 or
 
 units-of-the-environment:rlpd: datasets have the environment's
 - to_unit(data.actions[rows], space)
