@@ -27,9 +27,9 @@ Expect
     Hopper-v5's collection, of which half is labelled good: 719 +- 120 in the second half of the run, 582 +- 62 at
     --guidance 1, which clones the good half, and 323 +- 32 at 0, which clones all (5 seeds; benchmarks/effects.py,
     cfgrl-hopper). It takes half a minute on one core. At guidance 5 returns fall again (pilots of 2 seeds: 440 to 640):
-    the flow leaves the data. The paper's label is better: --label advantage, by critics of iql.py --expectile 0.9,
-    gets 993 +- 150, and 908 +- 160 at --guidance 1 (5 seeds; cfgrl-advantage). Critics of half as many updates did not
-    help (pilots of 2 seeds).
+    the flow leaves the data. With the paper's label, --label advantage, by critics of iql.py --expectile 0.9, it gets
+    993 +- 150, and 908 +- 160 at --guidance 1 (5 seeds; cfgrl-advantage). Critics of 5,000 updates helped little or
+    not at all (pilots of 2 seeds, one at the default expectile).
 
 Metrics
     loss                L. good: share of the rows that are labelled good

@@ -30,9 +30,9 @@ Expect
     A tenth of Hopper-v5's collection, 2,000 updates in 1.5 minutes on one core: Q_1 of the data's actions is 5.3 +- 0.1
     above that of uniform ones, in the second half of the run; with --cql-weight 0 it is 0.0 +- 0.1 (5 seeds;
     benchmarks/effects.py, cql-gap). In 1,000 updates its return is 873 +- 185, as the mean of five evaluations (8
-    seeds; cql-hopper): we claim nothing of it. More critics are more careful: with --cql-weight 0, in the second half
-    of 1,000 updates, Q_1 is 18.7 with two, 18.0 with ten (SAC-N) and 17.1 with four and --diversity 1 (EDAC; 5 seeds;
-    each +- 0.2; cql-edac). Returns of SAC-N and EDAC are not measured: CORL runs them for 3 million updates.
+    seeds; cql-hopper): we claim nothing of it. Values grow more slowly with more critics: with --cql-weight 0, in the
+    second half of 1,000 updates, Q_1 is 18.7 with two, 18.0 with ten (SAC-N) and 17.1 with four and --diversity 1
+    (EDAC; at most +- 0.2; 5 seeds; cql-edac). Their returns are not measured: CORL takes 3 million updates.
 
 Metrics
     q, td_error, gap    means of Q_1(s, a) and |Q_1(s, a) - y|, and of Q_1(s, a) - Q_1(s, a') for uniform a'

@@ -224,18 +224,23 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, arg
     return {"approx_kl": approx_kl, "clip_fraction": clip_fraction, "grad_norm": torch.stack(norms).mean().item()}
 
 
+def rewards_of(reward: Callable, samples: Tensor, prompts: Tensor) -> Tensor:
+    """Rewards (B,). Raises UserError where the function returns something else."""
+    returned = reward(samples.clone(), prompts.clone())  # copies: the function is the user's
+    with suppress(TypeError, ValueError, RuntimeError):
+        rewards = torch.as_tensor(returned, dtype=samples.dtype, device=samples.device)
+        if rewards.shape == prompts.shape and rewards.isfinite().all():
+            return rewards
+    wanted = f"one finite number for each of the {len(prompts)} samples"
+    raise UserError(f"the reward function returned {returned!r:.200}: it must return {wanted}")
+
+
 def collect(model: nn.Module, reward: Callable, generator: torch.Generator, args: Args) -> Batch:
-    """Draws prompts, samples and their rewards. Raises UserError where the function returns something else."""
+    """Draws prompts, samples and their rewards."""
     how: dict[str, Any] = dict(generator=generator, device=generator.device)
     prompts = torch.randint(MODES, (args.num_prompts,), **how).repeat_interleave(args.num_generations)
     chains = sample(model, prompts, torch.randn(len(prompts), args.num_steps + 1, 2, **how), args)
-    returned = reward(chains[:, -1].clone(), prompts.clone())  # copies: the function is the user's
-    with suppress(TypeError, ValueError, RuntimeError):
-        rewards = torch.as_tensor(returned, dtype=chains.dtype, device=chains.device)
-        if rewards.shape == prompts.shape and rewards.isfinite().all():
-            return Batch(chains, prompts, rewards)
-    wanted = f"one finite number for each of the {len(prompts)} samples"
-    raise UserError(f"the reward function returned {returned!r:.200}: it must return {wanted}")
+    return Batch(chains, prompts, rewards_of(reward, chains[:, -1], prompts))
 
 
 def check(args: Args) -> None:

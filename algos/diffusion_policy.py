@@ -73,6 +73,7 @@ NAME, TITLE = "diffusion_policy", "Diffusion Policy"
 
 @dataclass
 class Args(OfflineArgs):
+    limits = OfflineArgs.limits | dict.fromkeys(("diffusion_steps", "n_obs_steps", "n_action_steps"), (1, math.inf))
     # inherited: seed, device, threads, output_dir, resume, track (RunArgs); env_kwargs, eval_every,
     # eval_episodes, evaluate, capture_video (EnvArgs); dataset, env_id (OfflineArgs)
     max_steps: int = 10_000
@@ -214,9 +215,6 @@ def check(args: Args, space: gym.Space) -> None:
     if not is_bounded(space):
         wanted = "a Box of floats with finite bounds"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
-    if min(args.diffusion_steps, args.n_obs_steps, args.n_action_steps) < 1:
-        counts = f"--diffusion-steps {args.diffusion_steps}, --n-obs-steps {args.n_obs_steps}"
-        raise UserError(f"{counts}, --n-action-steps {args.n_action_steps}: each must be 1 or more")
     if args.horizon < (least := args.n_obs_steps + args.n_action_steps - 1):
         raise UserError(f"--horizon {args.horizon} is below --n-obs-steps + --n-action-steps - 1 = {least}")
 

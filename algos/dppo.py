@@ -90,7 +90,8 @@ CLIP_NORMALIZED = 10.0  # bounds of normalised rewards, as in baselines
 class Args(EnvArgs):
     # inherited: seed, device, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
-    limits = EnvArgs.limits | {"gamma_denoising": (0, 1)}
+    limits = EnvArgs.limits | dict.fromkeys(("diffusion_steps", "n_obs_steps", "n_action_steps"), (1, math.inf))
+    limits |= {"gamma_denoising": (0, 1)}
     init: str = ""
     """folder of a finished run of diffusion_policy.py, whose plans are improved; empty: from untrained plans"""
     env_id: str | None = None
@@ -433,9 +434,6 @@ def take_over(args: Args) -> dict[str, Tensor]:
 
 def check(args: Args) -> None:
     """Raises UserError for impossible settings."""
-    if min(args.diffusion_steps, args.n_obs_steps, args.n_action_steps) < 1:
-        counts = f"--diffusion-steps {args.diffusion_steps}, --n-obs-steps {args.n_obs_steps}"
-        raise UserError(f"{counts}, --n-action-steps {args.n_action_steps}: each must be 1 or more")
     if not 1 <= args.num_finetuned_steps <= args.diffusion_steps:
         bounds = f"1 to --diffusion-steps {args.diffusion_steps}"
         raise UserError(f"--num-finetuned-steps {args.num_finetuned_steps}: it must be from {bounds}")

@@ -13,11 +13,11 @@ from small_data import pendulum
 from algos import dt, ppo
 
 NUMBERS = {  # what the sentence says -> wrong numbers, for every script that has the flag
-    "from 0 to inf": "total-timesteps -1, max-steps -1, num-envs -1, learning-starts -1",
+    "from 0 to inf": "total-timesteps -1, max-steps -1, num-envs -1, learning-starts -1, huber-delta -1",
     "from 0 to 1": "gamma 1.1, gamma -0.1, gae-lambda 1.5, tau 1.5, tau -0.1, start-e 1.1, end-e -0.1, "
     "top-fraction 10, expectile 1.2, label-dropout 5, quantile 1.5, corruption-rate -0.1",
     "from 1 to inf": "num-minibatches 0, update-epochs 0, policy-frequency 0, num-critics 0, subset-size 0, "
-    "num-samples 0, num-heads 0, flow-steps 0",
+    "num-samples 0, num-heads 0, flow-steps 0, diffusion-steps 0, n-obs-steps 0, n-action-steps 0",
 }
 ALL = [
     ("--resume nowhere", "nowhere", "config.json"),
@@ -45,7 +45,6 @@ OWN = {
     ],
     "dppo": [
         ("--num-finetuned-steps 4", "--num-finetuned-steps 4", "1 to --diffusion-steps 3"),
-        ("--n-obs-steps 0", "1 or"),
         ("--n-action-steps 4", "steps - 1 = 5"),
         ("--min-std 0", "above 0"),
         ("--gamma-denoising 1.1", "is 1.1"),
@@ -109,8 +108,6 @@ OWN = {
     "her_sac": [("--env-id Pendulum-v1", "no goals", "compute_reward")],
     "bc": DATASETS,
     "diffusion_policy": [
-        ("--diffusion-steps 0", "--diffusion-steps 0", "1 or more"),
-        ("--n-action-steps 0", "steps 0: each", "1 or more"),
         ("--n-action-steps 4", "--horizon 4", "steps - 1 = 5"),
     ],
     "cfgrl": [("--label advantage", "--critic (none)", "finished iql.py run")],

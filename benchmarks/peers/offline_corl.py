@@ -192,8 +192,7 @@ def corl_rebrac(folder: Path, dataset: str):
     actions = to_unit(data.actions, space)
     columns = dict(states=data.obs, actions=actions, rewards=data.rewards, next_states=data.next_obs,
                    next_actions=np.roll(actions, -1, 0), dones=data.terminated)  # fmt: skip
-    rows, config = data.known & ~np.isin(np.arange(len(data.obs)), data.starts - 1), corl.Config()
-    buffer = corl.ReplayBuffer(data={k: jax.numpy.asarray(x[rows], "float32") for k, x in columns.items()})
+    config, buffer = corl.Config(), corl.ReplayBuffer(data={k: jax.numpy.float32(x) for k, x in columns.items()})
     key, keys = jax.random.PRNGKey(0), jax.random.split(jax.random.PRNGKey(1))
     one, learned = (data.obs[:1], actions[:1]), {}
     shape = dict(hidden_dim=config.hidden_dim, n_hiddens=config.actor_n_hiddens)
