@@ -81,7 +81,7 @@ from utils.dist import (
     start,
     total,
 )
-from utils.lm import TINY_MODEL, ModelArgs, autocast, resolve, save_model, with_adapters
+from utils.lm import TINY_MODEL, ModelArgs, autocast, check_whole, fingerprint, resolve, save_model, with_adapters
 from utils.rewards import encode_scored, sequence_scores, set_padding
 
 NAME, TITLE = "reward_model", "reward model"
@@ -286,12 +286,12 @@ def load_member(seed: int, device: torch.device | str, args: Args):
             if isinstance(value, float) and ("drop" in name or isinstance(module, torch.nn.Dropout)):
                 setattr(module, name, 0.0)
     head = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == 1][-1]
-    if len(found["missing_keys"]) > 1:  # transformers fills them with random numbers
-        raise UserError(f"the model {path} lacks weights ({sorted(found['missing_keys'])[0]}, ...): give a whole one")
+    check_whole(path, model, found, may_lack=1)
     if found["missing_keys"]:
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1)  # as Stiennon
         head.weight.data.copy_(weight)
+    model.fingerprint = fingerprint(model)
     if args.lora_rank:
         head.float()  # it is trained beside the adapters
         model = with_adapters(model, args, "SEQ_CLS")

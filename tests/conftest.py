@@ -24,6 +24,7 @@ LONG = ("test_learning.py", "test_the_chain_runs", "test_ejected_scripts_give_th
 
 
 def pytest_addoption(parser):
+    parser.addoption("--no-products", action="store_true", help="as on a processor without products in bfloat16")
     parser.addoption("--script", action="append", default=[], metavar="X", help="only the tests of algos/X.py")
     parser.addoption("--learning", choices=("changed", "all", "known", "none"), default="changed",
                      help="which curves learn on fresh seeds: one of each of the seven best-known scripts, and some of "
@@ -134,6 +135,20 @@ def without_what_takes_long():
 
     with mock.patch("utils.core.plot", touch), mock.patch.object(data, "procedural", cache(data.procedural)):
         yield
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """A function: from its call on the processor has products in bfloat16, or none."""
+    import torch
+
+    return lambda products: monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": products})
+
+
+@pytest.fixture(autouse=True)
+def same_processor(processor, request):
+    """No test depends on that of the machine."""
+    processor(not request.config.getoption("--no-products"))
 
 
 @pytest.fixture

@@ -6,18 +6,20 @@ every moment can be tried. Each script's own state is in test_resume*.py, which 
 """
 
 import dataclasses
+import importlib
 import io
 import json
 import os
 import shutil
 import signal
 import sys
+import tomllib
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
-from every_script import NAMES, options, script
+from every_script import NAMES, every_script, options, script
 from helpers import (
     Forked,
     assert_same_result,
@@ -30,8 +32,10 @@ from helpers import (
     user_error,
 )
 from safetensors.torch import load_file, save_file
+from tiny_runs import train
 
 from algos import grpo
+from tests.specs import SPECS
 from utils import core
 from utils.core import Run, RunArgs, UserError, prepare
 from utils.data import load_pairs, load_task
@@ -93,8 +97,12 @@ def assert_nothing_half_written(folder: Path) -> None:
 def recovered(module, folder: Path, reference: Path) -> bool:
     """Resumes a run that was killed and compares it. False where there is nothing to resume, which is said so."""
     assert_nothing_half_written(folder)
+    if (folder / "curve.png").exists():  # it came to its end
+        with pytest.raises(SystemExit, match="2"):
+            command_line(module, "--resume", folder)
     if (folder / "checkpoint.pt").exists():
-        command_line(module, "--resume", folder)
+        if not (folder / "curve.png").exists():
+            command_line(module, "--resume", folder)
         assert_same_result(folder, reference)
         return True
     with pytest.raises(SystemExit, match="2"):
@@ -178,15 +186,66 @@ def test_no_space_left_for_a_checkpoint(reference, tmp_path, monkeypatch):
 # --- lost files of a run ---
 
 
+@pytest.mark.parametrize("share", [None, 0.0, 0.5])
 @pytest.mark.parametrize("name", ["checkpoint.pt", "config.json"])
-def test_files_of_a_run_that_are_lost(name, reference, stopped, capsys):
+def test_files_of_a_run_that_are_lost_or_cut_off(name, share, reference, stopped, capsys):
     """One sentence; with the file the run goes on."""
     whole = (stopped / name).read_bytes()
-    (stopped / name).unlink()
-    with user_error(capsys, name.partition(".")[0]):
+    (stopped / name).unlink() if share is None else (stopped / name).write_bytes(whole[: int(share * len(whole))])
+    with user_error(capsys, name.partition(".")[0], "" if share is None else "is damaged"):
         command_line(Walk(), "--resume", stopped)
     (stopped / name).write_bytes(whole)
     assert recovered(Walk(), stopped, reference)
+
+
+def test_rows_that_are_lost(stopped):
+    """The run goes on, and its file is not filled up with zeros."""
+    (stopped / "metrics.jsonl").unlink()
+    command_line(Walk(), "--resume", stopped)
+    assert [row["step"] for row in metrics(stopped)] == [7, 8]
+
+
+def test_a_run_of_another_version(stopped, capsys):
+    """What was not used then is left out; what was used, and is unknown today, is named with the version."""
+    config = json.loads((stopped / "config.json").read_text())
+    assert config["version"] == core.VERSION and config["defaults"]["max_steps"] == 8
+    config |= {"version": "9.9", "args": config["args"] | {"gone": 3}, "defaults": config["defaults"] | {"gone": 1}}
+    (stopped / "config.json").write_text(json.dumps(config))
+    with user_error(capsys, "version 9.9", "'gone': 3", core.VERSION):
+        command_line(Walk(), "--resume", stopped)
+    config["defaults"]["gone"] = 3
+    (stopped / "config.json").write_text(json.dumps(config))
+    command_line(Walk(), "--resume", stopped)
+    assert "gone" not in json.loads((stopped / "config.json").read_text())["args"]
+
+
+def test_the_version_is_the_project_s():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["version"] == core.VERSION
+
+
+OTHER_SIZES = {"hidden_size": 9, "embed_dim": 16, "lora_rank": 3}  # a flag -> another value; each script has one
+
+
+@every_script
+def test_a_resume_or_evaluation_that_fails_leaves_the_run(algo, tmp_path, capsys):
+    """Each of its files, byte for byte: at its end, with other sizes or other things to train, cut off in the middle."""
+    train(algo, SPECS[algo].flags, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    module = importlib.import_module(f"algos.{algo}")
+    flag, size = next((flag, size) for flag, size in OTHER_SIZES.items() if flag in options(algo))
+    steps = "total-timesteps" if "total_timesteps" in options(algo) else "max-steps"
+    more, other = [f"--{steps}", 10**6], [f"--{flag.replace('_', '-')}", size]
+    differs = "no --lora-rank" if algo == "prorl" else "than these"
+    wrong = [(["--resume", folder], "is at its end, step"), (["--resume", folder, *more, *other], differs)]
+    wrong += [(["--evaluate", folder, *other], differs)] if "evaluate" in options(algo) else []
+    for args, word in wrong:
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        with pytest.raises(SystemExit, match="2"):
+            command_line(module, *args, "--output-dir", tmp_path)
+        assert word in (said := capsys.readouterr().err.splitlines()[-1]), said
+        assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert list(tmp_path.iterdir()) == [folder]
 
 
 # --- datasets and models ---
@@ -246,11 +305,29 @@ def test_a_model_folder_that_is_not_whole(fault, tmp_path):
         load_model(grpo.Args(model=str(folder)))
 
 
+def adapters_alone(folder: Path) -> None:
+    """As peft and TRL save them: beside a configuration that names the base."""
+    peft = pytest.importorskip("peft", reason="not run: peft is not installed")
+    model = peft.get_peft_model(load_model(grpo.Args())[0], peft.LoraConfig(target_modules="all-linear"))
+    [path.unlink() for path in (folder / "config.json", folder / "model.safetensors")]
+    model.save_pretrained(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": TINY_MODEL}))
+
+
+def of_other_sizes(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 8}))
+
+
+@pytest.mark.parametrize("damage, word", [(without_a_layer, "lacks weights"), (of_other_sizes, "(lacks|cannot load)"),
+                                          (adapters_alone, "holds LoRA adapters: .* RUN/model")])  # fmt: skip
 @pytest.mark.parametrize("algo", [name for name in NAMES if "model" in options(name)])
-def test_no_run_begins_on_a_model_that_is_not_whole(algo, tmp_path, capsys):
+def test_no_run_begins_on_a_model_that_is_not_whole(algo, damage, word, tmp_path, capsys):
     module, args = script(algo, tmp_path)
     folder = shutil.copytree(TINY_MODEL, tmp_path / "mine")
-    without_a_layer(folder)
-    with user_error(capsys, "the model", str(folder)):
+    damage(folder)
+    capsys.readouterr()
+    with user_error(capsys, str(folder)):
         command_line(module, *args, "--model", folder, "--output-dir", tmp_path / "made")
     assert not (tmp_path / "made").exists()

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from architectures import make
+from helpers import SMALL, command_line, metrics, new_run, user_error
 from transformers import AutoModelForCausalLM
 
 from algos import grpo
@@ -28,13 +29,16 @@ def dtypes(model, trained: bool) -> set[torch.dtype]:
     return {p.dtype for p in model.parameters() if p.requires_grad is trained}
 
 
-@pytest.mark.parametrize("precision, base", [(None, torch.bfloat16), ("bfloat16", torch.bfloat16),
-                                             ("float32", torch.float32)])  # fmt: skip
+@pytest.mark.parametrize("precision, products, base", [
+    (None, True, torch.bfloat16), (None, False, torch.float32),
+    ("bfloat16", False, torch.bfloat16), ("float32", True, torch.float32),
+])  # fmt: skip
 @torch.no_grad()
-def test_what_is_saved_is_what_was_trained(folder, precision, base, tmp_path):
+def test_what_is_saved_is_what_was_trained(folder, precision, products, base, tmp_path, processor):
     """The frozen base has the bytes that autocast would make anew for every token, adapters are float32, and the merged
     model and the adapters on the base give the logits of the trained one. All are float32 here, so only the order of
     sums differs: 1e-5; merged in bfloat16 they would differ by 1e-2."""
+    processor(products)
     args = grpo.Args(model=folder, precision=precision, lora_rank=2)
     model, tokenizer = load_model(args)
     assert dtypes(model, False) == {base} and dtypes(model, True) == {torch.float32}
@@ -75,6 +79,42 @@ def test_adapters_of_chosen_layers(folder):
     model = load_model(grpo.Args(model=folder, lora_rank=2, lora_modules=("q_proj", "v_proj")))[0]
     trained = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize("modules, words", [(("q_proj", "lm_head"), "leave lm_head out of --lora-modules"),
+                                            (("embed_tokens",), "leave embed_tokens out"), (("qkv",), "qkv")])  # fmt: skip
+def test_layers_that_cannot_have_adapters(modules, words):
+    """The shipped model has one weight for both ends: merged into it, adapters of the head would move the embeddings."""
+    with pytest.raises(UserError, match=words):
+        load_model(grpo.Args(lora_rank=2, lora_modules=modules))
+
+
+@pytest.mark.parametrize("begun, then", [
+    (["--lora-rank", 2], ["--lora-rank", 0]),  # ended in a segmentation fault
+    (["--lora-rank", 2], ["--lora-rank", 4]),
+    (["--lora-rank", 2, "--lora-modules", "q_proj"], ["--lora-modules", "q_proj", "v_proj"]),
+    (["--lora-rank", 2, "--lora-modules", "q_proj", "v_proj"], ["--lora-modules", "q_proj"]),
+    ([], ["--lora-rank", 2]),
+    ([], ["--model", "other"]), (["--lora-rank", 2], ["--model", "other"]), (["--lora-rank", 2], ["--model", "moved"]),
+], ids=str)  # fmt: skip
+def test_what_would_lose_what_was_learned_is_refused_on_resume(begun, then, tmp_path, monkeypatch, capsys):
+    """Another path of the same model is no other model."""
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = load_model(grpo.Args())
+    for name in "first", "other":
+        model.save_pretrained(name)
+        tokenizer.save_pretrained(name)
+        model.model.layers[1].mlp.down_proj.weight.data.mul_(1.5)  # for the other one
+    run = new_run(grpo, tmp_path / "runs", *SMALL["grpo"], "--max-steps", 1, "--max-completion-length", 8, "--model", "first",
+                  *begun)  # fmt: skip
+    (tmp_path / "first").rename("moved")
+    again = ["--resume", run, "--max-steps", 2, *([] if "--model" in then else ["--model", "moved"]), *then]
+    if then == ["--model", "moved"]:
+        command_line(grpo, *again)
+        assert metrics(run)[-1]["step"] == 2
+        return
+    with user_error(capsys, "other weights"):
+        command_line(grpo, *again)
 
 
 def test_without_peft_the_run_says_what_to_install(folder, monkeypatch):

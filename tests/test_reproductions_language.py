@@ -56,8 +56,12 @@ def test_models_that_score_otherwise_than_they_sample_stop_at_once(name, more, t
                      "--output-dir", tmp_path / "runs")  # fmt: skip
 
 
-def test_lora_holds_what_it_does_not_train_in_bfloat16(tmp_path, monkeypatch):
-    """Without a flag: autocast would cast float32 anew for every token."""
+@pytest.mark.parametrize("products, frozen", [(True, torch.bfloat16), (False, torch.float32)])
+def test_lora_holds_what_it_does_not_train_as_the_processor_takes_it(products, frozen, tmp_path, monkeypatch, capsys,
+                                                                     processor):  # fmt: skip
+    """Without a flag: in bfloat16, for autocast would cast float32 anew for every token; in float32, and said so, where
+    there are no products in bfloat16."""
+    processor(products)
     pytest.importorskip("peft", reason="not run: peft is not installed")
     found, update = set(), grpo.update
 
@@ -67,4 +71,5 @@ def test_lora_holds_what_it_does_not_train_in_bfloat16(tmp_path, monkeypatch):
 
     monkeypatch.setattr(grpo, "update", seen)
     new_run(grpo, tmp_path, *SMALL["grpo"], "--lora-rank", 2, "--max-completion-length", 8, "--max-steps", 1)
-    assert found == {(False, torch.bfloat16), (True, torch.float32)}
+    assert found == {(False, frozen), (True, torch.float32)}
+    assert ("float32: this processor has no bfloat16 products" in capsys.readouterr().out) != products

@@ -99,8 +99,13 @@ def test_longer_budget(algo, runs, tmp_path, capsys):
     assert_same_result(extended, longer)
 
 
-def test_finished_run(runs, tmp_path):
+def test_fewer_steps_than_there_were(runs, tmp_path, capsys):
+    """Are refused, as is a run that came to its end: test_faults.py. One that was killed before it wrote its model does."""
     folder = shutil.copytree(runs("grpo"), tmp_path / "copy")
+    (folder / "curve.png").unlink()
+    with user_error(capsys, "is at its end, step 11: raise --max-steps"):
+        command_line(grpo, "--resume", folder, "--max-steps", 9)
+    shutil.rmtree(folder / "model")
     command_line(grpo, "--resume", folder)
     assert_same_result(folder, runs("grpo"))
 

@@ -283,6 +283,19 @@ def test_another_eos_ends_what_is_trained_and_is_saved(tmp_path):
         shown(qwen(CHATML), eos_token="<end>")
 
 
+@pytest.mark.parametrize("template, eos, more, warned", [
+    (CHATML, "", None, True), (CHATML, "<|im_end|>", None, False), (CHATML, "", "<|im_end|>", False),
+    (None, "", None, False), ("{{ messages[0].content }}", "", None, False),
+    ("{{ raise_exception('one message') }}", "", None, False),
+])  # fmt: skip
+def test_a_template_that_ends_turns_by_another_token_is_warned_of(template, eos, more, warned, capsys):
+    """A model would learn both tokens, and stop at the second alone."""
+    tokenizer = qwen(template)
+    ends = more and tokenizer.convert_tokens_to_ids(more)
+    shown(tokenizer, SimpleNamespace(generation_config=GenerationConfig(eos_token_id=ends)), eos_token=eos)
+    assert ("--eos-token '<|im_end|>'" in capsys.readouterr().out) == warned
+
+
 @pytest.mark.parametrize("completion", [" is 4", [{"role": "assistant", "content": " is 4"}]], ids=["text", "chat"])
 def test_a_last_message_of_the_assistant_is_continued(completion):
     """One header, and nothing between what is there and what comes."""

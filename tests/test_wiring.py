@@ -321,6 +321,7 @@ def test_statistics_are_given_back(algo, tmp_path, monkeypatch):
     train(algo, SPECS[algo].flags, tmp_path)
     (folder,) = map(str, tmp_path.iterdir())
     monkeypatch.setattr(module.Statistics, "load_state_dict", lambda self, state: loaded.append(state))
+    (tmp_path.joinpath(folder) / "curve.png").unlink()  # as if it had not come to its end
     for purpose in "resume", "evaluate":
         train(algo, SPECS[algo].flags | {purpose: folder}, tmp_path)
     assert len(loaded) == 2
@@ -388,5 +389,7 @@ def test_a_resumed_run_begins_other_episodes(algo, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "make_vector", noted)
     settings = SPECS[algo].flags | {"online_steps": 48}
     _, args, _ = train(algo, settings, tmp_path)
-    train(algo, settings | {"resume": str(next(tmp_path.iterdir()))}, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    (folder / "curve.png").unlink()  # as if it had not come to its end
+    train(algo, settings | {"resume": str(folder)}, tmp_path)
     assert steps[0] == 0 < steps[1] == args.get("total_timesteps", 48)

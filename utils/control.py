@@ -206,7 +206,7 @@ def rollouts(envs: list[gym.Env], act: Callable, seed: int, video: Path | None =
 def score_saved(args, score_agent: Callable, **parts) -> list[dict]:
     """What --evaluate does: `parts` get their state from that run's checkpoint, and the score is printed as JSON."""
     folder = Path(args.evaluate)
-    load(read_checkpoint(folder), parts)
+    load(folder, read_checkpoint(folder), parts)
     print(json.dumps(score_agent(video=folder / "video" if args.capture_video else None)))
     return []
 

@@ -6,18 +6,23 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from fnmatch import fnmatch
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGINT, SIGTERM, signal
+from typing import Any
 
 import numpy as np
 import torch
 import tyro
+
+VERSION = "0.3.0.dev0"  # as in pyproject.toml, which a copied file does not have
 
 
 class UserError(Exception):
@@ -53,22 +58,37 @@ def main(args_class: type, train: Callable, algo: str) -> None:
     early = dataclasses.make_dataclass("Early", [("resume", str, ""), ("evaluate", str, "")])
     try:
         given = tyro.cli(early, return_unknown_args=True, add_help=False)[0]
+        if given.resume and given.evaluate:
+            raise UserError("--resume goes on with a run and --evaluate scores one: give one of the two")
         folder = given.resume or given.evaluate
-        default = args_class(**saved_args(folder, algo)) if folder else args_class()
-        train(tyro.cli(args_class, default=default, description=sys.modules["__main__"].__doc__))
+        default = args_class(**saved_args(folder, algo, args_class)) if folder else args_class()
+        args = tyro.cli(args_class, default=default, description=sys.modules["__main__"].__doc__)
+        changed = {k: v for k, v in vars(args).items() if v != getattr(default, k) and k != "evaluate"}
+        train(args)
+        if given.evaluate and changed:
+            print(f"changed on --evaluate: {changed}", file=sys.stderr)  # on stdout stands the score alone
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 
 
-def saved_args(folder: str, algo: str) -> dict:
-    """The arguments of the run in `folder`. Raises UserError where there is none, or another script's."""
-    if not (path := Path(folder) / "config.json").is_file():
-        raise UserError(f"{folder} is not the folder of a run: it has no config.json")
-    config = json.loads(path.read_text())
-    if config["algo"] != algo:
-        raise UserError(f"{folder} is a run of {config['algo']}.py, not of {algo}.py: give it to that script")
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in config["args"].items() if k != "resume"}
+def saved_args(folder: str, algo: str, known: type | None = None) -> dict:
+    """The arguments of the run in `folder`. Those that `known`, the script's Args, lacks today are left out where they
+    had their default. Raises UserError where there is no such run, or none that can be read."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        saved, by, then = config["args"], config["algo"], config.get("defaults", {})
+    except (OSError, KeyError) as error:
+        raise UserError(f"{folder} is not the folder of a run: it has no config.json of one") from error
+    except ValueError as error:
+        raise UserError(f"{folder}/config.json is damaged ({error}): put a copy back, or start afresh") from error
+    if by != algo:
+        raise UserError(f"{folder} is a run of {by}.py, not of {algo}.py: give it to that script")
+    gone = {name for name in saved if known and not hasattr(known, name)}
+    if lost := {name: saved[name] for name in gone if saved[name] != then.get(name)}:
+        wrote = f"version {config.get('version', '0.2')} wrote {folder} with {lost}"
+        raise UserError(f"{wrote}, which version {VERSION} does not have: use the one that wrote it")
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k not in {"resume", *gone}}
 
 
 def prepare(args: RunArgs) -> torch.device:
@@ -100,6 +120,8 @@ def choose_precision(args, device: torch.device | str, frozen: bool = False) -> 
     """Fills in --precision where FSDP or the processor decide. Returns whether the loaded weights are bfloat16."""
     flags = torch.cpu.get_capabilities()
     slow = torch.device(device).type == "cpu" and not (flags.get("amx_bf16") or flags.get("avx512_bf16"))
+    if slow and not (args.precision or args.fsdp) and os.environ.get("RANK", "0") == "0":
+        print("float32: this processor has no bfloat16 products")
     args.precision = args.precision or ("bfloat16" if args.fsdp else "float32" if slow else None)
     return args.precision == "pure-bfloat16" or bool(frozen or args.lora_rank) and args.precision != "float32"
 
@@ -147,8 +169,9 @@ def crosses(step: int, before: int, every: int) -> bool:
 
 
 class Run:
-    """Made when all input has been checked, so that wrong input leaves no folder behind. total: steps in the budget.
-    headline: the columns of the progress bar. `state`: with --resume what was saved, else {}."""
+    """Made when all input has been checked. Its folder is written to from the first row on: what fails before leaves
+    none behind, or that of --resume as it was. total: steps in the budget. headline: the columns of the progress bar.
+    `state`: with --resume what was saved, else {}."""
 
     def __init__(self, args, algo: str, task: str, total: int, headline: tuple[str, ...]):
         from tqdm import tqdm
@@ -156,33 +179,26 @@ class Run:
         if getattr(args, "eval_every", 0) is None:
             args.eval_every = min(max(total // 5, 1), 50_000)
         self.args, self.total, self.headline, self.shown, self.signal, self.wandb = args, total, headline, {}, 0, None
-        self.writes, self.metrics = os.environ.get("RANK", "0") == "0", None  # of several processes the first one
-        self.state, self.history, self.told, changed = {}, [], False, {}
+        self.about = {"algo": algo, "task": task}
+        self.writes = os.environ.get("RANK", "0") == "0"  # of several processes the first one
+        self.metrics: Any = None
+        self.state, self.history, self.told, self.kept, changed = {}, [], False, 0, {}
         if args.resume:
             self.dir = Path(args.resume).resolve()
             self.state, before = read_checkpoint(self.dir), saved_args(args.resume, algo)
             changed = {k: v for k, v in vars(args).items() if k != "resume" and before.get(k, v) != v}
+            if (done := self.state["step"]) > total or done == total and (self.dir / "curve.png").exists():
+                flag = "--total-timesteps" if hasattr(args, "total_timesteps") else "--max-steps"
+                raise UserError(f"{args.resume} is at its end, step {done:,}: raise {flag}, or leave out --resume")
+            if (path := self.dir / "metrics.jsonl").exists():  # rows behind the checkpoint are computed again
+                rows = path.read_bytes()[: self.state["metrics_size"]]
+                self.history, self.kept = [json.loads(row) for row in rows.splitlines()], len(rows)
         else:
             name = f"{algo}-{task[:100]}-{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
             name = "".join(c if c.isalnum() or c in "_.-" else "_" for c in name)
             self.dir = Path(args.output_dir).expanduser().resolve() / name
-        if args.track and self.writes:
-            try:
-                import wandb
-            except ImportError as error:
-                raise UserError("--track needs wandb: pip install wandb") from error
-            self.dir.mkdir(parents=True, exist_ok=True)
-            how = dict(name=self.dir.name, id=self.dir.name, dir=self.dir, config=vars(args))
-            self.wandb = wandb.init(project="plainrl", resume="allow", **how)
-        if self.writes:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            versions = {name: version(name) for name in ("torch", "numpy", "transformers", "gymnasium")}
-            config = {"algo": algo, "task": task, "args": vars(args), "versions": versions, "command": sys.argv}
-            write_atomically(self.dir / "config.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
-            self.metrics = open(self.dir / "metrics.jsonl", "a+")
-            self.metrics.truncate(self.state.get("metrics_size", 0))  # rows behind the checkpoint are computed again
-            self.metrics.seek(0)
-            self.history = [json.loads(line) for line in self.metrics]
+        if args.track and not find_spec("wandb"):
+            raise UserError("--track needs wandb: pip install wandb")
         for number in (SIGINT, SIGTERM):  # the first one ends the run after its step
             signal(number, self.on_signal)
         self.step = self.logged = self.state.get("step", 0)  # where the last iteration ended; the step of the last row
@@ -190,6 +206,24 @@ class Run:
         how = dict(unit="step", dynamic_ncols=True, disable=None if self.writes else True)  # None: without a terminal
         self.bar = tqdm(total=total, initial=self.step, **how)
         self.print(f"run folder: {self.dir}" + (f"\nchanged on --resume: {changed}" if changed else ""))
+
+    def open(self) -> None:
+        """Makes the folder, or writes to it again, where that was not done yet."""
+        if not self.writes or self.metrics:
+            return
+        self.dir.mkdir(parents=True, exist_ok=True)
+        if self.args.track:
+            import wandb
+
+            how = dict(name=self.dir.name, id=self.dir.name, dir=self.dir, config=vars(self.args))
+            self.wandb = wandb.init(project="plainrl", resume="allow", **how)
+        versions = {name: version(name) for name in ("torch", "numpy", "transformers", "gymnasium")}
+        config = {**self.about, "version": VERSION, "args": vars(self.args), "defaults": vars(type(self.args)()),
+                  "versions": versions, "command": sys.argv}  # fmt: skip
+        write_atomically(self.dir / "config.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
+        self.metrics = open(self.dir / "metrics.jsonl", "a")
+        self.metrics.seek(self.metrics.truncate(self.kept))
+        (self.dir / "curve.png").unlink(missing_ok=True)  # it tells a run that is at its end
 
     def on_signal(self, number: int, _frame) -> None:
         if self.signal:
@@ -202,6 +236,7 @@ class Run:
 
     def log(self, step: int, **columns: float) -> None:
         """Appends one row to metrics.jsonl. A number that is not finite, which JSON does not have, is left out."""
+        self.open()
         if left_out := [name for name, value in columns.items() if not math.isfinite(value)]:
             self.print(f"step {step}: not finite, so not logged: {', '.join(left_out)}")
         row = {"step": step, **{name: value for name, value in columns.items() if name not in left_out}}
@@ -217,7 +252,8 @@ class Run:
         since = max(self.state.get("step", 0), getattr(self.args, "learning_starts", 0))
         if not self.told and since < self.logged < step < self.total:  # the first row behind it is slower
             self.told, speed, tokens = True, self.speed(step), row.get("time/tokens_per_second")
-            rates = f"{speed:.3g} steps" + (f", {tokens:.0f} tokens" if tokens else "")
+            rates = f"{speed:.3g} steps" if speed < 1000 else f"{speed:,.0f} steps"
+            rates += f", {tokens:,.0f} tokens" if tokens else ""
             self.print(f"{rates} a second, about {timedelta(seconds=round((self.total - step) / speed))} to go")
         self.bar.update(step - self.logged)
         self.logged, self.begun = step, time.perf_counter()
@@ -241,7 +277,8 @@ class Run:
             for name, part in parts.items():
                 read = getattr(part, "state_dict", None) or getattr(part, "get_state", None)
                 state[name] = read() if read else part
-            if self.metrics:
+            if self.writes:
+                self.open()
                 state |= {"step": step, "rng": rng_state(), "metrics_size": self.metrics.tell()}
                 write_atomically(self.dir / "checkpoint.pt", lambda file: torch.save(state, file))
         self.step = step
@@ -252,7 +289,7 @@ class Run:
     def restore(self, **parts) -> bool:
         """With --resume: `parts` and the global generators as saved; else False. Draw nothing from it to the loop."""
         if self.state:
-            load(self.state, parts)
+            load(self.dir, self.state, parts)
             set_rng_state(self.state["rng"])
         return bool(self.state)
 
@@ -280,14 +317,24 @@ def write_atomically(path: Path, write: Callable) -> None:
 
 
 def read_checkpoint(folder: Path) -> dict:
-    if not (path := folder / "checkpoint.pt").is_file():
-        raise UserError(f"{folder} has no checkpoint yet: start afresh without --resume")
-    return torch.load(path, "cpu", weights_only=True)
+    try:
+        return torch.load(folder / "checkpoint.pt", "cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} has no checkpoint yet: start afresh without --resume") from error
+    except Exception as error:  # of zip, pickle or torch
+        raise UserError(f"{folder}/checkpoint.pt is damaged: put a copy back, or start afresh") from error
 
 
-def load(state: dict, parts: dict) -> None:
+def load(folder: Path, state: dict, parts: dict) -> None:
+    """Gives `parts` what the run in `folder` saved. Raises UserError where one does not fit."""
     for name, part in parts.items():
-        (part.set_state if isinstance(part, torch.Generator) else part.load_state_dict)(state.pop(name))
+        try:
+            (part.set_state if isinstance(part, torch.Generator) else part.load_state_dict)(state.pop(name))
+        except (KeyError, ValueError, RuntimeError) as error:
+            text = " ".join(str(error).split())
+            why = re.sub(r".*?mismatch for (\S+): .*?\[(.*?)\].*?\[(.*?)\].*", r"\1 is \2 there and \3 here", text)
+            raise UserError(f"{folder} was trained with another environment or other sizes than these ({name}: "
+                            f"{why:.200}): give those of the run") from error  # fmt: skip
 
 
 def plot(history: list[dict], curves: dict, title: str, path: Path) -> None:

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as states
 
+from utils.core import UserError
+
 
 def rank() -> int:
     return int(os.environ.get("RANK", 0))
@@ -266,7 +268,7 @@ def full_weights(model) -> dict:
 
 class Trained:
     """A model's trained weights and their optimizer, or a frozen model's weights: saved whole by process 0, loaded by
-    any number of processes."""
+    any number of processes. Raises UserError where others were trained, or on another model."""
 
     def __init__(self, model, *optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
@@ -278,9 +280,20 @@ class Trained:
         for name, p in self.model.named_parameters(remove_duplicate=False):  # a head that is tied to frozen embeddings
             if trained and not p.requires_grad:
                 model.pop(name, None)
-        return {"model": model, "optimizer": optimizer}
+        return {"model": model, "optimizer": optimizer, "base": self.base()}
+
+    def base(self) -> list[str]:
+        """Of which weights the model was made."""
+        return [module.fingerprint for module in self.model.modules() if hasattr(module, "fingerprint")]
 
     def load_state_dict(self, state: dict) -> None:
+        saved = {name: weight.shape for name, weight in state["model"].items()}
+        own = {name: p.shape for name, p in self.model.named_parameters() if p.requires_grad or not self.optimizer}
+        if other := (own.items() - saved.items()) | {x for x in saved.items() if x[0] not in self.model.state_dict()}:
+            wrong = f"the run trained other weights than these flags do ({min(other)[0]})"
+            raise UserError(f"{wrong}: leave out --model, --lora-rank and --lora-modules")
+        if state.get("base", self.base()) != self.base():
+            raise UserError("the model has other weights than that with which the run began: give that one as --model")
         how = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=False)
         own = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         states.set_state_dict(self.model, self.optimizer, **own, options=how)

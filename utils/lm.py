@@ -6,6 +6,7 @@ Shapes: P prompts, G completions of each, B = P * G rows (the G completions of a
 
 import contextlib
 import copy
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -78,15 +79,17 @@ def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen:
     if path.endswith(".gguf"):
         path, gguf = str(Path(path).parent), {"gguf_file": Path(path).name}
     half = choose_precision(args, device, frozen)
+    reports = logging.get_logger("transformers.modeling_utils")
+    reports.addFilter(lambda record: "LOAD REPORT" not in record.getMessage())  # it would hide our own sentence
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code, **gguf)
         model, found = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.bfloat16 if half else torch.float32, trust_remote_code=args.trust_remote_code,
-            attn_implementation=args.attn_implementation, output_loading_info=True, **gguf)  # fmt: skip
+            attn_implementation=args.attn_implementation, output_loading_info=True, ignore_mismatched_sizes=True,
+            **gguf)  # fmt: skip
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"cannot load the model {path} ({str(error).partition(chr(10))[0]})") from error
-    if found["missing_keys"]:  # transformers fills them with random numbers
-        raise UserError(f"the model {path} lacks weights ({sorted(found['missing_keys'])[0]}, ...): give a whole one")
+    check_whole(path, model, found)
     if gguf:  # its weights are whole now, and save_pretrained refuses those of a quantizer
         model.hf_quantizer = None
         del model.config.quantization_config
@@ -94,6 +97,7 @@ def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen:
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or isinstance(module, torch.nn.Dropout)):
                 setattr(module, name, 0.0)
+    model.fingerprint = fingerprint(model)
     if frozen:
         model.eval().requires_grad_(False)
     elif args.lora_rank:
@@ -104,14 +108,40 @@ def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen:
     return shard(model, args.precision == "bfloat16") if args.fsdp else model, with_flags(tokenizer, model, args)
 
 
+def check_whole(path: str, model, found: dict, may_lack: int = 0) -> None:
+    """Raises UserError where `path` did not hold all weights: transformers fills in random numbers."""
+    lacking = sorted(found["missing_keys"]) + sorted(name for name, *_ in found.get("mismatched_keys", ()))
+    if len(lacking) > may_lack:
+        raise UserError(f"the model {path} lacks weights, or has others ({lacking[0]}, ...): give a whole one")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UserError(f"{path} holds LoRA adapters: give a model that they are merged into, such as RUN/model")
+
+
+def fingerprint(model) -> str:
+    """Of the weights: names, sizes, and of each 64 numbers, as bfloat16, so that --precision changes nothing."""
+    some = {name: (p.shape, p.detach().flatten()[:: p.numel() // 64 + 1].bfloat16().tolist())
+            for name, p in model.named_parameters()}  # fmt: skip
+    return hashlib.blake2b(repr(some).encode(), digest_size=8).hexdigest()
+
+
 def with_adapters(model, args, kind: str = "CAUSAL_LM"):
     try:
         import peft
     except ImportError as error:
         raise UserError("--lora-rank needs peft: pip install peft") from error
-    model = peft.get_peft_model(model, peft.LoraConfig(
-        r=args.lora_rank, lora_alpha=2 * args.lora_rank, task_type=kind,
-        target_modules=list(args.lora_modules) or "all-linear"))  # fmt: skip
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    if last is not None and first.weight is last.weight:  # merged, one's adapters would move the other, too
+        ends = [name for name, module in model.named_modules() if module in (first, last)]
+        if wrong := [x for x in args.lora_modules if any(f".{name}".endswith(f".{x}") for name in ends)]:
+            raise UserError(
+                f"the model has one weight for tokens that come and go: leave {wrong[0]} out of --lora-modules"
+            )
+    try:
+        model = peft.get_peft_model(model, peft.LoraConfig(
+            r=args.lora_rank, lora_alpha=2 * args.lora_rank, task_type=kind,
+            target_modules=list(args.lora_modules) or "all-linear"))  # fmt: skip
+    except ValueError as error:
+        raise UserError(f"--lora-modules {' '.join(args.lora_modules)} does not fit the model ({error})") from error
     if args.gradient_checkpointing:
         model.enable_input_require_grads()
     return model
@@ -129,6 +159,14 @@ def with_flags(tokenizer, model, args):
     more = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None}
     model.generation_config.eos_token_id = sorted(ends)
+    if tokenizer.chat_template and hasattr(args, "eos_token") and rank() == 0:
+        with contextlib.suppress(Exception):  # a template raises what it likes, and may want other messages
+            said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "9753"}]
+            tail = tokenizer.apply_chat_template(said, tokenize=False).rpartition("9753")[2]
+            behind = [token for token in tokenizer.tokenize(tail) if token in tokenizer.all_special_tokens]
+            if behind and not ends & {*tokenizer.convert_tokens_to_ids(behind)}:
+                print(f"warning: the chat template ends an answer by {behind[0]}, and this tokenizer by {own}: "
+                      f"--eos-token '{behind[0]}' if the model is to stop there")  # fmt: skip
     return tokenizer
 
 
