@@ -81,7 +81,17 @@ from utils.dist import (
     start,
     total,
 )
-from utils.lm import TINY_MODEL, ModelArgs, autocast, check_whole, fingerprint, resolve, save_model, with_adapters
+from utils.lm import (
+    TINY_MODEL,
+    UNREADABLE,
+    ModelArgs,
+    autocast,
+    check_whole,
+    fingerprint,
+    resolve,
+    save_model,
+    with_adapters,
+)
 from utils.rewards import encode_scored, sequence_scores, set_padding
 
 NAME, TITLE = "reward_model", "reward model"
@@ -277,8 +287,9 @@ def load_member(seed: int, device: torch.device | str, args: Args):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
         model, found = AutoModelForSequenceClassification.from_pretrained(
             path, dtype=torch.bfloat16 if half else torch.float32, num_labels=1, output_loading_info=True,
-            trust_remote_code=args.trust_remote_code, attn_implementation=args.attn_implementation)  # fmt: skip
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+            trust_remote_code=args.trust_remote_code, attn_implementation=args.attn_implementation,
+            ignore_mismatched_sizes=True)  # fmt: skip
+    except UNREADABLE as error:
         raise UserError(f"cannot load the model {path} ({str(error).partition(chr(10))[0]})") from error
     set_padding(model, tokenizer)
     for module in model.modules():  # no dropout

@@ -81,10 +81,16 @@ def test_adapters_of_chosen_layers(folder):
     assert trained == {"q_proj", "v_proj"}
 
 
-@pytest.mark.parametrize("modules, words", [(("q_proj", "lm_head"), "leave lm_head out of --lora-modules"),
-                                            (("embed_tokens",), "leave embed_tokens out"), (("qkv",), "qkv")])  # fmt: skip
+@pytest.mark.parametrize(
+    "modules, words",
+    [
+        (("q_proj", "lm_head"), "leave lm_head out of --lora-modules"),
+        (("embed_tokens",), "leave embed_tokens out"),
+        (("qkv",), "qkv"),
+    ],
+)
 def test_layers_that_cannot_have_adapters(modules, words):
-    """The shipped model has one weight for both ends: merged into it, adapters of the head would move the embeddings."""
+    """The shipped model has one weight for both ends: adapters of the head, merged, would move the embeddings."""
     with pytest.raises(UserError, match=words):
         load_model(grpo.Args(lora_rank=2, lora_modules=modules))
 
@@ -105,8 +111,8 @@ def test_what_would_lose_what_was_learned_is_refused_on_resume(begun, then, tmp_
         model.save_pretrained(name)
         tokenizer.save_pretrained(name)
         model.model.layers[1].mlp.down_proj.weight.data.mul_(1.5)  # for the other one
-    run = new_run(grpo, tmp_path / "runs", *SMALL["grpo"], "--max-steps", 1, "--max-completion-length", 8, "--model", "first",
-                  *begun)  # fmt: skip
+    short = ["--max-steps", 1, "--max-completion-length", 8]
+    run = new_run(grpo, tmp_path / "runs", *SMALL["grpo"], *short, "--model", "first", *begun)
     (tmp_path / "first").rename("moved")
     again = ["--resume", run, "--max-steps", 2, *([] if "--model" in then else ["--model", "moved"]), *then]
     if then == ["--model", "moved"]:

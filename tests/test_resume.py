@@ -100,7 +100,7 @@ def test_longer_budget(algo, runs, tmp_path, capsys):
 
 
 def test_fewer_steps_than_there_were(runs, tmp_path, capsys):
-    """Are refused, as is a run that came to its end: test_faults.py. One that was killed before it wrote its model does."""
+    """Are refused, as is a run that came to its end (test_faults.py). One that was killed before that comes to it."""
     folder = shutil.copytree(runs("grpo"), tmp_path / "copy")
     (folder / "curve.png").unlink()
     with user_error(capsys, "is at its end, step 11: raise --max-steps"):

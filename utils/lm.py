@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from utils.core import RunArgs, UserError, as_kwargs, choose_precision, preset
@@ -22,6 +23,7 @@ from utils.dist import Samples, full_weights, join, pad_left, positions, rank, s
 TINY_MODEL = str(Path(__file__).resolve().parent / "tiny_model")
 CHUNK = 2**25  # logits that are held at once: 128 MiB in float32
 LOOK_EVERY = 16  # tokens between looks at which rows have ended, on a GPU, where each look makes the CPU wait
+UNREADABLE = (OSError, ValueError, ImportError, RuntimeError, SafetensorError)  # what from_pretrained raises
 LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.1, "pure-bfloat16": 0.1, "server": 0.2}  # nats, mean over tokens
 
 
@@ -87,7 +89,7 @@ def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen:
             path, dtype=torch.bfloat16 if half else torch.float32, trust_remote_code=args.trust_remote_code,
             attn_implementation=args.attn_implementation, output_loading_info=True, ignore_mismatched_sizes=True,
             **gguf)  # fmt: skip
-    except (OSError, ValueError, ImportError) as error:
+    except UNREADABLE as error:
         raise UserError(f"cannot load the model {path} ({str(error).partition(chr(10))[0]})") from error
     check_whole(path, model, found)
     if gguf:  # its weights are whole now, and save_pretrained refuses those of a quantizer
@@ -110,9 +112,9 @@ def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen:
 
 def check_whole(path: str, model, found: dict, may_lack: int = 0) -> None:
     """Raises UserError where `path` did not hold all weights: transformers fills in random numbers."""
-    lacking = sorted(found["missing_keys"]) + sorted(name for name, *_ in found.get("mismatched_keys", ()))
-    if len(lacking) > may_lack:
-        raise UserError(f"the model {path} lacks weights, or has others ({lacking[0]}, ...): give a whole one")
+    lacking = sorted(found["missing_keys"])[may_lack:] + [name for name, *_ in found.get("mismatched_keys", ())]
+    if lacking:
+        raise UserError(f"the model {path} lacks weights of its sizes ({lacking[0]}, ...): give a whole one")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UserError(f"{path} holds LoRA adapters: give a model that they are merged into, such as RUN/model")
 
