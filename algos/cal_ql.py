@@ -201,8 +201,9 @@ def calibrated_penalty(agent: Agent, batch: Transitions, q: Tensor, uniform: Ten
 
 def diversity(critics: Critics, obs: Tensor, actions: Tensor) -> Tensor:
     """EDAC's term: mean over the batch of the sum of cosines between two critics' slopes in the action, over N - 1."""
-    actions = actions.detach().requires_grad_()
-    slopes = [torch.autograd.grad(q.sum(), actions, create_graph=True)[0] for q in critics(obs, actions)]
+    copies = [actions.detach().requires_grad_() for _ in critics]  # of one, each slope would pass all networks
+    total = sum(q(torch.cat([obs, own], -1)).sum() for q, own in zip(critics.values(), copies))
+    slopes = torch.autograd.grad(total, copies, create_graph=True)
     normals = F.normalize(torch.stack(slopes), dim=2)
     cosines = normals.sum(0).square().sum(1) - normals.square().sum((0, 2))  # (B,): without those with themselves
     return cosines.mean() / (len(slopes) - 1)
