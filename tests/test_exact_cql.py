@@ -111,7 +111,7 @@ def test_without_its_terms_it_is_sac():
 @both
 def test_diversity_in_closed_form(script, slopes, expected):
     """Orthogonal slopes 0, equal ones N, two opposite ones -2, whatever their lengths."""
-    critics = {i: lambda both, x=torch.tensor(x): both[:, D:] @ x for i, x in enumerate(slopes)}
+    critics = {i: lambda both, x=x: both[:, D:] @ torch.tensor(x) for i, x in enumerate(slopes)}
     close(script.diversity(critics, torch.zeros(B, D), torch.rand(B, 2)), expected)
 
 
