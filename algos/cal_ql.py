@@ -68,7 +68,7 @@ from utils.core import Run, UserError, main, prepare
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
 
 NAME, TITLE = "cal_ql", "Cal-QL"
-LOG_STD_BOUNDS = (-20.0, 2.0)  # as in sac.py, the authors' code and CORL
+LOG_STD_BOUNDS = (-20.0, 2.0)  # as in sac.py, the code of CQL's authors and CORL's CQL; EDAC's has (-5, 2)
 
 
 @dataclass

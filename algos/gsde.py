@@ -8,12 +8,12 @@ Noise that is drawn anew in each step makes a robot tremble, and most of it aver
 features of the state, with random weights that stay: close states get close noise, so the agent moves smoothly, and
 far. On minibatches minimises the losses of sac.py with
 
-    u       = mean(s) + theta^T phi(s), a = tanh(u)           in the environment, theta kept for --sde-sample-freq steps
+    u       = mean(s) + theta^T phi(s), a = tanh(u)           in the environment, z kept for --sde-sample-freq steps
     u       ~ N(mean(s), sigma^2 . phi(s)^2 + 1e-6)           in the losses: the distribution of one such step
 
     phi     the last hidden layer of the actor, (F,)
-    theta   a matrix (F, A) for each environment, entries N(0, sigma^2)
-    sigma   (F, A), learned; exp(--log-std-init) at the start
+    theta   sigma z, number by number; z: a standard normal matrix (F, A) for each environment
+    sigma   (F, A), learned, so theta moves with each update, where SB3 keeps theta; exp(--log-std-init) at the start
 
 Run
     python algos/gsde.py                                                              MountainCarContinuous-v0

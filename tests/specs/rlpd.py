@@ -98,7 +98,7 @@ SPEC = Spec(
             statistic="late eval/return",
             claims={"rlpd > none": 9},
         ),
-        # WSRL: 6,000 steps after cql.py without its data; the first 3,000 are the warm-up. In four pilots, seeds
+        # WSRL's warm-up alone: 6,000 steps after cql.py without its data; the first 3,000 are it. In four pilots, seeds
         # from 101, two of them at a larger size, warm had 1.3 to 2.3 times the return of none
         "rlpd-warm-up": Effect(
             runs={
