@@ -84,7 +84,7 @@ CLIP_NORMALIZED = 10.0  # bounds of normalised rewards, as in baselines
 @dataclass
 class Args(EnvArgs):
     # inherited: seed, device, output_dir, resume, track (RunArgs);
-    # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
+    # env_kwargs, eval_every, evaluate, capture_video (EnvArgs)
     init: str = ""
     """folder of a finished run of flow_bc.py, whose flow is improved; empty: from an untrained flow"""
     env_id: str | None = None
@@ -137,6 +137,8 @@ class Args(EnvArgs):
     """units of the two hidden layers of the networks of value and noise"""
     threads: int = 1
     """CPU threads: a second makes networks this small a tenth faster; 0: OMP_NUM_THREADS where set, else two"""
+    eval_episodes: int = 100
+    """evaluation episodes, once without noise in the steps and once with it; 0: no evaluation"""
     save_every: int = 20_000
     """environment steps between checkpoints"""
 
