@@ -43,7 +43,6 @@ Differences
       40,000 such steps). Two hidden layers, for speed; the authors and CORL have three.
     - The paper's squared error has a factor 1/2. The authors' code, d3rlpy, CORL (also of EDAC) and ours have none.
     - The authors by default, CORL and d3rlpy leave the entropy out of y: --no-backup-entropy. d3rlpy's a' is the mean.
-    - They take the log of the sum over samples, not of the mean, which only a Lagrange multiplier would notice.
     - CORL also begins with orthogonal critics and log std lower by 1, takes alpha's loss in log alpha, and moves the
       actor before the critics. Its TrainConfig defines reward_scale twice: 5 is its default, its files say 1 or 10.
     - For Hopper, CORL has EDAC with N = 50 and SAC-N with 200 or 500, three hidden layers, 3e-4 for actor and

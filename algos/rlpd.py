@@ -19,8 +19,7 @@ bounds what they say of actions that no data shows. On minibatches minimises
 Run
     python algos/rlpd.py                                                         the collection that ships: Hopper-v5
     python algos/rlpd.py --dataset hopper_medium_replay-v2.hdf5 --total-timesteps 250000 --learning-starts 5000 \
-        --num-critics 10 --subset-size 2 --utd-ratio 20                          the authors' settings for locomotion:
-                                                                                 never run by us
+        --num-critics 10 --subset-size 2 --utd-ratio 20                          the authors' for locomotion; never run
     python algos/rlpd.py --offline-ratio 0                                       the same without the data
     python algos/rlpd.py --init RUN --no-layer-norm                              goes on from cql.py --no-normalize
     python algos/rlpd.py --evaluate RUN --eval-episodes 100 --capture-video      scores a saved agent
@@ -41,15 +40,13 @@ Metrics
 Differences
     - The loss of the critics is half a sum over them, the authors' a mean (ikostrikov/rlpd,
       rlpd/agents/sac/sac_learner.py): Adam hides the factor. LayerNorm's epsilon is PyTorch's 1e-5, theirs 1e-6.
-    - The authors draw one large minibatch per step and split it; ours are drawn one by one. They clip the dataset's
-      actions to 1 - 1e-5; nothing here needs it, since no density is taken of them.
+    - The authors draw one large minibatch per step and split it. They clip the dataset's actions to 1 - 1e-5.
     - For AntMaze and Adroit the authors take three hidden layers, leave entropy out of the target, and pay AntMaze 1
       less per step. These are not offered. We have not read the paper's tables.
     - WSRL (arXiv 2412.07762) is more than a warm-up. Its authors have LayerNorm in critics and actor, offline too
       (cql.py has none), ten critics of which two make the target, no entropy there, target entropy -(action size),
-      1e-4 for the actor, the optimizers of the offline run, its 250,000 steps or more, and a warm-up of 5,000.
+      1e-4 for the actor, 250,000 offline steps or more, whose optimizers go on, and 5,000 steps of warm-up.
     - Rewards are the dataset's own and the environment's own: they must agree.
-    - The default has two critics of the authors' ten and 4 updates per step of their 20, so that it ends in minutes.
 """
 
 import copy

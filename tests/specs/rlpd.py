@@ -60,6 +60,10 @@ temperature-of-the-run: a fixed one is overwritten
 - saved["log_alpha"] = agent.log_alpha.detach()
 + pass
 
+values-of-another-discount: weights alone fit
+- for name in ("env_id", "env_kwargs", "gamma"):
++ for name in ("env_id", "env_kwargs"):
+
 scaled-observations: taken for raw ones
 - if (saved.pop("obs_mean", torch.zeros(1)) != 0).any():
 + if saved.pop("obs_mean", torch.zeros(1)).isnan().any():
