@@ -16,12 +16,12 @@ far. On minibatches minimises the losses of sac.py with
     sigma   (F, A), learned, so theta moves with each update, where SB3 keeps theta; exp(--log-std-init) at the start
 
 Run
-    python algos/gsde.py                                                     Pendulum-v1
+    python algos/gsde.py                                                      Pendulum-v1
     python algos/gsde.py --env-id MountainCarContinuous-v0 --total-timesteps 50000 --learning-starts 0 --gamma 0.9999 \
         --tau 0.01 --alpha 0.1 --batch-size 512 --buffer-size 50000 --hidden-size 64
-                                                                             rl-baselines3-zoo's settings
-    python algos/gsde.py --env-id package.module:Name-v0 --env-kwargs size=5 your own environment
-    python algos/gsde.py --evaluate RUN --eval-episodes 100 --capture-video  scores a saved agent
+                                                                              rl-baselines3-zoo's settings
+    python algos/gsde.py --env-id package.module:Name-v0 --env-kwargs size=5  your own environment
+    python algos/gsde.py --evaluate RUN --eval-episodes 100 --capture-video   scores a saved agent
 
 Expect
     MountainCarContinuous-v0 with the likeliest actions: 12 of 16 seeds end at 88 to 95 after 10,000 steps, the other
