@@ -64,7 +64,8 @@ SPEC = Spec(
     effects={
         "reinflow-gates": Effect(  # shares of throws that hit, with the noise of training; flows of four steps and two
             runs={"learned": ("reinflow", FLOW), "start": ("reinflow", FLOW | ALONE),
-                  "large": ("reinflow", FLOW | dict(min_std=0.2)),
+                  "large": ("reinflow", FLOW | dict(min_std=0.2)), "small": ("reinflow", FLOW | SMALL),
+                  "middle": ("reinflow", FLOW | MIDDLE),
                   "two": ("reinflow", FLOW | dict(flow_steps=2)),
                   "two_start": ("reinflow", FLOW | ALONE | dict(flow_steps=2)),
                   "ppo": ("ppo", LAST | dict(env_id="algos.environments.gates:Gates-v0", num_envs=32, num_steps=32,
