@@ -68,7 +68,7 @@ from utils.core import Run, UserError, main, prepare
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
 
 NAME, TITLE = "cal_ql", "Cal-QL"
-LOG_STD_BOUNDS = (-20.0, 2.0)  # as in sac.py, the authors' code and CORL
+LOG_STD_BOUNDS = (-20.0, 2.0)  # as in sac.py, the code of CQL's authors and CORL's CQL; EDAC's has (-5, 2)
 
 
 @dataclass
@@ -201,8 +201,9 @@ def calibrated_penalty(agent: Agent, batch: Transitions, q: Tensor, uniform: Ten
 
 def diversity(critics: Critics, obs: Tensor, actions: Tensor) -> Tensor:
     """EDAC's term: mean over the batch of the sum of cosines between two critics' slopes in the action, over N - 1."""
-    actions = actions.detach().requires_grad_()
-    slopes = [torch.autograd.grad(q.sum(), actions, create_graph=True)[0] for q in critics(obs, actions)]
+    copies = [actions.detach().requires_grad_() for _ in critics]  # of one, each slope would pass all networks
+    total = sum(q(torch.cat([obs, own], -1)).sum() for q, own in zip(critics.values(), copies))
+    slopes = torch.autograd.grad(total, copies, create_graph=True)
     normals = F.normalize(torch.stack(slopes), dim=2)
     cosines = normals.sum(0).square().sum(1) - normals.square().sum((0, 2))  # (B,): without those with themselves
     return cosines.mean() / (len(slopes) - 1)

@@ -21,7 +21,7 @@ disagree. EDAC adds eta / (N - 1) E sum_{i != j} cos(grad_a Q_i(s, a), grad_a Q_
 Run
     python algos/cql.py                                                       a tenth of the collection that ships
     python algos/cql.py --cql-weight 0                                        without the idea: SAC on a dataset
-    python algos/cql.py --cql-weight 0 --num-critics 10 --diversity 1         EDAC, in 7 minutes; SAC-N: no --diversity
+    python algos/cql.py --cql-weight 0 --num-critics 10 --diversity 1         EDAC's term, 3 minutes; SAC-N lacks it
     python algos/cql.py --dataset hopper_medium_replay-v2.hdf5 --max-steps 1000000 --cql-weight 10 --num-samples 10 \
         --policy-learning-rate 3e-5 --no-backup-entropy --eval-every 5000     CORL's recipe
     python algos/cql.py --evaluate RUN --eval-episodes 100 --capture-video    scores a saved agent
@@ -43,10 +43,10 @@ Differences
       40,000 such steps). Two hidden layers, for speed; the authors and CORL have three.
     - The paper's squared error has a factor 1/2. The authors' code, d3rlpy, CORL (also of EDAC) and ours have none.
     - The authors by default, CORL and d3rlpy leave the entropy out of y: --no-backup-entropy. d3rlpy's a' is the mean.
-    - They take the log of the sum over samples, not of the mean, which only a Lagrange multiplier would notice. With it
-      the authors compare w times the difference with a threshold, CORL and d3rlpy the difference itself. The log of the
-      multiplier begins at 0 in the authors' code and at 1 in CORL.
-    - CORL's TrainConfig defines reward_scale twice, so that 5 is its default; its files of settings say 1 or 10.
+    - CORL also begins with orthogonal critics and log std lower by 1, takes alpha's loss in log alpha, and moves the
+      actor before the critics. Its TrainConfig defines reward_scale twice: 5 is its default, its files say 1 or 10.
+    - For Hopper, CORL has EDAC with N = 50 and SAC-N with 200 or 500, three hidden layers, 3e-4 for actor and
+      temperature, raw observations, log std from -5, and the order temperature, actor, critics. We ran none of it.
 """
 
 import copy
@@ -69,7 +69,7 @@ from utils.core import Run, UserError, main, prepare
 from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
 
 NAME, TITLE = "cql", "CQL"
-LOG_STD_BOUNDS = (-20.0, 2.0)  # as in sac.py, the authors' code and CORL
+LOG_STD_BOUNDS = (-20.0, 2.0)  # as in sac.py, the code of CQL's authors and CORL's CQL; EDAC's has (-5, 2)
 
 
 @dataclass
@@ -187,8 +187,9 @@ def conservative_penalty(agent: Agent, batch: Transitions, q: Tensor, uniform: T
 
 def diversity(critics: Critics, obs: Tensor, actions: Tensor) -> Tensor:
     """EDAC's term: mean over the batch of the sum of cosines between two critics' slopes in the action, over N - 1."""
-    actions = actions.detach().requires_grad_()
-    slopes = [torch.autograd.grad(q.sum(), actions, create_graph=True)[0] for q in critics(obs, actions)]
+    copies = [actions.detach().requires_grad_() for _ in critics]  # of one, each slope would pass all networks
+    total = sum(q(torch.cat([obs, own], -1)).sum() for q, own in zip(critics.values(), copies))
+    slopes = torch.autograd.grad(total, copies, create_graph=True)
     normals = F.normalize(torch.stack(slopes), dim=2)
     cosines = normals.sum(0).square().sum(1) - normals.square().sum((0, 2))  # (B,): without those with themselves
     return cosines.mean() / (len(slopes) - 1)

@@ -23,7 +23,7 @@ Run
     python algos/ddpo.py                                           the ring: pretraining, then the reward
     python algos/ddpo.py --advantage loo                           LOOP's baseline
     python algos/ddpo.py --advantage batch --reward-offset 5       prompts of unequal rewards: the batch's mean fails
-    python algos/ddpo.py --reward rewards.py:inside                your reward; your data: edit `draw_data`
+    python algos/ddpo.py --reward rewards.py:inside                your reward; your points in the plane: `draw_data`
 
 Expect
     The reward rises from 0.19 to 0.71 in 80 updates (5 seeds). The default run takes 5 seconds of one CPU core. The

@@ -89,7 +89,7 @@ CLIP_NORMALIZED = 10.0  # bounds of normalised rewards, as in baselines
 @dataclass
 class Args(EnvArgs):
     # inherited: seed, device, output_dir, resume, track (RunArgs);
-    # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
+    # env_kwargs, eval_every, evaluate, capture_video (EnvArgs)
     limits = EnvArgs.limits | dict.fromkeys(("diffusion_steps", "n_obs_steps", "n_action_steps"), (1, math.inf))
     limits |= {"gamma_denoising": (0, 1)}
     init: str = ""
@@ -150,6 +150,8 @@ class Args(EnvArgs):
     """units of the two hidden layers of the value network"""
     threads: int = 1
     """CPU threads: a second makes networks this small a tenth faster; 0: OMP_NUM_THREADS where set, else two"""
+    eval_episodes: int = 100
+    """evaluation episodes, once with DDPM's own deviations and once with sigma_min; 0: no evaluation"""
     save_every: int = 20_000
     """environment steps between checkpoints"""
 

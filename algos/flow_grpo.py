@@ -21,7 +21,7 @@ them, and inference many steps of the ODE. Maximises
 Run
     python algos/flow_grpo.py                                      the ring: pretraining, then the reward
     python algos/flow_grpo.py --beta 0.1                           stays closer to the pretrained flow
-    python algos/flow_grpo.py --reward rewards.py:inside           your reward; your data: edit `draw_data`
+    python algos/flow_grpo.py --reward rewards.py:inside           your reward; your points in the plane: `draw_data`
 
 Expect
     eval/reward rises from 0.23 to 0.98 in 80 updates (5 seeds). It stays below 0.3 with --noise-level 0.05, and below
@@ -40,7 +40,8 @@ Differences
     - Densities and KL are sums over dimensions and steps. The authors' code (yifan123/flow_grpo) has means, and its KL
       lacks the division by h: its clip of 1e-4 and its beta of 0.01 to 0.04 belong to those scales.
     - Their settings subtract the group's mean, but divide by the deviation of the batch, and leave out the last step.
-    - Left out: a clip of advantages at 5, and the moving average of the weights.
+    - Left out: clips of advantages at 5 and of gradients at 1, weight decay, the moving average of the weights,
+      guidance while training, and that samples of advantage 0 are dropped.
 """
 
 import copy

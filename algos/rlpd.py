@@ -19,8 +19,7 @@ bounds what they say of actions that no data shows. On minibatches minimises
 Run
     python algos/rlpd.py                                                         the collection that ships: Hopper-v5
     python algos/rlpd.py --dataset hopper_medium_replay-v2.hdf5 --total-timesteps 250000 --learning-starts 5000 \
-        --num-critics 10 --subset-size 2 --utd-ratio 20                          the authors' settings for locomotion:
-                                                                                 never run by us
+        --num-critics 10 --subset-size 2 --utd-ratio 20                          the authors' for locomotion; never run
     python algos/rlpd.py --offline-ratio 0                                       the same without the data
     python algos/rlpd.py --init RUN --no-layer-norm                              goes on from cql.py --no-normalize
     python algos/rlpd.py --evaluate RUN --eval-episodes 100 --capture-video      scores a saved agent
@@ -30,9 +29,9 @@ Expect
     cores. sac.py has 264 after 20,000 steps. Pendulum-v1, mean return after 400 to 700 steps: -440; without the data
     -910, without LayerNorm -740, drawn uniformly from one buffer -426 (10 seeds; benchmarks/effects.py, rlpd-pendulum).
     After 2,000 updates of cql.py on a tenth of Hopper-v5's collection, --init --actor-q min, with networks of 128: the
-    evaluations at 4,000 to 6,000 steps return 415 +- 140 with all of the data, 247 +- 56 without. WSRL (arXiv
-    2412.07762) has no data either, but lets the loaded actor fill the buffer first (--learning-starts 3000): 306 +-
-    140. From scratch, after 3,000 random steps: 263 +- 110. We had claimed that WSRL gains a fifth in four of five
+    evaluations at 4,000 to 6,000 steps return 415 +- 140 with all of the data, 247 +- 56 without. Where the loaded
+    actor fills the buffer first, without data (--learning-starts 3000): 306 +- 140. From scratch, after 3,000 random
+    steps: 263 +- 110. We had claimed that this warm-up, which is all we have of WSRL, gains a fifth in four of five
     seeds, and found it in two (5 seeds; benchmarks/effects.py, rlpd-warm-up).
 
 Metrics
@@ -41,15 +40,17 @@ Metrics
 Differences
     - The loss of the critics is half a sum over them, the authors' a mean (ikostrikov/rlpd,
       rlpd/agents/sac/sac_learner.py): Adam hides the factor. LayerNorm's epsilon is PyTorch's 1e-5, theirs 1e-6.
-    - The authors draw one large minibatch per step and split it; ours are drawn one by one. They clip the dataset's
-      actions to 1 - 1e-5; nothing here needs it, since no density is taken of them.
+    - The authors draw one large minibatch per step and split it. They clip the dataset's actions to 1 - 1e-5.
     - For AntMaze and Adroit the authors take three hidden layers, leave entropy out of the target, and pay AntMaze 1
       less per step. These are not offered. We have not read the paper's tables.
+    - WSRL (arXiv 2412.07762) is more than a warm-up. Its authors have LayerNorm in critics and actor, offline too
+      (cql.py has none), ten critics of which two make the target, no entropy there, target entropy -(action size),
+      1e-4 for the actor, 250,000 offline steps or more, whose optimizers go on, and 5,000 steps of warm-up.
     - Rewards are the dataset's own and the environment's own: they must agree.
-    - The default has two critics of the authors' ten and 4 updates per step of their 20, so that it ends in minutes.
 """
 
 import copy
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -93,8 +94,8 @@ class Args(OfflineArgs):
     total_timesteps: int = 3_000
     """environment steps, over all environments"""
     init: str = ""
-    """a finished run of cql.py or cal_ql.py with --no-normalize: start from its actor, critics and temperature;
-    give it the --gamma of that run, which cal_ql.py has at 0.9"""
+    """a finished run of cql.py or cal_ql.py with --no-normalize: start from its actor, critics and temperature; --gamma
+    and the environment must be those of that run; cal_ql.py has 0.9"""
     offline_ratio: float | None = 0.5
     """share of each minibatch that comes from the dataset; None: its share of all transitions, as from one buffer"""
     num_envs: int = 1
@@ -299,7 +300,11 @@ def take_over(agent: Agent, args: Args) -> None:
     path = Path(args.init) / "model" / "model.safetensors"
     if not path.is_file():
         raise UserError(f"--init {args.init} has no model: give a finished run of cql.py --no-normalize")
-    saved = load_file(path)
+    run, saved = json.loads((Path(args.init) / "config.json").read_text())["args"], load_file(path)
+    for name in ("env_id", "env_kwargs", "gamma"):  # what the critics' values rest on; env_kwargs may scale rewards
+        if (asked := json.loads(json.dumps(vars(args)[name]))) != run[name]:
+            right = f"it must be {run[name]}, as in the run --init {args.init}"
+            raise UserError(f"--{name.replace('_', '-')} is {asked}: {right}")
     if (saved.pop("obs_mean", torch.zeros(1)) != 0).any():
         raise UserError(f"--init {args.init} has scaled observations: train it with --no-normalize")
     saved.pop("obs_std", None)

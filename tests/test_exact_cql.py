@@ -111,8 +111,27 @@ def test_without_its_terms_it_is_sac():
 @both
 def test_diversity_in_closed_form(script, slopes, expected):
     """Orthogonal slopes 0, equal ones N, two opposite ones -2, whatever their lengths."""
-    critics = lambda obs, actions: torch.stack([(actions * torch.tensor(x)).sum(1, keepdim=True) for x in slopes])  # noqa: E731
+    critics = {i: lambda both, x=x: both[:, D:] @ torch.tensor(x) for i, x in enumerate(slopes)}
     close(script.diversity(critics, torch.zeros(B, D), torch.rand(B, 2)), expected)
+
+
+@float64()
+@both
+def test_diversity_passes_each_network_once(script):
+    """For N slopes, not all N networks for each. The value and its gradients are those of slopes taken one by one."""
+    critics, batch, passed = agent_of(num_critics=4)[0].critics, minibatch(cql.Transitions), []
+    hooks = [q.register_full_backward_hook(lambda q, *_: passed.append(q)) for q in critics.values()]
+    found = script.diversity(critics, batch.obs, batch.actions)
+    assert len(passed) == len(set(passed)) == 4
+    for hook in hooks:
+        hook.remove()
+    actions = batch.actions.requires_grad_()
+    slopes = [torch.autograd.grad(q.sum(), actions, create_graph=True)[0] for q in critics(batch.obs, actions)]
+    expected = sum(torch.cosine_similarity(x, y).mean() for x in slopes for y in slopes if x is not y) / 3
+    close(found, expected)
+    weights = [x for name, x in critics.named_parameters() if name[-6:] != "4.bias"]  # a constant has no slope
+    for ours, theirs in zip(*(torch.autograd.grad(x, weights) for x in (found, expected))):
+        close(ours, theirs)
 
 
 @both

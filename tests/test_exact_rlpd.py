@@ -73,7 +73,7 @@ def test_a_run_of_cql_goes_on(tmp_path, monkeypatch, capsys):
     bit. Who resumes needs that run no longer."""
     small = *SMALL["rlpd"], "--env-id", "Pendulum-v1", "--dataset", pendulum(tmp_path / "data.hdf5"), "--eval-every", 0
     scaled, start = (
-        new_run(cql, tmp_path / "start", *SMALL["cql"], *small[-4:], *raw) for raw in ((), ["--no-normalize"])
+        new_run(cql, tmp_path / "start", *SMALL["cql"], *small[-6:], *raw) for raw in ((), ["--no-normalize"])
     )
     scales, act = [], rlpd.act
     monkeypatch.setattr(rlpd, "act", lambda *x: scales.append(x[3]) or act(*x))
@@ -87,8 +87,11 @@ def test_a_run_of_cql_goes_on(tmp_path, monkeypatch, capsys):
     fixed = weights(run)
     assert fixed["log_alpha"].exp() == pytest.approx(0.5)
     assert not torch.equal(fixed["critics.q1.0.weight"], same["critics.q1.0.weight"])
-    for flags, word in ((["--init", scaled], "--no-normalize"), (["--layer-norm"], "other networks")):
-        with user_error(capsys, "--init", word):
+    for flags, *said in ((["--init", scaled], "--no-normalize"), (["--layer-norm"], "other networks"),
+                         (["--gamma", 0.9], "is 0.9:", "0.99"),
+                         (["--env-id", "gymnasium:Pendulum-v1"], "is gymnasium:", "be Pendulum-v1"),
+                         (["--env-kwargs", "g=5"], "g=5", "[]")):  # fmt: skip
+        with user_error(capsys, "--init", *said):
             new_run(rlpd, tmp_path / "wrong", *here, 10, *flags)
     start.rename(tmp_path / "moved")
     command_line(rlpd, "--resume", run, "--total-timesteps", 24)

@@ -32,6 +32,10 @@ cosines-with-themselves: the sum over all pairs is easier to write
 - .square().sum(1) - normals.square().sum((0, 2))
 + .square().sum(1)
 
+slopes-of-the-sum: a list of one leaf N times
+- copies = [actions.detach().requires_grad_() for _ in critics]
++ copies = [actions.detach().requires_grad_()] * len(critics)
+
 slopes-of-any-length: cosines need unit vectors
 - F.normalize(torch.stack(slopes), dim=2)
 + torch.stack(slopes)

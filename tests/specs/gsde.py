@@ -50,7 +50,7 @@ SPEC = Spec(
                        buffer_size=50_000, hidden_size=64, sde_sample_freq=32, log_std_init=-3.67, learning_starts=0),
         ),
     ),
-    flags=PARENT.flags | dict(alpha=None),
+    flags=PARENT.flags,
     noise=PARENT.noise,
     special=PARENT.special | {"sde_sample_freq": ({}, 5), "log_std_init": ({}, -1.0)},
     bugs=parse_bugs(BUGS),

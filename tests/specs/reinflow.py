@@ -53,6 +53,7 @@ clipped-chain-trained: what is executed is stored
 START = "flow_bc", dict(dataset="algos/environments/gates.hdf5", max_steps=2000, eval_episodes=0)
 LAST = dict(eval_every=0, eval_episodes=200)
 FLOW = LAST | dict(init=START, flow_steps=4)
+SMALL, MIDDLE = (dict(min_std=std, max_std=std) for std in (0.05, 0.1))
 ALONE = dict(learning_rate=0.0, total_timesteps=1024)
 
 SPEC = Spec(
@@ -63,13 +64,21 @@ SPEC = Spec(
     effects={
         "reinflow-gates": Effect(  # shares of throws that hit, with the noise of training; flows of four steps and two
             runs={"learned": ("reinflow", FLOW), "start": ("reinflow", FLOW | ALONE),
-                  "large": ("reinflow", FLOW | dict(min_std=0.2)),
+                  "large": ("reinflow", FLOW | dict(min_std=0.2)), "small": ("reinflow", FLOW | SMALL),
+                  "middle": ("reinflow", FLOW | MIDDLE),
                   "two": ("reinflow", FLOW | dict(flow_steps=2)),
                   "two_start": ("reinflow", FLOW | ALONE | dict(flow_steps=2)),
                   "ppo": ("ppo", LAST | dict(env_id="algos.environments.gates:Gates-v0", num_envs=32, num_steps=32,
                           num_minibatches=4, update_epochs=5, learning_rate=3e-4, total_timesteps=60_000))},
             statistic="last eval/return_stochastic", seeds=5, claims={"learned > 0.85": 5, "learned > start + 0.3": 5,
-                "large < 0.6": 5, "two > 0.7": 5, "two_start < 0.2": 5, "ppo < 0.5": 5})},
+                "large < 0.6": 5, "two > 0.7": 5, "two_start < 0.2": 5, "ppo < 0.5": 5}),
+        "reinflow-noise": Effect(  # the same flows without noise: what was learned, and not the noise itself. One seed
+            # of each was seen before: start 0.66, the others 0.985 to 1
+            runs={"learned": ("reinflow", FLOW), "start": ("reinflow", FLOW | ALONE),
+                  "small": ("reinflow", FLOW | SMALL), "middle": ("reinflow", FLOW | MIDDLE),
+                  "large": ("reinflow", FLOW | dict(min_std=0.2))},
+            statistic="last eval/return", seeds=5, claims={"learned > start + 0.2": 5, "learned > small + 0.01": 4,
+                "learned > middle + 0.01": 4, "learned > large + 0.01": 4})},
     flags=PPO | dict(env_id=PARENT.walk, num_steps=8, total_timesteps=64, flow_steps=2, actor_size=8),
     special={"env_id": ({}, "Heavy-v0"), "vector": ({}, "async")}, walk=PARENT.walk, noise=PARENT.noise,
     no_recipe="the paper's networks, tasks and starts are others", bugs=parse_bugs(BUGS),

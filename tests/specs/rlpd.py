@@ -60,6 +60,10 @@ temperature-of-the-run: a fixed one is overwritten
 - saved["log_alpha"] = agent.log_alpha.detach()
 + pass
 
+values-of-another-discount: weights alone fit
+- for name in ("env_id", "env_kwargs", "gamma"):
++ for name in ("env_id", "env_kwargs"):
+
 scaled-observations: taken for raw ones
 - if (saved.pop("obs_mean", torch.zeros(1)) != 0).any():
 + if saved.pop("obs_mean", torch.zeros(1)).isnan().any():
@@ -98,7 +102,7 @@ SPEC = Spec(
             statistic="late eval/return",
             claims={"rlpd > none": 9},
         ),
-        # WSRL: 6,000 steps after cql.py without its data; the first 3,000 are the warm-up. In four pilots, seeds
+        # WSRL's warm-up alone: 6,000 steps after cql.py without its data; the first 3,000 are it. In four pilots, seeds
         # from 101, two of them at a larger size, warm had 1.3 to 2.3 times the return of none
         "rlpd-warm-up": Effect(
             runs={
