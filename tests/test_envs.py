@@ -61,7 +61,7 @@ def test_what_cannot_be_made(env_id, words):
     ("shape", "observation of Box(-inf, inf, (2,)"),
 ])  # fmt: skip
 def test_mistakes_of_beginners(how, words, tmp_path, capsys):
-    with user_error(capsys, "--env-id environments:Mistaken-v0", words):
+    with user_error(capsys, "Mistaken-v0", words):
         command_line(
             ppo, "--env-id", "environments:Mistaken-v0", "--env-kwargs", f"how={how}", "--output-dir", tmp_path
         )
@@ -79,7 +79,7 @@ def test_environments_are_made_once(algo, tmp_path, capsys):
     only.most, only.alive = 1, 0
     run = new_run(CONTROL[algo], tmp_path / "b", *args, "--eval-episodes", 0)
     assert (run / "model").is_dir() and not any("eval/return" in row for row in metrics(run))
-    assert "Box(2,) seen as (2,); limit of an episode: 40 steps (--env-kwargs" in capsys.readouterr().out
+    assert "Box(2,) seen as (2,); steps in an episode: 40 (--env-kwargs" in capsys.readouterr().out
 
 
 def test_a_large_replay_buffer_is_told(capsys):
@@ -221,7 +221,7 @@ def test_bounds_that_actions_can_be_stretched_to(high, bounded):
 
 
 def scored(make, act, episodes=4, seed=5):
-    return evaluate([make() for _ in range(2 * episodes)], act, SimpleNamespace(seed=seed), CPU)
+    return evaluate([make() for _ in range(2 * episodes)], act, SimpleNamespace(seed=seed, evaluate=""), CPU)
 
 
 def test_evaluation_is_one_episode_of_each_environment():
@@ -293,7 +293,7 @@ def test_video(tmp_path, capsys):
     run = new_run(ppo, tmp_path / "runs", *SMALL["ppo"], *WALK)
     expected = score(ppo, run, capsys)
     command_line(ppo, "--evaluate", run, "--capture-video")
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == expected
+    assert expected.items() <= json.loads(capsys.readouterr().out.splitlines()[-1]).items()
     (video,) = (run / "video").iterdir()
     assert video.suffix == ".mp4" and video.stat().st_size > 100
 
