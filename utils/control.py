@@ -20,7 +20,6 @@ from torch import Tensor
 from utils.core import RunArgs, UserError, as_kwargs, find_users_code, load, read_checkpoint, rng_state, set_rng_state
 
 LONGEST = 50_000  # steps after which an evaluation episode counts as it stands
-PLAIN = {float, bool, np.float64, np.bool}  # types of rewards and ends that need no reading
 
 
 @dataclass
@@ -80,7 +79,7 @@ class Plain(gym.Wrapper):
             obs, *numbers, info = came
             if len(numbers) != right.count(",") - 1:
                 raise ValueError
-            numbers = [x if type(x) in PLAIN else float(np.asarray(x).item()) for x in numbers]
+            numbers = [x if isinstance(x, (float, bool)) else float(np.asarray(x).item()) for x in numbers]
             obs = typed(self.observation_space, obs)
         except (TypeError, ValueError, LookupError, OverflowError) as error:
             right = f"({right}) with an observation of {self.observation_space}"

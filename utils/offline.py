@@ -55,8 +55,7 @@ class Dataset:
     def lengths(self) -> np.ndarray:
         """(k,): rows of each trajectory. Raises UserError where there are none."""
         if not self.in_order:
-            wrong = "has no trajectories, which this needs: its next_observations are not the next rows"
-            raise UserError(f"--dataset {self.name} {wrong}")
+            raise UserError(f"--dataset {self.name} has no trajectories: its next_observations are not the next rows")
         return np.diff(self.starts, append=len(self.obs))
 
     def trajectory_returns(self, rows: np.ndarray | None = None) -> np.ndarray:
@@ -115,10 +114,10 @@ def read_hdf5(path: Path) -> Dataset:
     with h5py.File(path) as file:
         if missing := [key for key in KEYS if not isinstance(file.get(key), h5py.Dataset)]:
             raise ValueError(f"it lacks {', '.join(missing)}")
-        keys = [key for key in (*KEYS, "last_observations", "next_observations") if key in file]
-        found = {key: np.asarray(file[key][()], np.float32) for key in keys}
+        keys = (*KEYS, "next_observations", "last_observations")
+        found = {key: np.asarray(file[key][()], np.float32) for key in keys if key in file}
         about = dict(file.attrs)
-    if not (rows := len(found["rewards"])) or {len(found[key]) for key in keys if key[0] != "l"} != {rows}:
+    if not (rows := len(found["rewards"])) or {len(found.get(key, range(rows))) for key in keys[:-1]} != {rows}:
         raise ValueError("its columns are empty, or differ in length")
     obs, actions = (found[key].reshape(rows, -1) for key in KEYS[:2])  # of images, too
     rewards, terminals, timeouts = (found[key].reshape(rows) for key in KEYS[2:])
@@ -131,9 +130,7 @@ def read_hdf5(path: Path) -> Dataset:
     next_obs = found.get("next_observations", data.next_obs).reshape(obs.shape)
     follows = ends | np.isclose(next_obs, data.next_obs, 1e-4, 1e-5).all(1)
     if "last_observations" in found:
-        if len(found["last_observations"]) != ends.sum():
-            raise ValueError(f"it must have {ends.sum()} last_observations, one for each episode")
-        data.next_obs[ends] = found["last_observations"].reshape(ends.sum(), -1)
+        data.next_obs[ends] = found["last_observations"].reshape(ends.sum(), obs.shape[1])
         data.known[:], data.cut_off = True, False
         data.env_id, data.env_kwargs = about.get("env_id"), tuple(json.loads(about.get("env_kwargs", "[]")))
         data.returns = tuple(float(about[key]) for key in ("random_return", "expert_return") if key in about)
