@@ -55,7 +55,8 @@ class Dataset:
     def lengths(self) -> np.ndarray:
         """(k,): rows of each trajectory. Raises UserError where there are none."""
         if not self.in_order:
-            raise UserError(f"--dataset {self.name} has no trajectories: its next_observations are not the next rows")
+            wrong = f"--dataset {self.name} has no trajectories: its next_observations are not the next rows"
+            raise UserError(f"{wrong}; what needs none is --top-fraction 1, --rewards raw")
         return np.diff(self.starts, append=len(self.obs))
 
     def trajectory_returns(self, rows: np.ndarray | None = None) -> np.ndarray:
