@@ -20,6 +20,7 @@ from torch import Tensor
 from utils.core import RunArgs, UserError, as_kwargs, find_users_code, load, read_checkpoint, rng_state, set_rng_state
 
 LONGEST = 50_000  # steps after which an evaluation episode counts as it stands
+PLAIN = {float, bool, np.float64, np.bool}  # types of rewards and ends that need no reading
 
 
 @dataclass
@@ -74,26 +75,27 @@ class Plain(gym.Wrapper):
 
     names: tuple[str, ...] | None = None
 
-    def read(self, came: tuple, right: str) -> tuple:
+    def read(self, came: tuple, count: int, right: str) -> tuple:
         try:
             obs, *numbers, info = came
-            if len(numbers) != right.count(",") - 1:
+            if len(numbers) != count:
                 raise ValueError
-            numbers = [x if isinstance(x, (float, bool)) else float(np.asarray(x).item()) for x in numbers]
+            if not {*map(type, numbers)} <= PLAIN:
+                numbers = [float(np.asarray(x).item()) for x in numbers]
             obs = typed(self.observation_space, obs)
         except (TypeError, ValueError, LookupError, OverflowError) as error:
             right = f"({right}) with an observation of {self.observation_space}"
             raise UserError(f"{self.spec.id} returned {came!r:.200}, and must return {right}") from error
-        info = info if isinstance(info, dict) else {}
-        if self.names is not None:  # a vector takes dictionaries apart
+        info = info if isinstance(info, dict) and self.names != () else {}
+        if self.names:  # a vector takes dictionaries apart
             info = {"whole": (dict(info),)} if "whole" in self.names else {k: info[k] for k in self.names if k in info}
         return obs, *numbers, info
 
     def reset(self, *, seed=None, options=None):
-        return self.read(self.env.reset(seed=seed), "observation, info")  # not all take options
+        return self.read(self.env.reset(seed=seed), 0, "observation, info")  # not all take options
 
     def step(self, action):
-        return self.read(self.env.step(action), "observation, number as reward, terminated, truncated, info")
+        return self.read(self.env.step(action), 3, "observation, number as reward, terminated, truncated, info")
 
 
 def typed(space: gym.Space, obs):
