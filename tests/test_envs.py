@@ -253,6 +253,9 @@ def test_numbers_that_are_not_finite(how, size, kind, tmp_path):
     with pytest.raises(UserError, match="(nan|inf).* finite"):
         step_vector(envs, np.zeros((3, 1), np.float32))
     envs.close()
+    with pytest.raises(UserError, match="(nan|inf).* finite"):
+        pairs = f"how={how}", f"broken={tmp_path}", "at=4", f"size={size}"
+        scored(lambda: env_of("environments:Walk-v0", *pairs), lambda obs, *_: np.zeros((2, 1), np.float32), 1)
 
 
 @pytest.mark.parametrize("number", [1, 3])
