@@ -41,8 +41,8 @@ class EnvArgs(RunArgs):
 
 def make_env(args, flatten: bool = True) -> gym.Env:
     """The environment of --env-id, its observations flattened where they are no vector. `module:Name-v0` imports
-    `module` first, also from the working directory. Raises UserError where there is none, none with a fixed size, or where
-    it takes no seed."""
+    `module` first, also from the working directory. Raises UserError where there is none, or none that has a fixed size
+    and takes a seed."""
     find_users_code(Path.cwd())
     how = as_kwargs(args.env_kwargs) | ({"render_mode": "rgb_array"} if args.capture_video and args.evaluate else {})
     try:

@@ -93,8 +93,8 @@ def load_dataset(args: OfflineArgs) -> Dataset:
     except ImportError as error:
         raise UserError(f'--dataset {path} needs {error.name}: pip install h5py "minari[hdf5]"') from error
     except Exception as error:  # of ours, h5py, Minari, and whatever Minari downloads with
-        wanted = "it must be HDF5 with the columns of D4RL's v2 files and as many rows in each column, or one of Minari's that is here or on line"
-        raise UserError(f"--dataset {path} cannot be read ({error or repr(error)}): {wanted}") from error
+        wanted = "HDF5 with D4RL's columns and as many rows in each column, or one of Minari's, here or on line"
+        raise UserError(f"--dataset {path} cannot be read ({error or repr(error)}): it must be {wanted}") from error
     if not all(np.isfinite(column).all() for column in (data.obs, data.actions, data.rewards, data.next_obs)):
         raise UserError(f"--dataset {path} has numbers that are not finite")
     data.name = args.dataset or data.name
