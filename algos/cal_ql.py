@@ -175,7 +175,7 @@ class Agent(nn.Module):
 
 def returns_to_go(data: Dataset, gamma: float) -> np.ndarray:
     """(n,): discounted sums of the rewards from each row to the last one of its trajectory."""
-    returns, starts = data.rewards.astype(np.float64), set(data.starts)
+    returns, starts = data.rewards.astype(np.float64), set(data.lengths().cumsum())
     for row in reversed(range(len(returns) - 1)):
         if row + 1 not in starts:
             returns[row] += gamma * returns[row + 1]
@@ -284,12 +284,13 @@ def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: 
 def top_rows(data: Dataset, fraction: float) -> np.ndarray:
     """(n,) bool: rows of the trajectories of highest return. The best one is always in; the next ones follow while the
     total stays below this fraction of all rows."""
+    if fraction == 1:
+        return np.ones(len(data.obs), bool)
     best_first = np.argsort(-data.trajectory_returns(), kind="stable")
     # a fraction of the steps, as in the paper's code; CORL takes it of the trajectories
     below = np.cumsum(data.lengths()[best_first]) < fraction * len(data.obs)
     below[0] = True
-    kept = best_first if fraction == 1 else best_first[below]
-    return np.repeat(np.isin(np.arange(len(data.starts)), kept), data.lengths())
+    return np.repeat(np.isin(np.arange(len(data.starts)), best_first[below]), data.lengths())
 
 
 def check(args: Args, space: gym.Space) -> None:

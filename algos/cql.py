@@ -266,12 +266,13 @@ def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: 
 def top_rows(data: Dataset, fraction: float) -> np.ndarray:
     """(n,) bool: rows of the trajectories of highest return. The best one is always in; the next ones follow while the
     total stays below this fraction of all rows."""
+    if fraction == 1:
+        return np.ones(len(data.obs), bool)
     best_first = np.argsort(-data.trajectory_returns(), kind="stable")
     # a fraction of the steps, as in the paper's code; CORL takes it of the trajectories
     below = np.cumsum(data.lengths()[best_first]) < fraction * len(data.obs)
     below[0] = True
-    kept = best_first if fraction == 1 else best_first[below]
-    return np.repeat(np.isin(np.arange(len(data.starts)), kept), data.lengths())
+    return np.repeat(np.isin(np.arange(len(data.starts)), best_first[below]), data.lengths())
 
 
 def check(args: Args, space: gym.Space) -> None:

@@ -71,6 +71,7 @@ from utils.control import (
     is_bounded,
     make_env,
     make_vector,
+    number,
     score_saved,
     step_vector,
     to_env,
@@ -182,7 +183,7 @@ class Plans(gym.Wrapper):
             self.past.append(obs.copy())
             total += float(reward)
             for name in {"success", "is_success"} & info.keys():
-                success[name] = max(float(info[name]), success.get(name, 0.0))
+                success[name] = np.fmax(number(info[name]), success.get(name, np.nan))
             if terminated or truncated:
                 break
         return np.concatenate(self.past, dtype=np.float32), total, terminated, truncated, info | success

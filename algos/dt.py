@@ -16,7 +16,8 @@ In the environment R_1 is a target return (--target-returns), and R_t+1 = R_t - 
 Run
     python algos/dt.py                                                           the collection that ships: Hopper-v5
     python algos/dt.py --dataset hopper_medium_replay-v2.hdf5 --context-length 20 --batch-size 64 --max-steps 100000 \
-        --learning-rate 1e-4 --warmup-steps 10000 --eval-every 10000 --eval-episodes 100 --target-returns 3600 1800
+        --learning-rate 1e-4 --warmup-steps 10000 --eval-every 10000 --eval-episodes 100 --target-returns 3600 1800 \
+        --rtg-scale 1000
                                                                                  the paper's recipe
     python algos/dt.py --dataset mujoco/hopper/medium-v0                         Minari
     python algos/dt.py --evaluate RUN --eval-episodes 100 --target-returns 500 1000 2000
@@ -80,8 +81,8 @@ class Args(OfflineArgs):
     """evaluation episodes for each of --target-returns"""
     target_returns: tuple[float, ...] = ()
     """returns to ask for; none: the dataset's highest, and 3/4, 1/2, 1/4 of the way there from its lowest"""
-    rtg_scale: float = 1_000.0
-    """returns-to-go are divided by this"""
+    rtg_scale: float | None = None
+    """returns-to-go are divided by this; None: the largest return of the dataset, either sign; 1,000 for what ships"""
     context_length: int = 5
     """steps in a window: K"""
     embed_dim: int = 128
@@ -245,6 +246,8 @@ def check(args: Args, space: gym.Space) -> None:
     if not is_bounded(space):
         wanted = "a Box of floats with finite bounds"
         raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
+    if args.rtg_scale is not None and args.rtg_scale <= 0:
+        raise UserError(f"--rtg-scale is {args.rtg_scale}: it must be above 0")
     if args.embed_dim % args.num_heads:
         raise UserError(f"--embed-dim {args.embed_dim} must be a multiple of --num-heads {args.num_heads}")
 
@@ -297,7 +300,11 @@ def train(args: Args) -> list[dict]:
     model = DecisionTransformer(obs_size, math.prod(space.shape), args).to(device)
 
     def score_agent(video: Path | None = None) -> dict[str, float]:
-        return scores(achieved(model, eval_envs, space, args, device, video), args.target_returns) if eval_envs else {}
+        if not eval_envs:
+            return {}
+        returns = achieved(model, eval_envs, space, args, device, video)
+        first = {"episodes": args.eval_episodes, "eval/return_std": returns[0].std().item()}  # as in `evaluate`
+        return scores(returns, args.target_returns) | (first if args.evaluate else {})
 
     if args.evaluate:
         return score_saved(args, score_agent, model=model)
@@ -306,6 +313,8 @@ def train(args: Args) -> list[dict]:
     lowest, highest = returns.min().item(), returns.max().item()
     if not args.target_returns:
         args.target_returns = tuple(float(f"{lowest + share * (highest - lowest):.4g}") for share in TARGETS)
+    if args.rtg_scale is None:
+        args.rtg_scale = (max(abs(lowest), abs(highest)) or 1.0) if args.dataset else 1_000.0
     model.obs_mean.copy_(torch.from_numpy(data.obs.mean(0, np.float64)))
     model.obs_std.copy_(torch.from_numpy(data.obs.std(0, np.float64) + 1e-6))
     rows = sequences(data, space, model, args.rtg_scale, device)
@@ -313,7 +322,8 @@ def train(args: Args) -> list[dict]:
     generator = torch.Generator(device).manual_seed(args.seed)
     run = Run(args, NAME, data.name, args.max_steps, ("loss", "eval/return", "eval/slope"))
     run.print(f"{data.name}: {len(data.starts)} trajectories, {len(data.obs)} steps, returns up to {highest:.0f}; "
-              f"target returns: {', '.join(f'{target:g}' for target in args.target_returns)}")  # fmt: skip
+              f"target returns: {', '.join(f'{target:g}' for target in args.target_returns)}; "
+              f"returns-to-go are divided by {args.rtg_scale:g}")  # fmt: skip
     parts = dict(model=model, optimizer=optimizer, generator=generator)
     run.restore(**parts)
     step = run.step

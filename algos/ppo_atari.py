@@ -58,6 +58,7 @@ from utils.control import (
     evaluate,
     make_env,
     make_vector,
+    number,
     score_saved,
     step_vector,
     try_out,
@@ -449,7 +450,7 @@ def collect(agent: Agent, envs, obs: np.ndarray, statistics: Statistics,
         actions.append(agent.act(torch.from_numpy(seen[t]).to(device), noise[t]))
         executed = agent.to_env(actions[t].cpu().numpy())
         obs, true_obs, reward, terminated[t], truncated[t], ended = step_vector(envs, executed)
-        terminated[t] |= envs.infos.get("life_lost", False)
+        terminated[t] |= [number(lost) > 0 for lost in envs.infos.get("life_lost", [False] * args.num_envs)]
         rewards[t] = statistics.reward(reward, terminated[t] | truncated[t])
         current = statistics.observe(obs, count=True)
         next_obs[t] = statistics.observe(true_obs) if ended else current

@@ -206,7 +206,9 @@ class Masked(gym.Wrapper):
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
         self.time += 1
-        return self.with_mask(obs, info, terminated or truncated), reward, terminated, truncated, info
+        obs = self.with_mask(obs, info, terminated or truncated)
+        rest = {name: value for name, value in info.items() if name != "action_mask"}  # a vector would gather it
+        return obs, reward, terminated, truncated, rest
 
 
 def make_masked(args: Args) -> gym.Env:
@@ -487,7 +489,7 @@ def train(args: Args) -> list[dict]:
     rollout = args.num_envs * args.num_steps
     run = Run(args, NAME, args.env_id, args.total_timesteps // rollout * rollout, ("return", "eval/return"))
     run.print(settings)
-    envs, obs = make_vector(make, args, run.step)
+    envs, obs = make_vector(make, args, run.step, infos=("action_mask",))
     parts = dict(agent=agent, optimizer=optimizer, statistics=statistics, generator=generator)
     if not run.restore(**parts):
         statistics.observe(obs, count=True)

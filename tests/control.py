@@ -61,11 +61,11 @@ def without(rows: list[dict], start: str = "eval/") -> list[dict]:
 
 
 def score(module, folder, capsys, *args) -> dict:
-    """What --evaluate prints."""
+    """What --evaluate prints, without the number of episodes and the standard deviation."""
     capsys.readouterr()
     command_line(module, "--evaluate", folder, *args)
     (line,) = capsys.readouterr().out.splitlines()
-    return json.loads(line)
+    return {name: value for name, value in json.loads(line).items() if name not in ("episodes", "eval/return_std")}
 
 
 # a second implementation of a step: parameters by name, own forward pass, own Adam; derivatives are autograd's

@@ -112,14 +112,16 @@ class Only(Hop):
 
 
 class Mistaken(Hop):
-    """What beginners write. how: no seed, bare (only the observation comes from reset), four (values from step), shape
-    (of the observation is not the space's)."""
+    """What beginners write. how: no seed, anything (is taken by reset), bare (only the observation comes from reset),
+    four (values from step), shape (of the observation is not the space's)."""
 
     def __init__(self, how: str = "", **kwargs):
         super().__init__(**kwargs)
         self.mistake = how
         if how == "no seed":
             self.reset = lambda: (self.state, {})
+        if how == "anything":
+            self.reset = lambda reset=self.reset, **anything: reset(**anything)
 
     def reset(self, *, seed=None, options=None):
         obs, info = super().reset(seed=seed)
@@ -282,6 +284,41 @@ class Fixed(gym.Wrapper):
         return obs, reward, self.ends and self.time == 8, not self.ends and self.time == 8, info
 
 
+class Odd(gym.Wrapper):
+    """Another environment that begins at whole numbers. how: "plain"; "odd", the same numbers in other types and
+    unreadable infos; "whole", floats in a space of whole numbers; or what is wrong from the third step on: "fraction"
+    (in such a space), "shape", "words", "no reward", "no end". It cannot draw."""
+
+    def __init__(self, of: str, how: str, render_mode=None, **kwargs):
+        super().__init__(gym.make(of, disable_env_checker=True, **kwargs))
+        self.how, self.time, self.needs_info = how, 0, isinstance(self.env.observation_space, spaces.Dict)
+        if how in ("whole", "fraction"):
+            self.observation_space = spaces.Box(-9, 9, self.env.observation_space.shape, np.int32)
+
+    def each(self, obs, change):
+        return {name: change(part) for name, part in obs.items()} if isinstance(obs, dict) else change(obs)
+
+    def reset(self, seed=None):
+        obs, info = self.env.reset(seed=seed)
+        obs, self.time = self.each(obs, np.round), 0
+        return (self.each(obs, lambda part: part.astype(int)), None) if self.how == "odd" else (obs, info)
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.time += 1
+        if self.how in ("whole", "fraction"):
+            obs = self.each(obs, np.round) + (0.5 if self.how == "fraction" and self.time > 2 else 0)
+        if self.how == "odd":
+            odd = {"success": None, "is_success": "no", "life_lost": [None, 1]} if self.time % 2 else None
+            info = info if self.needs_info else odd
+            return self.each(obs, np.ndarray.tolist), np.array([reward]), int(terminated), np.bool(truncated), info
+        if self.time > 2:
+            obs = {"shape": [1], "words": "left"}.get(self.how, obs)
+            reward = None if self.how == "no reward" else reward
+            terminated = None if self.how == "no end" else terminated
+        return obs, reward, terminated, truncated, info
+
+
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 OBSERVATIONS = {
     "box": BOX,
@@ -319,6 +356,7 @@ gym.register("Only-v0", "environments:Only", max_episode_steps=40)
 gym.register("Mistaken-v0", "environments:Mistaken", max_episode_steps=40)
 gym.register("Endless-v0", "environments:Walk", kwargs={"size": 1_000})
 gym.register("Fixed-v0", Fixed)
+gym.register("Odd-v0", Odd)
 gym.register("Bandit-v0", "environments:Bandit")
 gym.register("Toll-v0", "environments:Toll")
 gym.register("Pixels-v0", "environments:Pixels")

@@ -1,9 +1,11 @@
 """Control and offline: wrong input ends with one sentence and exit code 2; a saved agent is scored as it was trained.
 What is wrong with a dataset: test_offline_data.py. Use of the model elsewhere: test_load_elsewhere.py."""
 
+import json
 import shutil
 
 import h5py
+import numpy as np
 import pytest
 from control import BANDIT, CONTROL, OFFLINE, WALK, score, walk
 from every_script import options
@@ -229,6 +231,22 @@ def test_a_short_run_is_evaluated_five_times(tmp_path):
 def test_a_transformer_can_be_asked_for_other_returns(trained, capsys):
     found = score(dt, trained("dt"), capsys, "--target-returns", -100, 50.5)
     assert {"eval/return_at_-100", "eval/return_at_50.5", "eval/slope", "eval/return"} == found.keys()
+
+
+@pytest.mark.parametrize("dataset", ["", "own"])
+def test_returns_are_scaled_by_the_dataset_s(dataset, tmp_path, capsys):
+    """By 1,000 for what ships. --evaluate asks by the saved scale, and says how many episodes how far apart."""
+    data, saved = pendulum(tmp_path / "data.hdf5"), 1000.0
+    with h5py.File(data) as file:
+        returns = file["rewards"][:].reshape(6, 40).sum(1)
+    run = new_run(dt, tmp_path / "runs", *SMALL["dt"], *(["--dataset", data] if dataset else []))
+    args = json.loads((run / "config.json").read_text())["args"]
+    assert args["rtg_scale"] == (pytest.approx(np.abs(returns).max()) if dataset else saved)
+    command_line(dt, "--evaluate", run)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["episodes"] == 2 and found["eval/return_std"] >= 0
+    with user_error(capsys, "--rtg-scale is 0.0", "above 0"):
+        command_line(dt, *SMALL["dt"], "--rtg-scale", 0, "--output-dir", tmp_path)
 
 
 @pytest.mark.parametrize(

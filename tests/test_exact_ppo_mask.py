@@ -160,7 +160,7 @@ def test_only_allowed_actions_are_taken(action, more, tmp_path):
 def test_the_mask_stands_before_its_observation():
     """Also where a vector resets: there it is the new episode's; the last observation of the old one keeps its own."""
     args = ppo_mask.Args(env_id="environments:Toll-v0", env_kwargs=("action=multidiscrete",), num_envs=2)
-    envs, obs = make_vector(lambda: ppo_mask.make_masked(args), args, 0)
+    envs, obs = make_vector(lambda: ppo_mask.make_masked(args), args, 0, ("action_mask",))
     inner = [env.unwrapped for env in envs.envs]
     assert obs.shape == (2, 7)
     for _ in range(85):

@@ -1,20 +1,24 @@
 """Reading datasets: every format gives the transitions that were stored, and a wrong file is named in one sentence."""
 
 import json
+import pickle
 import shutil
 import sys
 from collections import OrderedDict
 from types import SimpleNamespace
+from unittest import mock
 
 import gymnasium as gym
 import h5py
 import minari
 import numpy as np
 import pytest
-from control import BANDIT
+from control import BANDIT, CONTROL, OFFLINE
+from every_script import options
 from gymnasium.spaces import Box, Dict, Discrete, Tuple, flatten
-from helpers import command_line, metrics, new_run, runs_in, user_error
+from helpers import SMALL, command_line, metrics, new_run, runs_in, user_error
 from minari.data_collector import EpisodeBuffer
+from small_data import pendulum
 
 from algos import bc
 from algos.dt import whole
@@ -172,6 +176,67 @@ def test_d4rl_names_tell_the_environment(name, env_id, tmp_path):
     else:
         args = OfflineArgs(dataset=str(path))
         assert load_dataset(args).env_id == args.env_id == env_id
+
+
+# --- next_observations ---
+
+
+def linked(shuffled: bool) -> dict:
+    """D4RL's columns with next_observations; `shuffled`: single transitions."""
+    columns = d4rl_columns(last="terminal")
+    ends = columns["terminals"] | columns["timeouts"]
+    following = np.roll(columns["observations"], -1, 0)
+    following[ends] = 7 + np.arange(ends.sum())[:, None]
+    order = np.random.default_rng(1).permutation(60) if shuffled else np.arange(60)
+    return {name: column[order] for name, column in (columns | {"next_observations": following}).items()}
+
+
+@pytest.mark.parametrize("name", ["mine", "hopper_medium-v2"])
+def test_next_observations_are_used(name, tmp_path):
+    """Also those of time-outs and of rows that do not follow each other, which are no trajectories. Of D4RL's own files
+    they are left out; a name alone does not make shuffled rows D4RL's."""
+    for shuffled in (False, True):
+        columns = linked(shuffled)
+        data = load(write(tmp_path / f"{name}.hdf5", **columns), env_id="Hopper-v4")
+        if data.d4rl:
+            expected = qlearning_dataset(columns)
+            np.testing.assert_array_equal(data.next_obs[data.known], expected["next_obs"])
+        else:
+            assert data.known.all()
+            np.testing.assert_array_equal(data.next_obs, columns["next_observations"])
+        assert data.d4rl == (name != "mine" and not shuffled) and data.in_order != shuffled
+        if shuffled:
+            for asked in (data.lengths, data.trajectory_returns):
+                with pytest.raises(UserError, match="has no trajectories"):
+                    asked()
+        else:
+            assert data.starts.tolist() == [rows[0] for rows in sequences(columns)]
+
+
+@pytest.mark.parametrize("algo", OFFLINE)
+def test_shuffled_transitions(algo, tmp_path, capsys):
+    """Scripts take them, but where they need trajectories."""
+    path, more = pendulum(tmp_path / "d.hdf5"), ["--max-steps", 4, "--eval-episodes", 0, "--env-id", "Pendulum-v1"]
+    with h5py.File(path, "a") as file:
+        obs, ends, order = file["observations"][:], file["timeouts"][:], np.random.default_rng(0).permutation(240)
+        following = np.roll(obs, -1, 0)
+        following[ends] = file["last_observations"][:]
+        del file["last_observations"]
+        for name, column in {"next_observations": following, **{key: file[key][:] for key in KEYS}}.items():
+            file[name][:] = column[order] if name in file else file.create_dataset(name, data=column[order])[:]
+    more = [x for x in more if algo != "rlpd" or x not in ("--max-steps", 4)]
+    more = [*SMALL[algo], *more, "--dataset", path, "--output-dir", tmp_path]
+    if algo in ("dt", "cal_ql", "diffusion_policy"):
+        with user_error(capsys, "has no trajectories"):
+            command_line(CONTROL[algo], *more)
+        return
+    flags = {"--top-fraction": (1, 0.5), "--rewards": ("raw", "return-range")}
+    flags = {flag: values for flag, values in flags.items() if flag[2:].replace("-", "_") in options(algo)}
+    command_line(CONTROL[algo], *more, *(x for flag, values in flags.items() for x in (flag, values[0])))
+    assert " 240 transitions taken of 240" in capsys.readouterr().out
+    for flag, (none, some) in flags.items():
+        with user_error(capsys, "has no trajectories", f"{flag} {none}"):
+            command_line(CONTROL[algo], *more, flag, some)
 
 
 # --- our collections ---
@@ -403,8 +468,16 @@ def test_what_cannot_be_read(tmp_path, minari_home):
     (tmp_path / "a.hdf5").write_bytes((tmp_path / "a.hdf5").read_bytes()[:-500])
     (tmp_path / "b.hdf5").write_text("observations,actions")
     (tmp_path / "c").mkdir()
-    for name in (tmp_path / "a.hdf5", tmp_path / "b.hdf5", tmp_path / "c", "mujoco/absent/medium-v0"):
-        refused(name, "cannot be read")
+    np.savez(tmp_path / "d.npz", **d4rl_columns())
+    (tmp_path / "e.pkl").write_bytes(pickle.dumps(d4rl_columns()))
+    for name in (*(tmp_path / part for part in ("a.hdf5", "b.hdf5", "c", "d.npz", "e.pkl")), "mujoco/absent/medium-v0"):
+        refused(name, "cannot be read", "must be HDF5")
+
+
+def test_without_a_network(minari_home, monkeypatch):
+    """Whatever the download raises."""
+    monkeypatch.setattr(minari.storage.hosting, "download_dataset", mock.Mock(side_effect=RuntimeError("no\nnetwork")))
+    refused("mujoco/hopper/medium-v0", "cannot be read (no\nnetwork)")
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -412,6 +485,37 @@ def test_a_wrong_column(key, tmp_path):
     columns = d4rl_columns()
     refused(write(tmp_path / "a.hdf5", **{name: column for name, column in columns.items() if name != key}), key)
     refused(write(tmp_path / "b.hdf5", **columns | {key: columns[key][:-1]}), "as many rows in each column")
+
+
+IMAGES = np.arange(60 * 12).reshape(60, 2, 2, 3) % 256
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"observations": IMAGES.astype(np.uint8), "actions": np.zeros(60), "rewards": np.zeros((60, 1))}, ""),
+    ({"observations": np.array([[b"left", b"right"]] * 60)}, "could not convert"),
+    ({"observations": np.zeros((0, 2))}, "differ in length"), ({"observations": np.zeros((30, 4))}, "differ in length"),
+    ({"observations": None, "observations/a": np.zeros((60, 2))}, "lacks observations"),
+    ({key: [] for key in KEYS}, "empty"),
+    ({"rewards": np.zeros((60, 2))}, "reshape"), ({"next_observations": np.zeros((59, 2))}, "differ in length"),
+    ({"last_observations": np.zeros((1, 2))}, "reshape"), ({"rewards": 1.0}, "unsized"),
+])  # fmt: skip
+def test_columns_of_other_kinds(changes, words, tmp_path):
+    """Images and numbers become vectors. What is wrong is said, and what would be right."""
+    columns = {name: column for name, column in (d4rl_columns() | changes).items() if column is not None}
+    path = write(tmp_path / "a.hdf5", **columns)
+    if words:
+        return refused(path, words, "must be HDF5")
+    data = load(path, env_id="Any-v0")
+    np.testing.assert_array_equal(data.obs, IMAGES.reshape(60, 12))
+    assert (data.obs.dtype, data.actions.shape, data.rewards.shape) == (np.float32, (60, 1), (60,))
+
+
+@pytest.mark.parametrize("column", ["observations", "rewards", "actions"])
+def test_minari_columns_that_differ_in_length(column, minari_home):
+    folder, _ = minari_dataset()
+    with h5py.File(folder / "data" / "main_data.hdf5", "r+") as file:
+        file["episode_2"][column].resize(len(file["episode_2"][column]) - 1, 0)
+    refused(folder, "episode 2 must have one observation more")
 
 
 @pytest.mark.parametrize("key", ["observations", "actions", "rewards", "last_observations"])

@@ -20,6 +20,7 @@ from torch import Tensor
 from utils.core import RunArgs, UserError, as_kwargs, find_users_code, load, read_checkpoint, rng_state, set_rng_state
 
 LONGEST = 50_000  # steps after which an evaluation episode counts as it stands
+PLAIN = {float, bool, np.float64, np.bool}  # types of rewards and ends that need no reading
 
 
 @dataclass
@@ -40,77 +41,104 @@ class EnvArgs(RunArgs):
 
 def make_env(args, flatten: bool = True) -> gym.Env:
     """The environment of --env-id, its observations flattened where they are no vector. `module:Name-v0` imports
-    `module` first, also from the working directory. Raises UserError where there is none, or none with a fixed size."""
+    `module` first, also from the working directory. Raises UserError where there is none, or none that has a fixed size
+    and takes a seed."""
     find_users_code(Path.cwd())
     how = as_kwargs(args.env_kwargs) | ({"render_mode": "rgb_array"} if args.capture_video and args.evaluate else {})
     try:
         spec = EnvSpec.from_json(args.env_id) if args.env_id.startswith("{") else args.env_id  # JSON: of Minari
         env = gym.make(spec, disable_env_checker=True, **how)
     except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
-        right = "give a registered Gymnasium name, or MODULE:NAME of a module that registers it"
+        right = "give a registered Gymnasium name, or MODULE:NAME of a module that registers it, and its --env-kwargs"
+        right = "it cannot draw, so leave out --capture-video" if "'render_mode'" in str(error) else right
         raise UserError(f"cannot make --env-id {args.env_id} ({error}): {right}") from error
+    layer = env = env if isinstance(env, gym.Wrapper) else gym.wrappers.OrderEnforcing(env)
+    while isinstance(layer.env, gym.wrappers.TimeLimit | gym.wrappers.OrderEnforcing):  # of gym.make: they unpack
+        layer = layer.env
+    takes, layer.env = inspect.signature(layer.env.reset).parameters, Plain(layer.env)
+    if "seed" not in takes and not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+        raise UserError(f"--env-id {args.env_id} must have reset(self, *, seed=None, options=None), and takes no seed")
     space = env.observation_space
     if not flatten or isinstance(space, gym.spaces.Box) and len(space.shape) == 1:
         return env
-    if not has_fixed_size(space):
+    try:
+        typed(space, space.sample())
+    except (AttributeError, NotImplementedError) as error:  # text, graphs, sequences, other libraries' kinds
         right = "it must have a fixed size, so register it with a wrapper such as minigrid's ImgObsWrapper"
-        raise UserError(f"--env-id {args.env_id} has the observation space {space}: {right}")
+        raise UserError(f"--env-id {args.env_id} has the observation space {space}: {right}") from error
     return gym.wrappers.FlattenObservation(env)
 
 
-def has_fixed_size(space: gym.Space) -> bool:
-    """Not text, graphs and sequences, nor other libraries' kinds of spaces."""
-    if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
-        return all(map(has_fixed_size, space.values() if isinstance(space, gym.spaces.Dict) else space))
-    return isinstance(space, gym.spaces.Box | gym.spaces.Discrete | gym.spaces.MultiDiscrete | gym.spaces.MultiBinary)
+class Plain(gym.Wrapper):
+    """What an environment returns, as scripts read it, in training and in evaluation: observations in the dtypes of
+    their space, of its own memory, numbers, and an info that is a dictionary; of it only `names`, or all of it as
+    "whole": a vector takes longer to gather the rest than to step. Raises UserError where it cannot be read so."""
+
+    names: tuple[str, ...] | None = None
+
+    def read(self, came: tuple, count: int, right: str) -> tuple:
+        try:
+            obs, *numbers, info = came
+            if len(numbers) != count:
+                raise ValueError
+            if not {*map(type, numbers)} <= PLAIN:
+                numbers = [float(np.asarray(x).item()) for x in numbers]
+            obs = typed(self.observation_space, obs)
+        except (TypeError, ValueError, LookupError, OverflowError) as error:
+            right = f"({right}) with an observation of {self.observation_space}"
+            raise UserError(f"{self.spec.id} returned {came!r:.200}, and must return {right}") from error
+        info = info if isinstance(info, dict) and self.names != () else {}
+        if self.names:  # a vector takes dictionaries apart
+            info = {"whole": (dict(info),)} if "whole" in self.names else {k: info[k] for k in self.names if k in info}
+        return obs, *numbers, info
+
+    def reset(self, *, seed=None, options=None):
+        return self.read(self.env.reset(seed=seed), 0, "observation, info")  # not all take options
+
+    def step(self, action):
+        return self.read(self.env.step(action), 3, "observation, number as reward, terminated, truncated, info")
+
+
+def typed(space: gym.Space, obs):
+    """The observation in the dtypes of its space. Raises ValueError for another shape and where a fraction would be
+    lost, and what NumPy raises for what is no number."""
+    if space.shape is None:
+        if isinstance(space, gym.spaces.Tuple):
+            return tuple(typed(part, one) for part, one in zip(space, obs, strict=True))
+        return {name: typed(part, obs[name]) for name, part in space.items()}
+    cast, came = np.array(obs, space.dtype), getattr(obs, "dtype", None)  # a copy: environments write into theirs again
+    if cast.shape != space.shape or cast.dtype.kind != "f" and came != cast.dtype and not np.array_equal(cast, obs):
+        raise ValueError
+    return cast
+
+
+def number(value) -> float:
+    """Of an info: a number, or an array of one; NaN for all else."""
+    try:
+        return float(np.asarray(value).item())
+    except (TypeError, ValueError):
+        return np.nan
 
 
 def try_out(make: Callable, args, count: int | None = None) -> tuple[gym.Env, list[gym.Env]]:
-    """Makes the environments of evaluation: `count`, or two for each of --eval-episodes. The first one is tried:
-    UserError is raised where its first steps are not as Gymnasium wants them. Returns it, and all of them. Where
-    nothing is evaluated it is closed: there may be an environment of which only one can be."""
+    """Makes the environments of evaluation: `count`, or two for each of --eval-episodes. A reset and a step of the
+    first one are tried. Returns it, and all of them. Where nothing is evaluated it is closed: there may be an
+    environment of which only one can be."""
     before = rng_state()  # an environment may draw from the global generators, which are the training's
     count, env = 2 * args.eval_episodes if count is None else count, make()
-    raw, shape, limit = env.unwrapped, env.unwrapped.observation_space.shape, env.spec.max_episode_steps
-
-    def check_return(came, *wanted: str) -> None:
-        if type(came) is not tuple or len(came) != len(wanted) or shape not in (None, np.shape(came[0])):
-            right = f"({', '.join(wanted)}) with an observation of {raw.observation_space}"
-            raise UserError(f"--env-id {args.env_id} returned {came!r:.200}, and must return {right}")
-
-    if not {"seed", "kwargs"} & inspect.signature(raw.reset).parameters.keys():
-        raise UserError(f"--env-id {args.env_id} must have reset(self, *, seed=None, options=None), and takes no seed")
-    check_return(first := raw.reset(seed=args.seed), "observation", "info")
-    env.reset(seed=args.seed)
-    raw.action_space.seed(args.seed)
-    if not (hasattr(raw, "action_masks") or "action_mask" in first[1]):  # else a random action may be forbidden
-        check_return(raw.step(raw.action_space.sample()), "observation", "reward", "terminated", "truncated", "info")
+    space, limit = env.unwrapped.observation_space, env.spec.max_episode_steps
+    _, info = env.reset(seed=args.seed)
+    env.action_space.seed(args.seed)
+    if not (hasattr(env.unwrapped, "action_masks") or "action_mask" in info):  # else an action may be forbidden
+        env.step(env.action_space.sample())
     if not args.evaluate:
-        seen = f"{type(raw.observation_space).__name__}{shape or ''} seen as {env.observation_space.shape}"
-        print(f"observations: {seen}; limit of an episode: {limit} steps (--env-kwargs max_episode_steps=N)")
+        seen = f"{type(space).__name__}{space.shape or ''} seen as {env.observation_space.shape}"
+        print(f"observations: {seen}; steps in an episode: {limit or 'no limit'} (--env-kwargs max_episode_steps=N)")
     envs = [env, *(make() for _ in range(count - 1))]
     if not count:
         envs.pop().close()
     set_rng_state(before)
     return env, envs
-
-
-class OnlyInfos(gym.Wrapper):
-    """Leaves of each info what `names` say, "whole" for all of it: a vector takes longer to gather the rest than to
-    step."""
-
-    def __init__(self, env: gym.Env, names: tuple[str, ...]):
-        super().__init__(env)
-        self.names = names
-
-    def reset(self, **kwargs):
-        return self.env.reset(**kwargs)[0], {}
-
-    def step(self, action):
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        obs = obs.copy() if terminated or truncated else obs  # a reset may write into the same array
-        info = {"whole": (dict(info),)} if "whole" in self.names else info  # a vector takes dictionaries apart
-        return obs, reward, terminated, truncated, {name: info[name] for name in self.names if name in info}
 
 
 def seed_of(*numbers: int) -> int:
@@ -123,7 +151,8 @@ def make_vector(make: Callable[[], gym.Env], args, step: int, infos: tuple[str, 
     comes back is the new episode's first, and infos["final_obs"] holds the old one's last. Returns them and the first
     observations (N, D). step: from where the run goes on; a resumed run begins other episodes."""
     kind = AsyncVectorEnv if getattr(args, "vector", "") == "async" else partial(SyncVectorEnv, copy=False)
-    envs = kind([lambda: OnlyInfos(make(), infos)] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs = kind([make] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs.set_attr("names", [infos] * args.num_envs)
     envs.returns, envs.lengths = np.zeros((2, args.num_envs))
     if step:
         print("the environments begin new episodes")
@@ -142,16 +171,16 @@ def step_vector(envs, actions: np.ndarray) -> tuple:
     envs.lengths += 1
     for i in (terminated | truncated).nonzero()[0]:
         true_obs[i] = envs.infos["final_obs"][i]
+        check_finite(true_obs[i])
         episodes.append((envs.returns[i].item(), int(envs.lengths[i])))
         envs.returns[i] = envs.lengths[i] = 0
-    check_finite(true_obs, rewards)
-    if episodes:
-        check_finite(obs)
+    check_finite(obs, rewards)
     return obs, true_obs, rewards, terminated, truncated, episodes
 
 
 def check_finite(obs: np.ndarray, rewards: np.ndarray | float = 0.0) -> None:
-    if not np.isfinite(np.vdot(obs, obs) + np.vdot(rewards, rewards)):  # faster than a look at each, at each step
+    """The sum of squares is faster than a look at each number, at each step, but large ones overflow."""
+    if not (np.isfinite(np.vdot(obs, obs) + np.vdot(rewards, rewards)) or np.isfinite(np.append(obs, rewards)).all()):
         raise UserError(f"the environment returned the observations {obs} and rewards {rewards}: all must be finite")
 
 
@@ -164,14 +193,16 @@ def evaluate(envs: list, act: Callable, args, device: torch.device, video: Path 
     """One episode in each of `envs`, half of them with the likeliest action, half with sampled ones: act(obs (N, D),
     scale (N, 1), generator), where `scale` 0 or 1 multiplies the noise of a row. Start states are the same at every
     evaluation. eval/success is the share of the likeliest action's episodes with a success in any step, where the
-    environment reports it. No columns where there are no environments."""
+    environment reports it. With --evaluate also the number of episodes in eval/return, and their standard deviation,
+    the population's (np.std). No columns where there are no environments."""
     n, generator = len(envs) // 2, torch.Generator(device).manual_seed(args.seed)
     if not envs:
         return {}
     scale = (torch.arange(2 * n, device=device) >= n).float()[:, None]
     returns, lengths, success = rollouts(envs, lambda obs, *_: act(obs, scale, generator), args.seed, video)
     columns = {"return": returns[:n], "return_stochastic": returns[n:], "length": lengths[:n], "success": success[:n]}
-    return {f"eval/{name}": column.mean().item() for name, column in columns.items() if not np.isnan(column).any()}
+    found = {f"eval/{name}": column.mean().item() for name, column in columns.items() if not np.isnan(column).any()}
+    return found | ({"episodes": n, "eval/return_std": returns[:n].std().item()} if args.evaluate else {})
 
 
 def rollouts(envs: list[gym.Env], act: Callable, seed: int, video: Path | None = None, starts: int | None = None
@@ -183,17 +214,18 @@ def rollouts(envs: list[gym.Env], act: Callable, seed: int, video: Path | None =
     if video:
         envs = [gym.wrappers.RecordVideo(envs[0], str(video)), *envs[1:]]
     seeds = [seed_of(seed, 2**31, i % (starts or episodes)) for i in range(episodes)]
-    obs = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds)])
+    check_finite(obs := np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds)]))
     (rewards, returns, lengths), success = np.zeros((3, episodes)), np.full(episodes, np.nan)
     running = np.ones(episodes, bool)
     while running.any() and lengths.max() < LONGEST:
         actions = act(obs, rewards, running)
         for i in running.nonzero()[0]:
             obs[i], rewards[i], terminated, truncated, info = envs[i].step(actions[i])
-            success[i] = np.fmax(success[i], float(info.get("success", info.get("is_success", np.nan))))
+            success[i] = np.fmax(success[i], number(info.get("success", info.get("is_success"))))
             running[i] = not (terminated or truncated)
             returns[i] += rewards[i]
             lengths[i] += 1
+        check_finite(obs, rewards)
     if running.any():
         print(f"{running.sum()} evaluation episodes were cut off after {LONGEST} steps; --env-kwargs "
               "max_episode_steps=1000 sets a limit")  # fmt: skip
@@ -204,10 +236,15 @@ def rollouts(envs: list[gym.Env], act: Callable, seed: int, video: Path | None =
 
 
 def score_saved(args, score_agent: Callable, **parts) -> list[dict]:
-    """What --evaluate does: `parts` get their state from that run's checkpoint, and the score is printed as JSON."""
+    """What --evaluate does: `parts` get their state from that run's checkpoint, and the score is printed as JSON.
+    Raises UserError behind it where there can be no video."""
     folder = Path(args.evaluate)
     load(folder, read_checkpoint(folder), parts)
-    print(json.dumps(score_agent(video=folder / "video" if args.capture_video else None)))
+    try:
+        print(json.dumps(score_agent(video=folder / "video" if args.capture_video else None)))
+    except (gym.error.Error, NotImplementedError, OSError, ValueError) as error:  # the environment's own come again
+        print(json.dumps(score_agent()))
+        raise UserError(f"there is the score, but no video ({error}): leave out --capture-video") from error
     return []
 
 

@@ -50,15 +50,19 @@ class Dataset:
     d4rl: bool = False
     returns: tuple[float, ...] = ()  # of a random and of an expert policy, where known
     name: str = "the collection that ships"
+    in_order: bool = True  # else a row within an episode leads to another one than the next: there are no trajectories
 
     def lengths(self) -> np.ndarray:
-        """(k,): rows of each trajectory."""
+        """(k,): rows of each trajectory. Raises UserError where there are none."""
+        if not self.in_order:
+            wrong = f"--dataset {self.name} has no trajectories: its next_observations are not the next rows"
+            raise UserError(f"{wrong}; what needs none is --top-fraction 1, --rewards raw")
         return np.diff(self.starts, append=len(self.obs))
 
     def trajectory_returns(self, rows: np.ndarray | None = None) -> np.ndarray:
         """(k,): undiscounted returns. With `rows` (n,) bool, only rewards of these rows count."""
-        rewards = self.rewards.astype(np.float64)
-        return np.add.reduceat(rewards if rows is None else rewards * rows, self.starts)
+        rewards, lengths = self.rewards.astype(np.float64), self.lengths()
+        return np.add.reduceat(rewards if rows is None else rewards * rows, lengths.cumsum() - lengths)
 
     def score(self, mean_return: float) -> dict[str, float]:
         """eval/d4rl_score: D4RL's, only for its files on its environments. eval/score: the same formula with the
@@ -88,8 +92,9 @@ def load_dataset(args: OfflineArgs) -> Dataset:
         data = read_hdf5(path) if path.is_file() else read_minari(path)
     except ImportError as error:
         raise UserError(f'--dataset {path} needs {error.name}: pip install h5py "minari[hdf5]"') from error
-    except (OSError, ValueError) as error:  # a file that is cut off, an id that the server does not know
-        raise UserError(f"--dataset {path} cannot be read: {error}") from error
+    except Exception as error:  # of ours, h5py, Minari, and whatever Minari downloads with
+        wanted = "HDF5 with D4RL's columns and as many rows in each column, or one of Minari's, here or on line"
+        raise UserError(f"--dataset {path} cannot be read ({error or repr(error)}): it must be {wanted}") from error
     if not all(np.isfinite(column).all() for column in (data.obs, data.actions, data.rewards, data.next_obs)):
         raise UserError(f"--dataset {path} has numbers that are not finite")
     data.name = args.dataset or data.name
@@ -103,32 +108,39 @@ def load_dataset(args: OfflineArgs) -> Dataset:
 
 
 def read_hdf5(path: Path) -> Dataset:
-    """The columns KEYS, one row a step; of a collection also last_observations, and attributes."""
+    """The columns KEYS, one row a step, and next_observations where there are; of a collection also last_observations,
+    and attributes. Of D4RL's own files next_observations are left out, as its qlearning_dataset does it."""
     import h5py
 
     with h5py.File(path) as file:
-        if missing := [key for key in KEYS if key not in file]:
-            raise UserError(f"--dataset {path} lacks {', '.join(missing)}: it must have the keys of D4RL's v2 files")
-        obs, actions, *flags = (np.asarray(file[key][()], np.float32) for key in KEYS)
-        last = np.asarray(file["last_observations"][()], np.float32) if "last_observations" in file else None
+        if missing := [key for key in KEYS if not isinstance(file.get(key), h5py.Dataset)]:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        keys = (*KEYS, "next_observations", "last_observations")
+        found = {key: np.asarray(file[key][()], np.float32) for key in keys if key in file}
         about = dict(file.attrs)
-    rewards, terminals, timeouts = (column.ravel() for column in flags)
-    if len({len(obs), len(actions), len(rewards), len(terminals), len(timeouts)}) > 1:
-        raise UserError(f"--dataset {path} must have as many rows in each column")
+    if not (rows := len(found["rewards"])) or {len(found.get(key, range(rows))) for key in keys[:-1]} != {rows}:
+        raise ValueError("its columns are empty, or differ in length")
+    obs, actions = (found[key].reshape(rows, -1) for key in KEYS[:2])  # of images, too
+    rewards, terminals, timeouts = (found[key].reshape(rows) for key in KEYS[2:])
     ends = (terminals > 0) | (timeouts > 0)
     cut_off, ends[-1] = not ends[-1], True
     known = timeouts <= 0  # the row after a time-out is not the next one, and a terminal row needs none
     known[-1] &= terminals[-1] > 0
     data = Dataset(obs, actions, rewards, terminals > 0, np.roll(obs, -1, 0), known,
                    np.append(0, np.flatnonzero(ends[:-1]) + 1), cut_off)  # fmt: skip
-    if last is not None:
-        data.next_obs[ends] = last
+    next_obs = found.get("next_observations", data.next_obs).reshape(obs.shape)
+    follows = ends | np.isclose(next_obs, data.next_obs, 1e-4, 1e-5).all(1)
+    if "last_observations" in found:
+        data.next_obs[ends] = found["last_observations"].reshape(ends.sum(), obs.shape[1])
         data.known[:], data.cut_off = True, False
         data.env_id, data.env_kwargs = about.get("env_id"), tuple(json.loads(about.get("env_kwargs", "[]")))
         data.returns = tuple(float(about[key]) for key in ("random_return", "expert_return") if key in about)
-    elif family := re.fullmatch(D4RL_NAME, path.name.lower()):
+    elif (family := re.fullmatch(D4RL_NAME, path.name.lower())) and follows.mean() > 0.5:
         data.d4rl, (data.env_id, data.returns) = True, D4RL[family[1]]
         data.known[-1] = False  # as D4RL's qlearning_dataset leaves it out
+    elif "next_observations" in found:
+        data.next_obs, data.known[:], data.in_order = next_obs, True, bool(follows.all())
+        data.starts = np.append(0, np.flatnonzero(ends[:-1] | ~follows[:-1]) + 1)
     return data
 
 
@@ -144,6 +156,8 @@ def read_minari(path: Path) -> Dataset:
     parts = []
     for episode in (episode for episode in dataset if len(episode.rewards)):
         obs, actions = flat(spaces[0], episode.observations), flat(spaces[1], episode.actions)
+        if not len(obs) - 1 == len(actions) == len(episode.rewards) == len(episode.terminations):
+            raise ValueError(f"episode {episode.id} must have one observation more than it has steps")
         parts.append((obs[:-1], actions, episode.rewards, episode.terminations, obs[1:]))
     obs, actions, rewards, terminated, next_obs = (np.concatenate(part).astype(np.float32) for part in zip(*parts))
     spec = json.loads(about.get("eval_env_spec") or about.get("env_spec") or "{}")
@@ -163,7 +177,7 @@ def flat(space: dict, values) -> np.ndarray:
         keys = parts if space["type"] == "Dict" else range(len(parts))
         return np.concatenate([flat(parts[key], values[key]) for key in keys], 1)
     if space["type"] != "Box":
-        raise UserError(f"--dataset has a space {space['type']}: offline scripts need Box, or Dict and Tuple of Box")
+        raise ValueError(f"it has a space {space['type']}: offline scripts need Box, or Dict and Tuple of Box")
     return np.asarray(values).reshape(len(values), int(np.prod(space["shape"])))
 
 

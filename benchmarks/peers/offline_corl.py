@@ -136,7 +136,7 @@ def scorer(actor, policy, make, seed: int, mean, std, space):
     def score(episodes: int) -> float:
         actor.eval()
         envs = [make() for _ in range(2 * episodes)]
-        result = evaluate(envs, act, types.SimpleNamespace(seed=seed), torch.device("cpu"))["eval/return"]
+        result = evaluate(envs, act, types.SimpleNamespace(seed=seed, evaluate=""), torch.device("cpu"))["eval/return"]
         actor.train()
         return result
 

@@ -118,7 +118,7 @@ SPEC = Spec(
             "hopper_medium_replay", "arXiv 2106.01345, table 9",
             paper=dict(num_layers=3, num_heads=1, embed_dim=128, batch_size=64, context_length=20, dropout=0.1,
                        learning_rate=1e-4, max_grad_norm=0.25, weight_decay=1e-4, warmup_steps=100_000,
-                       max_steps=100_000, target_returns=(3600.0, 1800.0)),
+                       max_steps=100_000, target_returns=(3600.0, 1800.0), rtg_scale=1000.0),
             differs=dict(warmup_steps=(10_000, "table has 100,000")),
         ),
     ),

@@ -48,7 +48,7 @@ no-ops-not-seeded: a wrapper that swallows the seed
 + pass
 
 lost-life-is-bootstrapped: the wrapper says it, and nobody asks
--         terminated[t] |= envs.infos.get("life_lost", False)
+-         terminated[t] |= [number(lost) > 0 for lost in envs.infos.get("life_lost", [False] * args.num_envs)]
 
 policy-head-of-gain-1:images: two heads, in an order that is written down elsewhere
 - [2**0.5] * len(hidden) + [0.01, 1.0]

@@ -63,8 +63,8 @@ observation-overwritten:vector: a vector that copies nothing returns its own mem
 + obs, true_obs, episodes = obs, obs, []
 
 final-observation-overwritten: an environment resets into the array that it returned
-- obs = obs.copy() if terminated or truncated else obs
-+ pass
+- cast, came = np.array(obs, space.dtype),
++ cast, came = np.asarray(obs, space.dtype),
 
 returns-run-on: sums over episodes are set back where one ends
 - envs.returns[i] = envs.lengths[i] = 0
@@ -297,8 +297,8 @@ stepped-beyond-the-episode: vectors go on after the first episode
 + for i in range(episodes):
 
 a-success-is-forgotten: only the last step is looked at, and many tasks go on after a success
-- success[i] = np.fmax(success[i], float(info.get("success", info.get("is_success", np.nan))))
-+ success[i] = float(info.get("success", info.get("is_success", np.nan)))
+- success[i] = np.fmax(success[i], number(info.get("success", info.get("is_success"))))
++ success[i] = number(info.get("success", info.get("is_success")))
 
 wrappers-left-out: a name and arguments look like a whole environment
 - key in known & spec.keys()}
@@ -428,7 +428,7 @@ no-bootstrap-at-truncation:offline: datasets have terminals, timeouts and ends o
 + ends, np.roll(
 
 next-observation-of-the-reset:offline: the row after is the next observation but for the last row of a trajectory
--         data.next_obs[ends] = last
+-         data.next_obs[ends] = found["last_observations"].reshape(ends.sum(), obs.shape[1])
 
 bounds-taken-as-symmetric: in MuJoCo most bounds are -1 and 1
 - stretched = space.low + (actions.reshape(-1, *space.shape) + 1) / 2 * (space.high - space.low)
