@@ -8,22 +8,31 @@ where the completion is desirable.
 import hashlib
 import importlib
 import json
+import linecache
 import math
 import random
-import re
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from utils.builtin import GSM8K, LINE, TEXTS, as_lines, gsm8k_score, procedural, restored, right_and_wrong
+from utils.builtin import (
+    GSM8K,
+    LINE,
+    TEXTS,
+    RowFault,
+    check,
+    gsm8k_score,
+    procedural,
+    read_splits,
+    restored,
+    right_and_wrong,
+)
 from utils.core import UserError
 from utils.dist import rank
 
 HELDOUT = 256  # rows, at most
-FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # formats of the datasets library
 
 
 class Task(NamedTuple):
@@ -36,14 +45,6 @@ class Task(NamedTuple):
     heldout: Sequence[dict]
     score: Callable[[dict, str], float] | None = None
     rows: Any = None
-
-
-class RowFault(UserError):
-    """Why a row cannot be used: it is dropped and counted, and the run goes on."""
-
-    def __init__(self, row: dict, why: str):
-        super().__init__(f"a row {why} (it begins {str(row)[:100]})")
-        self.kind = re.sub(r"\d+|\(.*", "", why)
 
 
 def load_task(spec: str, prompt_column: str = "prompt") -> Task:
@@ -86,19 +87,16 @@ def load_rows(spec: str, shaped: Callable[[dict], dict] = lambda row: row, promp
         return next((n for prefix in prefixes for n in (prefix, *splits) if n in splits and n.startswith(prefix)), None)
 
     def made(row: dict, arrow: bool) -> dict:
-        if prompt_column != "prompt":
-            if prompt_column not in row:
-                check(row, prompt_column)
-            row["prompt"] = row.pop(prompt_column)
-        row.pop("plain_prompt", None)  # it would be shown in the prompt's place
         try:
-            row = restored(row, arrow)
+            row = restored(row, arrow, (*TEXTS, prompt_column))
+            if prompt_column != "prompt":
+                check(row, prompt_column)
+            # a plain_prompt would be shown in the prompt's place
+            return shaped({"prompt" if name == prompt_column else name: x for name, x in row.items()
+                           if name == prompt_column or name not in ("prompt", "plain_prompt")})  # fmt: skip
         except ValueError as error:
             what = "messages or arguments of a call that are no JSON, or tools that are none"
             raise RowFault(row, f"has {what} ({error})") from error
-        if prompt_column != "prompt":
-            check(row, "prompt")
-        return shaped(row)
 
     def transform(batch: dict) -> dict:
         lines = batch.get(LINE)
@@ -132,88 +130,40 @@ def load_rows(spec: str, shaped: Callable[[dict], dict] = lambda row: row, promp
     return train.select(kept), heldout.select(range(min(most, len(heldout))))
 
 
-def read_splits(spec: str, *texts: str) -> dict:
-    """The splits that are not empty, each a datasets.Dataset; of JSON and CSV files one of lines. texts: names of
-    columns that are text in a CSV, besides TEXTS."""
-    import datasets  # slow to import, and the built-in tasks do without
-
-    datasets.disable_progress_bars()
-    try:
-        Path(datasets.config.HF_DATASETS_CACHE).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=datasets.config.HF_DATASETS_CACHE).close()
-    except OSError:  # it cannot be written
-        datasets.config.HF_DATASETS_CACHE = tempfile.mkdtemp()
-    path, (name, _, config) = Path(spec).expanduser(), spec.partition(":")
-    kind = None if path.is_dir() else FILES.get(path.suffix.lower())
-    if not path.exists() and (kind or "/" not in spec or spec[0] in "./~"):
-        raise UserError(f"there is no task and no file {path}: give one that exists, or a hub dataset ORG/NAME")
-    try:
-        saved = any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
-        folder = path.is_dir() and not saved
-        files = datasets.load_dataset_builder(str(path)).config.data_files if folder else {"train": [path]}
-        if saved:
-            found = datasets.load_from_disk(str(path))
-        elif all(FILES.get(Path(file).suffix.lower()) in ("json", "csv") for part in files.values() for file in part):
-            found = {str(name): tuple((str(x), Path(x).stat().st_size, Path(x).stat().st_mtime_ns) for x in part)
-                     for name, part in files.items()}  # fmt: skip
-            given = [{"files": part, "texts": (*TEXTS, *texts)} for part in found.values()]
-            found = dict(zip(found, (datasets.Dataset.from_generator(as_lines, gen_kwargs=one) for one in given)))
-        elif kind:
-            found = datasets.load_dataset(kind, data_files=str(path))
-        else:
-            found = datasets.load_dataset(str(path) if folder else name, config or None)
-        splits = found if isinstance(found, dict) else {"train": found}
-        splits = {name: rows for name, rows in splits.items() if len(rows)}
-        if not splits:
-            raise ValueError("it is empty")
-        return splits
-    except Exception as error:  # the library raises dozens of kinds, all of which mean the same to the user
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise UserError(f"cannot read the dataset {spec} ({reason}): give a readable file or hub name") from error
-
-
 def sift(rows, look: Callable[[dict], str], rule: Callable) -> tuple[list[int], list[str]]:
     """Numbers of the rows that `look` takes, and what it says of each. The others, for which it raises RowFault, are
-    counted by kind, and the first of each is shown. Of a dataset this stays in the library's cache: its key is rows,
-    tokenizer and template, limits, and the source of `rule`, by which `look` goes, and of this file."""
-    transform = (lambda one: one) if isinstance(rows, list) else rows.format["format_kwargs"]["transform"]
-    files = [Path(function.__code__.co_filename) for function in (sift, restored, rule)]
-    source = [file.read_bytes() for file in files if file.is_file()]
+    counted by kind, and the first of each is shown. Of a dataset this stays in the library's cache, whose key is the
+    rows and all that `look` goes by: tokenizer, template, limits, and the source of `rule`, and of this file."""
+    source = [linecache.getlines(function.__code__.co_filename) for function in (sift, restored, rule)]
 
-    def judged(cells: dict) -> tuple[str, str, str]:
+    def judged(row: dict) -> list[str]:
         try:
-            return look({name: x for name, (x,) in transform(cells).items()}), "", ""
+            return [look({name: x for name, (x,) in transform({name: [x] for name, x in row.items()}).items()}), "", ""]
         except RowFault as fault:
-            return "", fault.kind, str(fault)
+            return ["", fault.kind, str(fault)]
 
-    def looked(batch: dict) -> dict:
-        each = [judged({name: [x] for name, x in zip(batch, row)}) for row in zip(*batch.values())]
-        return dict(zip(("said", "kind", "fault", *source[:0]), map(list, zip(*each))))
+    def looked(batch: dict, source: list) -> dict:
+        return {"each": [judged(dict(zip(batch, row))) for row in zip(*batch.values())]}
 
+    transform = dict if isinstance(rows, list) else rows.format["format_kwargs"]["transform"]
     if isinstance(rows, list):
-        said, kinds, faults = zip(*(judged({name: [x] for name, x in row.items()}) for row in rows))
+        each = [judged(row) for row in rows]
     else:
-        import datasets
-
         plain = rows.with_format(None)
-        how = dict(batched=True, batch_size=100, remove_columns=plain.column_names)
-        try:
-            found = plain.map(looked, **how)
-        except OSError:  # a folder of save_to_disk that cannot be written
-            datasets.disable_caching()
-            found = plain.map(looked, **how)
-        said, kinds, faults = (found.data.column(name).to_pylist() for name in ("said", "kind", "fault"))
-    kept = [i for i, kind in enumerate(kinds) if not kind]
-    firsts = {kind: fault for kind, fault in zip(reversed(kinds), reversed(faults)) if kind}
-    firsts = {kind: firsts[kind] for kind in dict.fromkeys(kinds) if kind}
-    first = next(iter(firsts.values()), "")
+        found = plain.map(looked, batched=True, batch_size=100, remove_columns=plain.column_names,
+                          fn_kwargs={"source": source})  # fmt: skip
+        each = found.data.column("each").to_pylist()
+    kept, faults = [i for i, (_, kind, _) in enumerate(each) if not kind], {}
+    for _, kind, fault in each:
+        if kind:
+            faults.setdefault(kind, []).append(fault)
+    first = "".join(some[0] for some in [*faults.values()][:1])
     if first and not kept:
         raise UserError(f"no row can be used, the first because {first}")
     if first and rank() == 0:
-        print(f"{len(rows) - len(kept)} of {len(rows)} rows cannot be used and are dropped, the first because {first}")
-        for kind in firsts if len(firsts) > 1 else ():
-            print(f"  {kinds.count(kind)} of them: {firsts[kind]}")
-    return kept, [said[i] for i in kept]
+        print(f"{len(each) - len(kept)} of {len(each)} rows cannot be used and are dropped, the first because {first}")
+        print("".join(f"  {len(some)} of them: {some[0]}\n" for some in faults.values() if len(faults) > 1), end="")
+    return kept, [each[i][0] for i in kept]
 
 
 def keep(rows, encode: Callable[[dict], Sequence], limit: float = math.inf):
@@ -234,7 +184,12 @@ def usable(task: Task, model, tokenizer, args) -> Task:
     if (room := context - args.max_completion_length) < 1:
         raise UserError(f"the model's {context} tokens leave no room for prompts: lower --max-completion-length")
     limit = min(n for n in (room, args.max_prompt_length) if n is not None)
-    return keep_rows(task, lambda row: [encode_prompt(row, tokenizer)], limit, "lower --max-completion-length")
+
+    def encode(row: dict) -> Sequence:
+        fits = most_tokens(rendered(row, tokenizer)[0], tokenizer) <= limit
+        return [[] if fits else encode_prompt(row, tokenizer)]
+
+    return keep_rows(task, encode, limit, "lower --max-completion-length")
 
 
 def keep_rows(task: Task, encode: Callable[[dict], Sequence], limit: float, remedy: str) -> Task:
@@ -255,19 +210,6 @@ def epochs(rows: Sequence) -> Callable[[int, int], dict]:
         return random.Random(f"{seed}/{epoch}").sample(range(len(rows)), len(rows))
 
     return lambda index, seed: rows[order(index // len(rows), seed)[index % len(rows)]]
-
-
-def check(row: dict, *names: str) -> None:
-    """Raises RowFault unless these columns are all text or all lists of chat messages, and none is empty."""
-    if missing := [name for name in names if name not in row]:
-        raise UserError(f"the dataset has no column {missing[0]!r}: there are {', '.join(sorted(row))}")
-    values = [row[name] for name in names]
-    messages = [message for value in values if isinstance(value, list) for message in value]
-    right = all(isinstance(m, dict) and isinstance(m.get("role"), str) and
-                (isinstance(m.get("content"), str) or m.get("content") is None and m.get("tool_calls"))
-                and isinstance(m.get("tool_calls") or [], list) for m in messages)  # fmt: skip
-    if not (right and all(values) and {type(value) for value in values} in ({str}, {list})):
-        raise RowFault(row, f"needs {' and '.join(names)} as text, or all as chat messages of text, not empty")
 
 
 def present(row: dict, tokenizer) -> str | list[dict]:
@@ -296,23 +238,15 @@ def template_kwargs(row: dict, tokenizer) -> dict:
     return getattr(tokenizer, "template_kwargs", {}) | ({"tools": tools} if tools else {}) | own
 
 
-def encode_prompt(row: dict, tokenizer, answer: str | list[dict] | None = None) -> list[int]:
-    """Token ids of the row's prompt, up to where the completion begins: behind the template's generation prompt, or
-    behind a last message of the assistant's, which the completion continues. A template brings its own special tokens;
-    plain text gets the tokenizer's, but no EOS, and one BOS where it was rendered before.
-
-    Or those of prompt and `answer`, encoded together: alone, an answer could get a space or other tokens in front
-    (SentencePiece puts a space before every text).
-    """
+def rendered(row: dict, tokenizer, answer: str | list[dict] | None = None) -> tuple[str, bool]:
+    """The row's prompt as text, up to where the completion begins: behind the template's generation prompt, or behind
+    a last message of the assistant's, which the completion continues; or prompt and `answer`. And whether it is plain
+    text, which gets the tokenizer's special tokens: a template brings its own."""
     prompt = present(row, tokenizer)
     if isinstance(prompt, str):
         if isinstance(answer, list):
             raise RowFault(row, "has a text as prompt and chat messages as its answer")
-        ids = tokenizer(prompt + (answer or ""))["input_ids"]
-        if ids and ids[-1] in tokenizer.all_special_ids:  # of the text, or an EOS that is added to every text
-            added, plain = (tokenizer("a", add_special_tokens=x)["input_ids"] for x in (True, False))
-            ids = ids[: len(ids) - (added[-1:] != plain[-1:])]
-        return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
+        return prompt + (answer or ""), True
     begun = prompt[-1]["role"] == "assistant"
     how = dict(add_generation_prompt=not begun, continue_final_message=begun) if answer is None else {}
     if answer is not None:
@@ -323,9 +257,31 @@ def encode_prompt(row: dict, tokenizer, answer: str | list[dict] | None = None) 
         prompt = prompt + answer
     try:
         how |= template_kwargs(row, tokenizer)
-        return tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=True, **how)["input_ids"]
+        return tokenizer.apply_chat_template(prompt, tokenize=False, **how), False
     except Exception as error:  # a template raises what it likes
         raise RowFault(row, f"cannot be rendered by the chat template ({error})") from error
+
+
+def encode_prompt(row: dict, tokenizer, answer: str | list[dict] | None = None) -> list[int]:
+    """Token ids of the row's prompt. Plain text gets the tokenizer's special tokens, but no EOS, and one BOS where it
+    was rendered before. Or those of prompt and `answer`, encoded together: alone, an answer could get a space or other
+    tokens in front (SentencePiece puts a space before every text)."""
+    text, plain = rendered(row, tokenizer, answer)
+    ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
+    if plain and ids and ids[-1] in tokenizer.all_special_ids:  # of the text, or an EOS that is added to every text
+        added, bare = (tokenizer("a", add_special_tokens=x)["input_ids"][-1:] for x in (True, False))
+        ids = ids[: len(ids) - (added != bare)]
+    return ids[1:] if plain and ids[:2] == [tokenizer.bos_token_id] * 2 else ids
+
+
+def most_tokens(text: str, tokenizer) -> float:
+    """At least as many as the text has, without counting: a token is a byte at least of what the normalizer leaves, or
+    was added by it as a mark in front. Tokenizers in Python may do anything."""
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is None:
+        return math.inf
+    normal = inner.normalizer.normalize_str(text) if inner.normalizer else text
+    return len(normal.encode()) + 3 + inner.num_special_tokens_to_add(False)
 
 
 def encode_answers(row: dict, answers: Sequence, tokenizer, eos: list[int], most: int | None = None) -> tuple:
