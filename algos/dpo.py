@@ -93,6 +93,8 @@ SMOOTHED = ("sigmoid", "robust", "exo")  # the losses that --label-smoothing cha
 class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/lm.py, utils/core.py
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt (or none), chosen, rejected"""
+    prompt_column: str = "prompt"
+    """column of a dataset with the prompt: text or chat messages"""
     num_pairs: int = 2048
     """pairs that countdown and sort make for training; a dataset brings its own"""
     max_steps: int = 100
@@ -321,7 +323,7 @@ def check_loss(args: Args) -> None:
 def train(args: Args) -> list[dict]:
     device = start(prepare(args))
     check_loss(args)
-    data = load_pairs(args.task, args.num_pairs, args.seed)
+    data = load_pairs(args.task, args.num_pairs, args.seed, args.prompt_column)
     model, tokenizer = load_model(args, device)
     settings = resolve(model, args, PRESETS)
     reference = None if args.lora_rank else load_model(args, device, frozen=True)[0]
@@ -330,7 +332,7 @@ def train(args: Args) -> list[dict]:
     eos = model.generation_config.eos_token_id
 
     def encode(row: dict) -> tuple[list[int], ...]:
-        return encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos)
+        return encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos, args.max_length)
 
     def make_batch(rows: list[dict]) -> Batch:
         samples = as_samples([encode(row) for row in rows], args.max_length, device)

@@ -422,7 +422,8 @@ def train(args: Args) -> list[dict]:
     if args.num_generations < 2 and args.reward_weight:
         raise UserError("--num-generations must be at least 2: a group of one has no other reward to compare with")
     task = usable(task, model, tokenizer, args)
-    score = make_scorer(task, args, tokenizer, device)
+    scored = task.score or args.reward or args.reward_weight  # the teacher alone teaches without rewards
+    score = make_scorer(task, args, tokenizer, device) if scored else lambda rows, *_: (torch.zeros(len(rows)), {})
     if args.student_share < 1:  # prompts without a completion are of no use
         eos = model.generation_config.eos_token_id
         task = keep_rows(task, lambda row: encode_answers(row, [row.get("completion")], tokenizer, eos), math.inf, "")
@@ -435,9 +436,9 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
     parts = {"trained": Trained(model, optimizer)}
     if not run.restore(**parts):
-        its_own = evaluate(teacher, tokenizer, task, score, replace(args, sampler="")) if teacher else {}
+        its_own = evaluate(teacher, tokenizer, task, score, replace(args, sampler="")) if teacher and scored else {}
         its_own = {name.replace("eval", "teacher"): value for name, value in its_own.items()}
-        run.log(0, **evaluate(model, tokenizer, task, score, args), **its_own)
+        run.log(0, **(evaluate(model, tokenizer, task, score, args) if scored else {}), **its_own)
     model.train()
     while run.step < args.max_steps:
         step, begun = run.step + 1, time.perf_counter()
@@ -455,9 +456,10 @@ def train(args: Args) -> list[dict]:
 
         # evaluate
         groups, lengths = rewards.view(-1, args.num_generations), samples.completion_mask.sum(1).float()
+        if scored:
+            deviation = (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt()
+            columns |= {"reward": rewards.nanmean().item(), "reward_std": deviation.nanmean().item()}
         columns |= {
-            "reward": rewards.nanmean().item(),
-            "reward_std": (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean().item(),
             "length": lengths.mean().item(),
             "truncated": 1 - samples.ended.float().mean().item(),
             "learning_rate": rate,
@@ -467,7 +469,7 @@ def train(args: Args) -> list[dict]:
         if args.reward_weight:
             columns["frac_zero_std"] = (advantages(groups, "none") == 0).all(1).float().mean().item()
         columns["time/tokens_per_second"] = total(lengths.sum()).item() / columns["time/step"]
-        if due:
+        if due and scored:
             columns |= evaluate(model, tokenizer, task, score, args, step)
         run.log(step, **averaged(columns))
         run.end_step(step, parts)

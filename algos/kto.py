@@ -93,6 +93,8 @@ PRESETS = {  # defaults that depend on the model, for arguments left at None
 class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/lm.py, utils/core.py
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt, completion, label; or pairs"""
+    prompt_column: str = "prompt"
+    """column of a dataset with the prompt: text or chat messages"""
     num_pairs: int = 2048
     """problems of countdown and sort to train on, two rows each; a dataset brings its own"""
     max_steps: int = 100
@@ -151,9 +153,10 @@ def labelled(row: dict) -> dict:
     return row | {"label": bool(row["label"])}
 
 
-def load_unpaired(spec: str, num_pairs: int, seed: int) -> Pairs:
+def load_unpaired(spec: str, num_pairs: int, seed: int, prompt_column: str = "prompt") -> Pairs:
     """Rows with a label from the same sources. A pair makes two: its chosen completion is desirable, the other not."""
-    data = load_pairs(spec, num_pairs, seed, lambda row: as_pair(row) if "chosen" in row else labelled(row))
+    shaped = lambda row: as_pair(row) if "chosen" in row else labelled(row)  # noqa: E731
+    data = load_pairs(spec, num_pairs, seed, prompt_column, shaped)
     sides = (("chosen", True), ("rejected", False))
     parts = ([row | {"completion": row[side], "label": label} for row in rows for side, label in sides]
              if "chosen" in rows[0] else rows for rows in (data.train, data.heldout))  # fmt: skip
@@ -231,7 +234,7 @@ def train(args: Args) -> list[dict]:
     device = start(prepare(args))
     if args.batch_size == 1:
         raise UserError("--batch-size is 1: z needs at least 2 rows, each prompt with the completion of another")
-    data = load_unpaired(args.task, args.num_pairs, args.seed)
+    data = load_unpaired(args.task, args.num_pairs, args.seed, args.prompt_column)
     model, tokenizer = load_model(args, device)
     settings = resolve(model, args, PRESETS)
     reference = None if args.lora_rank else load_model(args, device, frozen=True)[0]

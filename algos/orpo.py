@@ -85,6 +85,8 @@ PRESETS = {  # defaults that depend on the model, for arguments left at None
 class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device ...: utils/lm.py, utils/core.py
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt (or none), chosen, rejected"""
+    prompt_column: str = "prompt"
+    """column of a dataset with the prompt: text or chat messages"""
     num_pairs: int = 2048
     """pairs that countdown and sort make for training; a dataset brings its own"""
     max_steps: int = 100
@@ -178,7 +180,7 @@ def score_pairs(model, samples: Samples, args: Args) -> dict[str, float]:
 
 def train(args: Args) -> list[dict]:
     device = start(prepare(args))
-    data = load_pairs(args.task, args.num_pairs, args.seed)
+    data = load_pairs(args.task, args.num_pairs, args.seed, args.prompt_column)
     model, tokenizer = load_model(args, device)
     settings = resolve(model, args, PRESETS)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate,
@@ -186,7 +188,7 @@ def train(args: Args) -> list[dict]:
     eos = model.generation_config.eos_token_id
 
     def encode(row: dict) -> tuple[list[int], ...]:
-        return encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos)
+        return encode_answers(row, [row["chosen"], row["rejected"]], tokenizer, eos, args.max_length)
 
     def make_batch(rows: list[dict]) -> Samples:
         return as_samples([encode(row) for row in rows], args.max_length, device)

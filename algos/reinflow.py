@@ -86,17 +86,7 @@ CLIP_NORMALIZED = 10.0  # bounds of normalised rewards, as in baselines
 @dataclass
 class Args(EnvArgs):
     # inherited: seed, device, output_dir, resume, track (RunArgs);
-<<<<<<< reinflow.py
     # env_kwargs, eval_every, evaluate, capture_video (EnvArgs)
-||||||| dppo.py as reinflow.py last had it
-    # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
-    limits = EnvArgs.limits | dict.fromkeys(("diffusion_steps", "n_obs_steps", "n_action_steps"), (1, math.inf))
-    limits |= {"gamma_denoising": (0, 1)}
-=======
-    # env_kwargs, eval_every, evaluate, capture_video (EnvArgs)
-    limits = EnvArgs.limits | dict.fromkeys(("diffusion_steps", "n_obs_steps", "n_action_steps"), (1, math.inf))
-    limits |= {"gamma_denoising": (0, 1)}
->>>>>>> dppo.py
     init: str = ""
     """folder of a finished run of flow_bc.py, whose flow is improved; empty: from an untrained flow"""
     env_id: str | None = None
@@ -149,14 +139,8 @@ class Args(EnvArgs):
     """units of the two hidden layers of the networks of value and noise"""
     threads: int = 1
     """CPU threads: a second makes networks this small a tenth faster; 0: OMP_NUM_THREADS where set, else two"""
-<<<<<<< reinflow.py
     eval_episodes: int = 100
     """evaluation episodes, once without noise in the steps and once with it; 0: no evaluation"""
-||||||| dppo.py as reinflow.py last had it
-=======
-    eval_episodes: int = 100
-    """evaluation episodes, once with DDPM's own deviations and once with sigma_min; 0: no evaluation"""
->>>>>>> dppo.py
     save_every: int = 20_000
     """environment steps between checkpoints"""
 

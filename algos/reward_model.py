@@ -111,6 +111,8 @@ class Args(ModelArgs):  # and --model --precision --lora-rank --seed --device ..
     """folder or hub name: a causal language model gets a new head, a reward model is trained further"""
     task: str = "countdown"
     """countdown, sort, a .jsonl or .parquet file, or a hub dataset; columns prompt (or none), chosen, rejected"""
+    prompt_column: str = "prompt"
+    """column of a dataset with the prompt: text or chat messages"""
     num_pairs: int = 2048
     """pairs that countdown and sort make for training; a dataset brings its own"""
     max_steps: int = 100
@@ -328,7 +330,7 @@ def save_members(members: list, tokenizer, folder: Path, args: Args) -> None:
 
 def train(args: Args) -> list[dict]:
     device = start(prepare(args))
-    data = load_pairs(args.task, args.num_pairs, args.seed)
+    data = load_pairs(args.task, args.num_pairs, args.seed, args.prompt_column)
     seeds = [args.seed + 1_000_003 * k for k in range(args.ensemble)]
     loaded = [load_member(seed, device, args) for seed in seeds]
     members, tokenizer = [model for model, _ in loaded], loaded[0][1]

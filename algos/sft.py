@@ -164,13 +164,11 @@ def load_demonstrations(spec: str, prompt_column: str) -> Task:
     def shaped(row: dict) -> dict:
         if prompt_column == "prompt" and "messages" in row and not {"prompt", "completion"} <= row.keys():
             return from_messages(row)
-        check(row, prompt_column)
+        check(row, "prompt")
         check(row, "completion")
-        row = row | {"prompt": row[prompt_column]}
-        row.pop("plain_prompt", None)  # it would be shown in the prompt's place
         return row
 
-    train, heldout = load_rows(spec, shaped)
+    train, heldout = load_rows(spec, shaped, prompt_column)
     return Task(Path(spec).stem, epochs(train), list(heldout), None, train)
 
 

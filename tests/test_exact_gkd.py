@@ -21,7 +21,7 @@ from algos import gkd, grpo
 from tests.specs import SPECS
 from utils.data import load_task
 from utils.dist import pad_left
-from utils.lm import load_model, positions
+from utils.lm import TINY_MODEL, load_model, positions
 
 L_MAX, B = 5, 0.3
 KINDS = ["reverse", "forward", "jsd"]
@@ -445,3 +445,15 @@ def test_wrong_input_is_one_sentence(arguments, words, tmp_path, capsys, monkeyp
 
 def test_one_generation_is_enough_without_rewards(tmp_path):
     command_line(gkd, *SHORT, "--num-generations", "1", "--output-dir", tmp_path)
+
+
+def test_own_prompts_need_no_reward(tmp_path, own_cache, capsys):
+    """The teacher alone teaches, and no reward is logged; with a weight of rewards one is asked for."""
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"S{i}:"} for i in range(10, 40)])
+    flags = ["--task", path, "--teacher", TINY_MODEL, "--max-steps", 2, "--num-prompts", 2, "--num-generations", 2,
+             "--device", "cpu", "--student-share", 1]  # fmt: skip
+    run = new_run(gkd, tmp_path / "runs", *flags, "--eval-every", 1)
+    rows = metrics(run)
+    assert rows[-1]["step"] == 2 and not [name for row in rows for name in row if "reward" in name or "eval" in name]
+    with user_error(capsys, "cannot score answers itself: give --reward"):
+        command_line(gkd, *flags, "--reward-weight", 1, "--output-dir", tmp_path / "none")

@@ -3,8 +3,9 @@
 import re
 
 import pytest
-from helpers import write_rows
+from helpers import new_run, write_rows
 
+from algos import dpo, orpo, simpo
 from algos.kto import labelled, load_unpaired
 from utils.core import UserError
 from utils.data import RowFault, as_pair, encode_answers, load_pairs, load_task
@@ -196,3 +197,48 @@ def test_tokens():
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match="told apart"):
         encode(dict(prompt="21", chosen="12", rejected="21"))
+
+
+@pytest.mark.parametrize("column", ["question", "ask"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_prompt_column_of_another_name(column, chat, tmp_path):
+    """Without the flag it is named, and no beginning of two answers is taken for a prompt."""
+    answers = dict(chosen=[GOOD], rejected=[BAD]) if chat else dict(chosen="The sum is 4", rejected="The sum is 5")
+    rows = [{column: f"What is {i} + 1?", "source": "web", "system": "", **answers} for i in range(20)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    assert_refused(["no column 'prompt'", column, "--prompt-column"], load_pairs, path, 1, 1)
+    for load in (load_pairs, load_unpaired):
+        data = load(path, 1, 1, column)
+        assert {row["prompt"] if not chat else row["prompt"][0]["content"] for row in [*data.train, *data.heldout]} == {
+            row[column] for row in rows
+        }
+    assert_refused(["no column 'other'", column], load_pairs, path, 1, 1, "other")
+
+
+def test_texts_that_begin_alike_need_no_prompt_column(tmp_path):
+    """As in hh-rlhf, with labels and words of the prompt beside them."""
+    rows = [{"chosen": f"Human: {i} or two?\n\nAssistant: Yes.", "rejected": f"Human: {i} or two?\n\nAssistant: No.",
+             "source": "base", "topic": "or two?"} for i in range(20)]  # fmt: skip
+    data = load_pairs(write_rows(tmp_path / "rows.jsonl", rows), 1, 1)
+    assert len(data.train) == 19 and data.train[0]["prompt"].endswith("\n\nAssistant:")
+
+
+def test_answers_that_are_equal_after_the_cut_are_no_pair(tmp_path, capsys):
+    """In every script of pairs; the prompt counts."""
+    _, tokenizer = load_model(PolicyArgs())
+    encode = lambda most, **row: encode_answers(  # noqa: E731
+        row, [row["chosen"], row["rejected"]], tokenizer, [tokenizer.eos_token_id], most
+    )
+    row = dict(prompt="S21:", chosen="1234", rejected="1235")
+    assert len(encode(8, **row)) == len(encode(None, **row)) == 3
+    for most, more in ((7, {}), (None, {"rejected": "1234"}), (64, {"rejected": "1234<eos>5"})):
+        with pytest.raises(RowFault, match="equal"):
+            encode(most, **row | more)
+    rows = [row | {"prompt": f"S{i}:", "rejected": "1235" if i % 2 else "2345"} for i in range(10, 40)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    for script in (dpo, simpo, orpo):
+        flags = ["--task", path, "--max-length", 7, "--max-steps", 1, "--batch-size", 2, "--device", "cpu"]
+        new_run(script, tmp_path / script.NAME, *flags)
+        assert "rows cannot be used and are dropped, the first because a row has answers that are equal" in (
+            capsys.readouterr().out
+        )

@@ -120,10 +120,11 @@ def test_none_skips_and_weights_add_up(tmp_path):
         scored([f"{path}:a", f"{path}:b"], weights=[2.0])
 
 
-def test_function_that_scores_nothing_logs_nothing(tmp_path):
+def test_function_that_scores_nothing_logs_nothing(tmp_path, capsys):
     path = write(tmp_path, "def nothing(completions, **columns): return [None] * 4")
     rewards, columns = scored([f"{path}:nothing"])
     assert columns == {} and rewards.isnan().all()
+    assert "step 3: every reward of 4 answers is None" in capsys.readouterr().out
 
 
 def test_steps_without_any_reward_are_logged_without_one(tmp_path, capsys):

@@ -1,7 +1,7 @@
 """How a row becomes tokens: the seam between prompt and completion, under the rules of real tokenizers."""
 
+import csv
 import json
-import re
 import shutil
 from types import SimpleNamespace
 
@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 import utils.lm
 from algos import grpo, reward_model, sft
 from algos.sft import from_messages, load_demonstrations
+from utils import data
 from utils.core import UserError
-from utils.data import RowFault, encode_answers, encode_prompt, load_rows, load_task
+from utils.data import RowFault, encode_answers, encode_prompt, load_rows, load_task, most_tokens, usable
 from utils.lm import TINY_MODEL, PolicyArgs, save_model, with_flags
 from utils.rewards import encode_scored
 
@@ -212,28 +213,140 @@ def test_messages_that_are_no_json(messages, tmp_path, own_cache):
         load_rows(write_rows(tmp_path / "rows.jsonl", [{"messages": messages}] * 3), from_messages)
 
 
-@pytest.mark.parametrize("row, prompt", [
-    ({"conversations": [{"from": who, "value": who} for who in ("system", "human", "gpt")]},
-     [{"role": "system", "content": "system"}, {"role": "user", "content": "human"}]),
-    ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Add. 1 2"),
-])  # fmt: skip
-def test_rows_of_other_formats_are_shown_the_way(row, prompt, tmp_path, own_cache, monkeypatch):
-    """The two lines of the error make rows that can be used."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="has no column 'prompt': .* make it$") as caught:
-        load_demonstrations(write_rows(tmp_path / "given.jsonl", [row] * 3), "prompt")
-    lines, names = re.findall("`(.*?)`", str(caught.value)), {"rows": datasets.Dataset.from_list([row, row])}
-    exec("\n".join(lines), names)
-    made = datasets.load_dataset("json", data_files="rows.jsonl")["train"][0]
-    assert made["prompt"] == prompt and (made["completion"] in ("3", [{"role": "assistant", "content": "gpt"}]))
+ODD = ["1", "007", "true", '{"city": "Rome"}', '"quoted"', "2024-01-02", "1.10", "null", "NA"]
+KEPT = [7, 2.5, "2024-01-02", "007", None, [1, "a", None], {"b": None}, '{"a": 1}', [{"role": "x", "arguments": "{}"}]]
 
 
-def test_columns_that_change_their_type_are_told_once(tmp_path, own_cache, capsys):
-    rows = [{"prompt": f"{i}?", "day": "2024-01-02", "gold": i / 2 if i else 0, "text": f"{i}"} for i in range(40)]
-    load_task(write_rows(tmp_path / "rows.jsonl", rows))
-    told = "day (str in the file, datetime in the rows), gold (int in the file, float in the rows)\n"
-    assert capsys.readouterr().out.count(f"rows.jsonl have other types than its text: {told}") == 1
+def write_table(path, rows: list[dict]) -> str:
+    """As JSON Lines, JSON, CSV or a folder of JSON Lines."""
+    if path.suffix == ".csv":
+        with open(path, "w", newline="") as file:
+            (table := csv.DictWriter(file, rows[0])).writeheader()
+            table.writerows(row | {name: json.dumps(x) for name, x in row.items() if isinstance(x, list)}
+                            for row in rows)  # fmt: skip
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        (path / "data").mkdir(parents=True) if path.suffix == "" else None
+        write_rows(path if path.suffix else path / "data" / "train.jsonl", rows)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "folder"])
+@pytest.mark.parametrize("column", ["prompt", "ask"])
+@pytest.mark.parametrize("form", ["text", "chat", "mixed"])
+def test_texts_are_read_as_they_stand_there(name, column, form, tmp_path, own_cache):
+    """Whatever they look like, and where one message has parts and the others have text."""
+
+    def message(text: str, i: int) -> list[dict]:
+        parts = [{"type": "text", "text": text[:1]}, {"type": "text", "text": text[1:]}]
+        return [{"role": "user", "content": parts if form == "mixed" and i == 4 else text}]
+
+    rows = [{column: text if form == "text" else message(text, i), "gold": i} for i, text in enumerate(ODD)]
+    task = load_task(write_table(tmp_path / name, rows), column)
+    found = {row["gold"]: row["prompt"] for row in [*task.rows, *task.heldout]}
+    assert [x if form == "text" else x[0]["content"] for _, x in sorted(found.items())] == ODD
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "folder"])
+def test_other_columns_reach_a_reward_as_they_stand_there(name, tmp_path, own_cache):
+    rows = [{"prompt": f"{i}?", "number": i, "calls": x, "also": x} for i, x in enumerate(KEPT)] + [{"prompt": "none"}]
+    task = load_task(write_table(tmp_path / name, rows))
+    found = {row["prompt"]: row for row in [*task.rows, *task.heldout]}
+    assert found.pop("none") == {"prompt": "none", "number": None, "calls": None, "also": None}
+    for row in rows[:-1]:
+        assert str(found[row["prompt"]]) == str(row)  # 1 is no True, 2 no 2.0
+
+
+def test_numbers_of_a_csv(tmp_path, own_cache):
+    """Where every cell is written as its number would be; an empty one is None."""
+    columns = {"whole": [1, 20, None], "real": [0.5, None, 3], "zeros": ["007", "7", None], "flag": [True, False, None],
+               "version": ["1.1", "1.10", "2"], "date": ["2024-01-02", None, "x"]}  # fmt: skip
+    rows = [{"prompt": f"{i}?"} | {name: values[i] for name, values in columns.items()} for i in range(3)]
+    task = load_task(write_table(tmp_path / "rows.csv", rows))
+    assert sorted(map(str, [*task.rows, *task.heldout])) == sorted(map(str, rows))
+    for text in ("prompt,a\n1,2\n1\n", "prompt,a\n1,2,3\n", 'prompt,a\n1,"2\n'):
+        (tmp_path / "bad.csv").write_text(text)
+        with pytest.raises(UserError, match="cannot read the dataset .*bad.csv"):
+            load_task(str(tmp_path / "bad.csv"))
+
+
+@pytest.mark.parametrize(
+    "content", [5, True, {"a": 1}, ["a"], None, [{"type": "image", "url": "x"}], [{"type": "text"}]], ids=str
+)
+def test_a_content_that_is_neither_text_nor_parts_is_dropped(content, tmp_path, own_cache, capsys):
+    rows = [{"prompt": [{"role": "user", "content": x}]} for x in ("a", "b", "c", content)]
+    task = load_task(write_rows(tmp_path / "rows.jsonl", rows))
+    assert len(task.rows) + len(task.heldout) == 3 and "1 of 4 rows cannot be used" in capsys.readouterr().out
+
+
+def test_calls_and_tools_that_are_text(tmp_path, own_cache):
+    """All calls as one text, tools as a list of texts; null is what a call says."""
+    call, tool = {"function": {"name": "f", "arguments": {"x": None}}}, {"name": "f", "parameters": {"y": None}}
+    row = {"prompt": USER, "completion": [{"role": "assistant", "tool_calls": json.dumps([call])}],
+           "tools": [json.dumps(tool)]}  # fmt: skip
+    task = load_demonstrations(write_rows(tmp_path / "rows.jsonl", [row, row | {"prompt": [ANSWER, *USER]}]), "prompt")
+    assert task.rows[0]["completion"] == [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert task.rows[0]["tools"] == [tool]
+
+
+def with_eos(tokenizer):
+    """It adds its EOS to every text."""
+    end = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+    return tokenizer
+
+
+def test_an_eos_that_is_added_to_every_text_ends_no_prompt():
+    plain, added = sentencepiece(), with_eos(sentencepiece())
+    for prompt in ("Capital?", "Capital?</s>"):
+        row = {"prompt": prompt, "completion": " Paris"}
+        assert encode_prompt(row, added) == encode_prompt(row, plain)
+        assert encode_row(row, added, [2]) == encode_row(row, plain, [2])
+        assert encode_scored(row, " Paris", added) == encode_scored(row, " Paris", plain)
+
+
+@pytest.mark.parametrize("make", [qwen, sentencepiece, lambda: with_eos(sentencepiece()), lambda: nfkc()])
+@pytest.mark.parametrize(
+    "text", ["", "Capital? Paris", "\ufdfa" * 9, "\u0958\U0001d15e", "</s><s>", " " * 9, "\U0001f600"]
+)
+def test_a_text_has_no_more_tokens_than_its_bound(make, text):
+    tokenizer = make()
+    assert len(tokenizer(text)["input_ids"]) <= most_tokens(text, tokenizer)
+
+
+def nfkc() -> PreTrainedTokenizerFast:
+    """A normalizer that makes 18 characters of one."""
+    made = qwen()
+    made.backend_tokenizer.normalizer = normalizers.NFKC()
+    return made
+
+
+def test_what_was_found_in_rows_is_found_again_until_something_changes(tmp_path, own_cache, monkeypatch):
+    """A second start encodes nothing; another template, limit or row is looked at; so is all without a cache."""
+    path, seen, encoded = (
+        write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}?"} for i in range(30)]),
+        [],
+        data.rendered,
+    )
+    monkeypatch.setattr(data, "rendered", lambda *given: seen.append(1) or encoded(*given))
+    model = SimpleNamespace(config=LlamaConfig(max_position_embeddings=200))
+
+    def looked(template: str = CHATML, limit: int = 90) -> tuple[int, int]:
+        seen.clear()
+        args = SimpleNamespace(max_completion_length=100, max_prompt_length=limit)
+        task = usable(load_task(path), model, qwen(template), args)
+        return len(seen) - len(task.heldout), len(task.rows)
+
+    assert [looked() for _ in range(2)] == [(29, 29), (0, 29)]
+    assert looked(CHATML + " ") == looked(limit=80) == (29, 29)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}!" + "x" * 60 * (i == 7)} for i in range(30)])
+    assert looked(limit=95)[1] < 30
+    monkeypatch.setattr(own_cache.config, "HF_DATASETS_CACHE", "/dev/null/cache")
+    assert looked(limit=95)[1] < 30
+    own_cache.enable_caching()
 
 
 def test_equal_prompts_stay_on_one_side(tmp_path, own_cache):

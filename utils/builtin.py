@@ -5,23 +5,23 @@ demonstrations (`completion`) are mostly wrong; `solution` is right.
 """
 
 import contextlib
+import csv
 import json
 import random
 import re
+import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+from utils.core import UserError
 
 GSM8K = "Solve the problem step by step. End with one line that holds #### and the answer as a number."
 WRONG_SHARE = 0.75  # of the demonstrations
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["'].*\}\s*\]\s*""", re.DOTALL)  # as the text of a cell
-CONVERT = {  # a column of other formats: how its rows become ours
-    "conversations": 'def convert(row): said = [{"role": {"human": "user", "gpt": "assistant"}.get(m["from"], m["from"]'
-    '), "content": m["value"]} for m in row["conversations"]]; return {"prompt": said[:-1], "completion": said[-1:]}',
-    "instruction": """def convert(row): return {"prompt": f"{row['instruction']} {row.get('input') or ''}".strip(), """
-    '"completion": row["output"]}',
-}
+TEXTS = ("prompt", "completion", "chosen", "rejected", "messages", "tools")  # columns that a model reads or writes
+FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # formats of the datasets library
+LINE = "a row as JSON"  # the one column of what was a JSON or CSV file
 
 
 def procedural(name: str) -> tuple[Callable, list[dict], Callable]:
@@ -137,30 +137,147 @@ def stated(text: str) -> float | None:
     return float(found[0].replace(",", "").replace("\u2212", "-")) if found else None
 
 
-def tell_changes(path: Path, rows) -> None:
-    """Prints which columns of a JSON file are read as other types: dates as datetimes, 1 beside 2.5 as 1.0."""
-    with open(path) as file, contextlib.suppress(ValueError, AttributeError):  # rows in another form
-        given = json.load(file) if path.suffix == ".json" else map(json.loads, file)
-        kinds = {name: f"{name} ({type(value).__name__} in the file, {type(row[name]).__name__} in the rows)"
-                 for one, row in zip(given, islice(rows, 1000))
-                 for name, value in one.items() if type(value) is not type(row[name])}  # fmt: skip
-        if kinds:
-            print(f"warning: columns of {path} have other types than its text: {', '.join(kinds.values())}")
+class RowFault(UserError):
+    """Why a row cannot be used: it is dropped and counted, and the run goes on."""
+
+    def __init__(self, row: dict, why: str):
+        super().__init__(f"a row {why} (it begins {str(row)[:100]})")
+        self.kind = re.sub(r"\d+|\(.*", "", why)
 
 
-def restored(row: dict) -> dict:
-    """The row as a chat template takes it. Text that holds messages as JSON (of a CSV) becomes messages. In messages
-    and tools: arguments that are JSON text are read, or the template would write them as JSON once more; parts that are
-    all text are joined; None, which Arrow writes for names that another of them has, is left out. Raises ValueError
-    for what is no JSON."""
+def check(row: dict, *names: str) -> None:
+    """Raises RowFault unless these columns are all text or all lists of chat messages, and none is empty."""
+    if missing := [name for name in names if name not in row]:
+        raise UserError(f"the dataset has no column {missing[0]!r}: there are {', '.join(sorted(row))}")
+    values = [row[name] for name in names]
+    messages = [message for value in values if isinstance(value, list) for message in value]
+    right = all(isinstance(m, dict) and isinstance(m.get("role"), str) and
+                (isinstance(m.get("content"), str) or m.get("content") is None and m.get("tool_calls"))
+                and isinstance(m.get("tool_calls") or [], list) for m in messages)  # fmt: skip
+    if not (right and all(values) and {type(value) for value in values} in ({str}, {list})):
+        raise RowFault(row, f"needs {' and '.join(names)} as text, or all as chat messages of text, not empty")
 
-    def read(value, name: str = ""):
-        if isinstance(value, dict):
-            return {key: read(part, key) for key, part in value.items() if part is not None or key == "content"}
-        if isinstance(value, list):
-            texts = name == "content" and all(isinstance(x, dict) and x.get("type") == "text" for x in value)
-            return "".join(part.get("text") or "" for part in value) if texts else [read(part) for part in value]
-        return json.loads(value or "{}") if name == "arguments" and isinstance(value, str) else value
 
-    cells = {name: json.loads(x) if isinstance(x, str) and MESSAGES.fullmatch(x) else x for name, x in row.items()}
-    return {name: read(x) if isinstance(x, list) else x for name, x in cells.items()}
+def read_splits(spec: str, *texts: str) -> dict:
+    """The splits that are not empty, each a datasets.Dataset; of JSON and CSV files one of lines. texts: names of
+    columns that are text in a CSV, besides TEXTS."""
+    import datasets  # slow to import, and the built-in tasks do without
+
+    datasets.disable_progress_bars()
+    path, (name, _, config) = Path(spec).expanduser(), spec.partition(":")
+    kind, saved = (
+        FILES.get(path.suffix.lower()),
+        {"dataset_dict.json", "state.json"} & {x.name for x in path.glob("*.json")},
+    )
+    kind = None if path.is_dir() else kind
+    if not path.exists() and (kind or "/" not in spec or spec[0] in "./~"):
+        raise UserError(f"there is no task and no file {path}: give one that exists, or a hub dataset ORG/NAME")
+    try:
+        Path(datasets.config.HF_DATASETS_CACHE).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path if saved else datasets.config.HF_DATASETS_CACHE).close()
+    except OSError:  # where nothing can be written
+        datasets.config.HF_DATASETS_CACHE = tempfile.mkdtemp()
+        datasets.disable_caching()
+    try:
+        files = {"train": [path]} if kind else {}
+        if path.is_dir() and not saved:
+            files = datasets.load_dataset_builder(str(path)).config.data_files
+        if saved:
+            found = datasets.load_from_disk(str(path))
+        elif files and {FILES.get(Path(x).suffix.lower()) for part in files.values() for x in part} <= {"json", "csv"}:
+            found = {str(name): as_lines([Path(x) for x in part], (*TEXTS, *texts)) for name, part in files.items()}
+        elif kind:
+            found = datasets.load_dataset(kind, data_files=str(path))
+        else:
+            found = datasets.load_dataset(str(path) if path.exists() else name, config or None)
+        splits = found if isinstance(found, dict) else {"train": found}
+        splits = {name: rows for name, rows in splits.items() if len(rows)}
+        if not splits:
+            raise ValueError("it is empty")
+        return splits
+    except Exception as error:  # the library raises dozens of kinds, all of which mean the same to the user
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise UserError(f"cannot read the dataset {spec} ({reason}): give a readable file or hub name") from error
+
+
+def number(cell: str) -> str | int | float | None:
+    """The number or truth value where a cell is written as it would be ("007" and "1.10" are not), else its text."""
+    with contextlib.suppress(ValueError):
+        value = json.loads(cell.lower() if cell in ("True", "False") else cell)
+        if isinstance(value, bool) or isinstance(value, (int, float)) and json.dumps(value) == cell:
+            return value
+    return cell or None
+
+
+def rows_of(path: Path, texts: Sequence[str]) -> Iterator[dict]:
+    """The rows of a JSON Lines, JSON or CSV file as they stand there. A column of a CSV that is none of `texts` is
+    numbers where every cell is one. Raises ValueError that names the row."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        if path.suffix.lower() == ".csv":
+            csv.field_size_limit(2**31 - 1)  # bytes in a cell; the module's own is 128 KiB
+            words = set(texts)
+            for row in (table := csv.DictReader(file, strict=True)):
+                if None in row or None in row.values():
+                    raise ValueError(f"line {table.line_num} has more or fewer cells than the first one")
+                words |= {name for name, cell in row.items() if isinstance(number(cell), str)}
+            file.seek(0)
+            yield from ({name: cell or None if name in words else number(cell) for name, cell in row.items()}
+                        for row in csv.DictReader(file))  # fmt: skip
+            return
+        whole = file.read(100).lstrip()[:1] == "["
+        file.seek(0)
+        for i, row in enumerate(json.load(file) if whole else filter(str.strip, file), 1):
+            if not isinstance(row := row if whole else json.loads(row), dict):
+                raise ValueError(f"row {i} is no JSON object")
+            yield row
+
+
+def lines_of(paths: Sequence[str], texts: Sequence[str], stamps: Sequence) -> Iterator[dict]:
+    """Each row as JSON. It lacks no column that another row has. stamps: sizes and times, for the cache's key."""
+    names = dict.fromkeys(name for path in paths for row in rows_of(Path(path), texts) for name in row)
+    yield from ({LINE: json.dumps(names | row)} for path in paths for row in rows_of(Path(path), texts))
+
+
+def as_lines(paths: Sequence[Path], texts: Sequence[str]):
+    """The rows of files as a datasets.Dataset of one column, LINE. In Arrow a column has one type, dates become
+    datetimes, and rows get the names that others have."""
+    from datasets import Dataset
+
+    given = {
+        "paths": tuple(map(str, paths)),
+        "stamps": tuple((x.st_size, x.st_mtime_ns) for x in (path.stat() for path in paths)),
+        "texts": tuple(texts),
+    }
+    return Dataset.from_generator(lines_of, gen_kwargs=given)
+
+
+def restored(row: dict, arrow: bool, columns: Sequence[str] = TEXTS) -> dict:
+    """The row as a chat template takes it. In these columns alone: text that holds messages as JSON (of a CSV)
+    becomes messages; calls, their arguments and tools that are JSON text are read, or the template would write them as
+    JSON once more; parts that are all text are joined. None is left out of messages, and of all that `arrow` writes it
+    into, for names that another row has. Raises ValueError for what is no JSON."""
+
+    def read(value, name: str):
+        if isinstance(value, str) and name in ("arguments", "tool_calls", "tools"):
+            value = json.loads(value or "{}")
+        if isinstance(value, list) and name != "arguments":
+            texts = [
+                part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in value
+            ]
+            joined = name == "content" and all(isinstance(text, str) for text in texts)
+            return "".join(map(str, texts)) if joined else [read(part, name) for part in value]
+        if not isinstance(value, dict) or name in ("arguments", "tools"):  # these say what they say
+            return bare(value) if arrow else value
+        kept = {key: read(part, key) for key, part in value.items() if part is not None}
+        return kept | {"content": kept.get("content")} if "role" in kept else kept
+
+    cells = {name: row[name] for name in columns if isinstance(row.get(name), (str, list))}
+    cells = {name: json.loads(x) if isinstance(x, str) and MESSAGES.fullmatch(x) else x for name, x in cells.items()}
+    return row | {name: read(x, name) for name, x in cells.items()}
+
+
+def bare(value):
+    """Without the names whose value is None."""
+    if isinstance(value, dict):
+        return {name: bare(part) for name, part in value.items() if part is not None}
+    return [bare(part) for part in value] if isinstance(value, list) else value

@@ -8,6 +8,7 @@ where the completion is desirable.
 import hashlib
 import importlib
 import json
+import linecache
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -16,12 +17,22 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from utils.builtin import CONVERT, GSM8K, gsm8k_score, procedural, restored, right_and_wrong, tell_changes
+from utils.builtin import (
+    GSM8K,
+    LINE,
+    TEXTS,
+    RowFault,
+    check,
+    gsm8k_score,
+    procedural,
+    read_splits,
+    restored,
+    right_and_wrong,
+)
 from utils.core import UserError
 from utils.dist import rank
 
 HELDOUT = 256  # rows, at most
-FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # formats of the datasets library
 
 
 class Task(NamedTuple):
@@ -36,13 +47,6 @@ class Task(NamedTuple):
     rows: Any = None
 
 
-class RowFault(UserError):
-    """Why a row cannot be used: it is dropped and counted, and the run goes on."""
-
-    def __init__(self, row: dict, why: str):
-        super().__init__(f"a row {why} (it begins {str(row)[:100]})")
-
-
 def load_task(spec: str, prompt_column: str = "prompt") -> Task:
     """countdown, sort, gsm8k, gsm8k:FOLDER (of train.jsonl and test.jsonl), reasoning_gym:NAME?SETTING=VALUE&..., or
     what `load_rows` reads."""
@@ -53,9 +57,8 @@ def load_task(spec: str, prompt_column: str = "prompt") -> Task:
         return Task(name, *procedural(name))
 
     def shaped(row: dict) -> dict:
-        check(row, prompt_column)  # a plain_prompt would be shown in its place
-        row = row | {"prompt": row[prompt_column]}
-        return {name: row[name] for name in row if name not in {prompt_column, "plain_prompt"} - {"prompt"}}
+        check(row, "prompt")
+        return row
 
     def problem(row: dict) -> dict:
         check(row, "question", "answer")
@@ -64,11 +67,12 @@ def load_task(spec: str, prompt_column: str = "prompt") -> Task:
     if name == "gsm8k":
         train, heldout = load_rows(folder or "openai/gsm8k:main", problem, most=10**6)
         return Task(name, epochs(train), list(heldout), gsm8k_score, train)
-    train, heldout = load_rows(spec, shaped)
+    train, heldout = load_rows(spec, shaped, prompt_column)
     return Task(Path(spec).stem, epochs(train), list(heldout), None, train)
 
 
-def load_rows(spec: str, shaped: Callable[[dict], dict] = lambda row: row, most: int = HELDOUT):
+def load_rows(spec: str, shaped: Callable[[dict], dict] = lambda row: row, prompt_column: str = "prompt",
+              most: int = HELDOUT):  # fmt: skip
     """Rows to train on and at most `most` held-out ones, each a datasets.Dataset that stays on the disk. spec: a
     .jsonl, .json, .parquet or .csv file, a folder of such or of save_to_disk, or a hub name, perhaps with :CONFIG.
     `shaped(row)` makes the row's prompt, whenever the row is read; where it raises RowFault, the row is dropped.
@@ -76,30 +80,39 @@ def load_rows(spec: str, shaped: Callable[[dict], dict] = lambda row: row, most:
     The dataset's own test or validation split is held out, else a twentieth of the prompts. Training rows whose prompt
     is held out are dropped.
     """
-    splits = read_splits(spec)
+    splits = read_splits(spec, *{prompt_column}.difference(TEXTS))
 
     def named(*prefixes: str) -> str | None:
         """The split of that name, else the first whose name begins so (train_sft); earlier prefixes win."""
         return next((n for prefix in prefixes for n in (prefix, *splits) if n in splits and n.startswith(prefix)), None)
 
-    def transform(batch: dict) -> dict:
-        rows = [dict(zip(batch, row)) for row in zip(*batch.values())]
+    def made(row: dict, arrow: bool) -> dict:
         try:
-            rows = [shaped(restored(row)) for row in rows]
+            row = restored(row, arrow, (*TEXTS, prompt_column))
+            if prompt_column != "prompt":
+                check(row, prompt_column)
+            # a plain_prompt would be shown in the prompt's place
+            return shaped({"prompt" if name == prompt_column else name: x for name, x in row.items()
+                           if name == prompt_column or name not in ("prompt", "plain_prompt")})  # fmt: skip
         except ValueError as error:
-            raise RowFault(rows[0], f"has messages or arguments of a call that are no JSON ({error})") from error
+            what = "messages or arguments of a call that are no JSON, or tools that are none"
+            raise RowFault(row, f"has {what} ({error})") from error
+
+    def transform(batch: dict) -> dict:
+        lines = batch.get(LINE)
+        rows = map(json.loads, lines) if lines else (dict(zip(batch, row)) for row in zip(*batch.values()))
+        rows = [made(row, not lines) for row in rows]
         return {name: [row[name] for row in rows] for name in rows[0]}
 
-    def read(name: str) -> tuple[Any, list[int]]:
+    def prompt_hash(row: dict) -> str:
+        prompt = json.dumps(row["prompt"], sort_keys=True, default=str).encode()
+        return hashlib.blake2b(prompt, digest_size=8).hexdigest()
+
+    def read(name: str) -> tuple[Any, list[str]]:
         """The rows of a split that can be used, and a hash of each prompt."""
-        keys: list[int] = []
-
-        def add(row: dict) -> list[list[int]]:
-            prompt = json.dumps(row["prompt"], sort_keys=True, default=str).encode()
-            keys.append(int.from_bytes(hashlib.blake2b(prompt, digest_size=8).digest()))
-            return [[]]
-
-        return keep(splits[name].with_transform(transform), add), keys
+        rows = splits[name].with_transform(transform)
+        kept, keys = sift(rows, prompt_hash, shaped)
+        return rows.select(kept), keys
 
     name, other = named("train") or next(iter(splits)), named("test", "valid")
     train, keys = read(name)
@@ -117,49 +130,51 @@ def load_rows(spec: str, shaped: Callable[[dict], dict] = lambda row: row, most:
     return train.select(kept), heldout.select(range(min(most, len(heldout))))
 
 
-def read_splits(spec: str) -> dict:
-    """The splits that are not empty, each a datasets.Dataset."""
-    import datasets  # slow to import, and the built-in tasks do without
+def sift(rows, look: Callable[[dict], str], rule: Callable) -> tuple[list[int], list[str]]:
+    """Numbers of the rows that `look` takes, and what it says of each. The others, for which it raises RowFault, are
+    counted by kind, and the first of each is shown. Of a dataset this stays in the library's cache, whose key is the
+    rows and all that `look` goes by: tokenizer, template, limits, and the source of `rule`, and of this file."""
+    source = [linecache.getlines(function.__code__.co_filename) for function in (sift, restored, rule)]
 
-    datasets.disable_progress_bars()
-    path, (name, _, config) = Path(spec).expanduser(), spec.partition(":")
-    kind = None if path.is_dir() else FILES.get(path.suffix.lower())
-    if not path.exists() and (kind or "/" not in spec or spec[0] in "./~"):
-        raise UserError(f"there is no task and no file {path}: give one that exists, or a hub dataset ORG/NAME")
-    try:
+    def judged(row: dict) -> list[str]:
+        try:
+            return [look({name: x for name, (x,) in transform({name: [x] for name, x in row.items()}).items()}), "", ""]
+        except RowFault as fault:
+            return ["", fault.kind, str(fault)]
+
+    def looked(batch: dict, source: list) -> dict:
+        return {"each": [judged(dict(zip(batch, row))) for row in zip(*batch.values())]}
+
+    transform = dict if isinstance(rows, list) else rows.format["format_kwargs"]["transform"]
+    if isinstance(rows, list):
+        each = [judged(row) for row in rows]
+    else:
+        plain = rows.with_format(None)
+        found = plain.map(looked, batched=True, batch_size=100, remove_columns=plain.column_names,
+                          fn_kwargs={"source": source})  # fmt: skip
+        each = found.data.column("each").to_pylist()
+    kept, faults = [i for i, (_, kind, _) in enumerate(each) if not kind], {}
+    for _, kind, fault in each:
         if kind:
-            found = datasets.load_dataset(kind, data_files=str(path))
-        elif any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
-            found = datasets.load_from_disk(str(path))
-        else:
-            found = datasets.load_dataset(str(path) if path.exists() else name, config or None)
-        splits = found if isinstance(found, dict) else {"train": found}
-        splits = {name: rows for name, rows in splits.items() if len(rows)}
-        if not splits:
-            raise ValueError("it is empty")
-        if kind == "json" and rank() == 0:
-            tell_changes(path, splits["train"])
-        return splits
-    except Exception as error:  # the library raises dozens of kinds, all of which mean the same to the user
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise UserError(f"cannot read the dataset {spec} ({reason}): give a readable file or hub name") from error
+            faults.setdefault(kind, []).append(fault)
+    first = "".join(some[0] for some in [*faults.values()][:1])
+    if first and not kept:
+        raise UserError(f"no row can be used, the first because {first}")
+    if first and rank() == 0:
+        print(f"{len(each) - len(kept)} of {len(each)} rows cannot be used and are dropped, the first because {first}")
+        print("".join(f"  {len(some)} of them: {some[0]}\n" for some in faults.values() if len(faults) > 1), end="")
+    return kept, [each[i][0] for i in kept]
 
 
 def keep(rows, encode: Callable[[dict], Sequence], limit: float = math.inf):
-    """The rows that `encode` makes into tokens, the prompt's first, which are at most `limit`. The others, refused by a
-    RowFault or too long, are dropped and counted, the first of them shown."""
-    kept, faults = [], []
-    for i in range(len(rows)):
-        try:
-            if (length := len(encode(rows[i])[0])) > limit:
-                raise RowFault(rows[i], f"has a prompt of {length} tokens, and {limit} are allowed")
-            kept.append(i)
-        except RowFault as fault:
-            faults.append(str(fault))
-    if faults and not kept:
-        raise UserError(f"no row can be used, the first because {faults[0]}")
-    if faults and rank() == 0:
-        print(f"{len(faults)} of {len(rows)} rows cannot be used and are dropped, the first because {faults[0]}")
+    """The rows that `encode` makes into tokens, the prompt's first, which are at most `limit`; others are dropped."""
+
+    def look(row: dict) -> str:
+        if (length := len(encode(row)[0])) > limit:
+            raise RowFault(row, f"has a prompt of {length} tokens, and {limit} are allowed")
+        return ""
+
+    kept, _ = sift(rows, look, encode)
     return [rows[i] for i in kept] if isinstance(rows, list) else rows.select(kept)
 
 
@@ -169,7 +184,12 @@ def usable(task: Task, model, tokenizer, args) -> Task:
     if (room := context - args.max_completion_length) < 1:
         raise UserError(f"the model's {context} tokens leave no room for prompts: lower --max-completion-length")
     limit = min(n for n in (room, args.max_prompt_length) if n is not None)
-    return keep_rows(task, lambda row: [encode_prompt(row, tokenizer)], limit, "lower --max-completion-length")
+
+    def encode(row: dict) -> Sequence:
+        fits = most_tokens(rendered(row, tokenizer)[0], tokenizer) <= limit
+        return [[] if fits else encode_prompt(row, tokenizer)]
+
+    return keep_rows(task, encode, limit, "lower --max-completion-length")
 
 
 def keep_rows(task: Task, encode: Callable[[dict], Sequence], limit: float, remedy: str) -> Task:
@@ -190,18 +210,6 @@ def epochs(rows: Sequence) -> Callable[[int, int], dict]:
         return random.Random(f"{seed}/{epoch}").sample(range(len(rows)), len(rows))
 
     return lambda index, seed: rows[order(index // len(rows), seed)[index % len(rows)]]
-
-
-def check(row: dict, *names: str) -> None:
-    """Raises RowFault unless these columns are all text or all lists of chat messages, and none is empty."""
-    if missing := [name for name in names if name not in row]:
-        how = [f"; `{CONVERT[x]}` and `rows.map(convert).to_json('rows.jsonl')` make it" for x in CONVERT if x in row]
-        raise UserError(f"the dataset has no column {missing[0]!r}: there are {', '.join(sorted(row))}{''.join(how)}")
-    values = [row[name] for name in names]
-    messages = [message for value in values if isinstance(value, list) for message in value]
-    right = all(isinstance(m, dict) and "role" in m and {"content", "tool_calls"} & m.keys() for m in messages)
-    if not (right and all(values) and {type(value) for value in values} in ({str}, {list})):
-        raise RowFault(row, f"needs {' and '.join(names)} as text, or all as chat messages, not empty")
 
 
 def present(row: dict, tokenizer) -> str | list[dict]:
@@ -230,20 +238,15 @@ def template_kwargs(row: dict, tokenizer) -> dict:
     return getattr(tokenizer, "template_kwargs", {}) | ({"tools": tools} if tools else {}) | own
 
 
-def encode_prompt(row: dict, tokenizer, answer: str | list[dict] | None = None) -> list[int]:
-    """Token ids of the row's prompt, up to where the completion begins: behind the template's generation prompt, or
-    behind a last message of the assistant's, which the completion continues. A template brings its own special tokens;
-    plain text gets the tokenizer's, and one BOS where it was rendered before.
-
-    Or those of prompt and `answer`, encoded together: alone, an answer could get a space or other tokens in front
-    (SentencePiece puts a space before every text).
-    """
+def rendered(row: dict, tokenizer, answer: str | list[dict] | None = None) -> tuple[str, bool]:
+    """The row's prompt as text, up to where the completion begins: behind the template's generation prompt, or behind
+    a last message of the assistant's, which the completion continues; or prompt and `answer`. And whether it is plain
+    text, which gets the tokenizer's special tokens: a template brings its own."""
     prompt = present(row, tokenizer)
     if isinstance(prompt, str):
         if isinstance(answer, list):
             raise RowFault(row, "has a text as prompt and chat messages as its answer")
-        ids = tokenizer(prompt + (answer or ""))["input_ids"]
-        return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
+        return prompt + (answer or ""), True
     begun = prompt[-1]["role"] == "assistant"
     how = dict(add_generation_prompt=not begun, continue_final_message=begun) if answer is None else {}
     if answer is not None:
@@ -254,16 +257,38 @@ def encode_prompt(row: dict, tokenizer, answer: str | list[dict] | None = None) 
         prompt = prompt + answer
     try:
         how |= template_kwargs(row, tokenizer)
-        return tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=True, **how)["input_ids"]
+        return tokenizer.apply_chat_template(prompt, tokenize=False, **how), False
     except Exception as error:  # a template raises what it likes
         raise RowFault(row, f"cannot be rendered by the chat template ({error})") from error
 
 
-def encode_answers(row: dict, answers: Sequence, tokenizer, eos: list[int]) -> tuple[list[int], ...]:
+def encode_prompt(row: dict, tokenizer, answer: str | list[dict] | None = None) -> list[int]:
+    """Token ids of the row's prompt. Plain text gets the tokenizer's special tokens, but no EOS, and one BOS where it
+    was rendered before. Or those of prompt and `answer`, encoded together: alone, an answer could get a space or other
+    tokens in front (SentencePiece puts a space before every text)."""
+    text, plain = rendered(row, tokenizer, answer)
+    ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
+    if plain and ids and ids[-1] in tokenizer.all_special_ids:  # of the text, or an EOS that is added to every text
+        added, bare = (tokenizer("a", add_special_tokens=x)["input_ids"][-1:] for x in (True, False))
+        ids = ids[: len(ids) - (added != bare)]
+    return ids[1:] if plain and ids[:2] == [tokenizer.bos_token_id] * 2 else ids
+
+
+def most_tokens(text: str, tokenizer) -> float:
+    """At least as many as the text has, without counting: a token is a byte at least of what the normalizer leaves, or
+    was added by it as a mark in front. Tokenizers in Python may do anything."""
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is None:
+        return math.inf
+    normal = inner.normalizer.normalize_str(text) if inner.normalizer else text
+    return len(normal.encode()) + 3 + inner.num_special_tokens_to_add(False)
+
+
+def encode_answers(row: dict, answers: Sequence, tokenizer, eos: list[int], most: int | None = None) -> tuple:
     """Token ids of the row's prompt, and of each answer up to and including its first EOS, which is added where there
     is none. An answer begins where the prompt with it differs from the prompt alone, and all begin where the first of
     them does: a token across the seam, or what a template puts behind the prompt alone (`<think>`), belongs to the
-    answers."""
+    answers. Raises RowFault where two are equal in what `most` tokens leave of them."""
     for answer in answers:
         if isinstance(answer, list):
             last = answer[0] if [message["role"] for message in answer] == ["assistant"] else {}
@@ -278,6 +303,8 @@ def encode_answers(row: dict, answers: Sequence, tokenizer, eos: list[int]) -> t
         ends.append(until_eos(whole[cut:], tokenizer, eos))
         if len(whole) == cut or "</think>" in str(answer) and "</think>" not in tokenizer.decode(ends[-1]):
             raise RowFault(row, "has a completion of which the chat template leaves nothing, or drops the reasoning")
+    if len(ends) == 2 and ends[0][: most and most - cut] == ends[1][: most and most - cut]:
+        raise RowFault(row, f"has answers that are equal in their first {most} tokens, the prompt's included")
     return prompt[:cut], *ends
 
 
@@ -301,10 +328,11 @@ class Pairs(NamedTuple):
     task: Task | None = None
 
 
-def load_pairs(spec: str, num_pairs: int, seed: int, shaped: Callable[[dict], dict] | None = None) -> Pairs:
+def load_pairs(spec: str, num_pairs: int, seed: int, prompt_column: str = "prompt",
+               shaped: Callable[[dict], dict] | None = None) -> Pairs:  # fmt: skip
     """countdown or sort: `num_pairs` pairs to train on, drawn with `seed`. Else all pairs of what `load_rows` reads."""
     if spec not in ("countdown", "sort"):
-        return Pairs(Path(spec).stem, *load_rows(spec, shaped or as_pair))
+        return Pairs(Path(spec).stem, *load_rows(spec, shaped or as_pair, prompt_column))
     task = load_task(spec)
     made = right_and_wrong(task.train(i, seed) for i in count())
     return Pairs(spec, list(islice(made, num_pairs)), list(right_and_wrong(task.heldout)), task)
@@ -324,9 +352,15 @@ def as_pair(row: dict) -> dict:
     else:
         check(row, "prompt", "chosen")
         return row
-    row = row | {"prompt": chosen[:size], "chosen": chosen[size:], "rejected": rejected[size:]}
-    check(row, "prompt")
-    return row
+    if prompt is None and (isinstance(chosen, str) or not size):  # a question or an instruction is no label
+        begin = str(chosen[:size])
+        texts = [name for name, x in row.items() if name not in TEXTS and isinstance(x, str) and " " in x.strip()]
+        if other := [name for name in texts if row[name].strip() not in begin]:
+            raise UserError("the dataset has no column 'prompt': give --prompt-column with the one that is it, of "
+                            f"{', '.join(other)}, or leave these out")  # fmt: skip
+    if not size:
+        raise RowFault(row, "needs prompt, not empty: chosen and rejected begin differently, so nothing of them is it")
+    return row | {"prompt": chosen[:size], "chosen": chosen[size:], "rejected": rejected[size:]}
 
 
 def behind(prompt: str | list[dict], answer: list[dict], row: dict) -> list[dict]:

@@ -184,6 +184,8 @@ def make_scorer(task: Task, args, tokenizer, device) -> Callable:
             weighted[:, models] = 0.0
             weighted[:, models[0]] = one
         total = weighted.nansum(1).masked_fill(table.isnan().all(1), math.nan)
+        if total.isnan().all():
+            print(f"step {step}: every reward of {len(rows)} answers is None, so they are skipped: nothing is learned")
         return total, {name: value for name, value in columns.items() if not math.isnan(value)}
 
     return score

@@ -236,11 +236,11 @@ prompt-twice: chosen and rejected may repeat what stands in the column prompt
 + return begin + answer
 
 names-of-other-rows: Arrow writes None for what a row lacks, and a template writes null
-- if part is not None or key == "content"
-+ if True
+- return bare(value) if arrow else value
++ return value
 
 rendered-text-gets-a-second-bos: tokenizers do not look at what a text begins with
-- return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
+- return ids[1:] if plain and ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 + return ids
 
 tools-dropped: a column that a reward function would get, and the template does not ask for
@@ -253,8 +253,8 @@ terminal-last-row-lost: the row after the last one is not there, but who needs i
 
 second-bos: tokenizers add special tokens unless they are told not to (huggingface/trl#1073, #1591, #1885, #4908;
 OpenRLHF#393; axolotl#1616)
-- ids = tokenizer(prompt + (answer or ""))["input_ids"]
-+ ids = tokenizer(prompt)["input_ids"] + (tokenizer(answer)["input_ids"] if answer else [])
+- ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
++ ids = [i for x in (row["prompt"], answer) if x for i in tokenizer(x)["input_ids"]]
 
 no-generation-prompt: templates end without the assistant's header unless they are told to write it
 - add_generation_prompt=not begun
@@ -374,12 +374,12 @@ settings-of-the-row-last: the command line goes before the file everywhere else
 + return ({"tools": tools} if tools else {}) | own | getattr(tokenizer, "template_kwargs", {})
 
 completion-encoded-alone: a text is encoded where it is at hand; SentencePiece puts a space before every text
-- ids = tokenizer(prompt + (answer or ""))["input_ids"]
-+ ids = tokenizer(prompt)["input_ids"] + tokenizer(answer or "", add_special_tokens=False)["input_ids"]
+- ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
++ ids = tokenizer(text.removesuffix(str(answer)))["input_ids"] + tokenizer(answer or "", False)["input_ids"]
 
 long-prompts-stay: they are counted and told of, which looks like all that is to do
-- (length := len(encode(rows[i])[0])) > limit:
-+ (length := len(encode(rows[i])[0])) > math.inf:
+- (length := len(encode(row)[0])) > limit:
++ (length := len(encode(row)[0])) > math.inf:
 
 long-prompts-stay:heldout: evaluation samples, too
 - return task._replace(rows=rows, train=epochs(rows), heldout=heldout)
