@@ -339,7 +339,8 @@ def train(args: Args) -> list[dict]:
         return Batch(samples, reference_logps(model, reference, samples, args))
 
     longest = min(n for n in (args.max_prompt_length, args.max_length - 1) if n is not None)
-    pairs, heldout = (keep(rows, encode, longest) for rows in (data.train, data.heldout))
+    both = dict(limit=longest, tokenizer=tokenizer, answers=("chosen", "rejected"), most=args.max_length)
+    pairs, heldout = (keep(rows, encode, **both) for rows in (data.train, data.heldout))
     stream, heldout = epochs(pairs), list(islice(heldout, args.eval_prompts))
     run = Run(args, NAME, data.name, args.max_steps, ("accuracy", "margin", "eval/pair_accuracy", "eval/greedy"))
     run.print(f"{settings}\n{len(pairs)} pairs, {len(heldout)} held-out ones")

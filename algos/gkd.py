@@ -426,7 +426,8 @@ def train(args: Args) -> list[dict]:
     score = make_scorer(task, args, tokenizer, device) if scored else lambda rows, *_: (torch.zeros(len(rows)), {})
     if args.student_share < 1:  # prompts without a completion are of no use
         eos = model.generation_config.eos_token_id
-        task = keep_rows(task, lambda row: encode_answers(row, [row.get("completion")], tokenizer, eos), math.inf, "")
+        encode = lambda row: encode_answers(row, [row.get("completion")], tokenizer, eos)  # noqa: E731
+        task = keep_rows(task, encode, "", math.inf, tokenizer, ["completion"])
     teacher = load_teacher(tokenizer, task, args, device)
     if teacher:  # its context may be shorter
         task = usable(task, teacher, tokenizer, args)

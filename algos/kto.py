@@ -254,7 +254,7 @@ def train(args: Args) -> list[dict]:
         return Batch(samples, ref_logps, labels, mismatched, other_logps)
 
     longest = min(n for n in (args.max_prompt_length, args.max_length - 1) if n is not None)
-    examples, heldout = (keep(rows, encode, longest) for rows in (data.train, data.heldout))
+    examples, heldout = (keep(rows, encode, longest, tokenizer, ["completion"]) for rows in (data.train, data.heldout))
     stream, heldout = epochs(examples), list(islice(heldout, args.eval_prompts))
     desirable = sum(row["label"] for row in examples)
     if desirable in (0, len(examples)):

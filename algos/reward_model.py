@@ -343,7 +343,7 @@ def train(args: Args) -> list[dict]:
     def encode(row: dict) -> Pair:
         return encode_pair(row, tokenizer, args)
 
-    pairs, heldout = (keep(rows, encode) for rows in (data.train, data.heldout))
+    pairs, heldout = (keep(rows, encode, math.inf, tokenizer) for rows in (data.train, data.heldout))
     labelled = with_noise(pairs, args.label_noise, args.seed)
     streams = [epochs(range(len(pairs))) for _ in seeds]
     heldout_pairs = [encode(heldout[i]) for i in share(range(min(len(heldout), args.eval_prompts)))]

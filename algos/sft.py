@@ -245,7 +245,7 @@ def train(args: Args) -> list[dict]:
         return as_samples([encode(row) for row in rows], args.max_length, device)
 
     for spec, task in tasks.items():
-        tasks[spec] = keep_rows(task, encode, longest, "raise --max-length")
+        tasks[spec] = keep_rows(task, encode, "raise --max-length", longest, tokenizer, ["completion"])
         if task.rows is not None:
             settings += f"\n{task.name}: {len(tasks[spec].rows)} rows, {len(tasks[spec].heldout)} held-out ones"
 

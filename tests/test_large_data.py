@@ -40,9 +40,9 @@ def most_held(work) -> int:  # at any moment of the work, more than before it
 
 def passes():
     global rows
-    task = keep_rows(load_task(sys.argv[2]), encode, 9000, "")
+    task = keep_rows(load_task(sys.argv[2]), encode, "", 9000, None)
     rows = [len(task.rows)] + [task.train(i, 1)["number"] for i in range(3)]
-    rows.append(len(keep(load_pairs(sys.argv[2], 1, 1).train, encode, 9000)))
+    rows.append(len(keep(load_pairs(sys.argv[2], 1, 1).train, encode, 9000, None)))
 
 datasets.load_dataset("json", data_files=sys.argv[4])  # what libraries load once
 reading = most_held(lambda: read_splits(sys.argv[2]))  # the file becomes Arrow, chunk by chunk
@@ -84,18 +84,18 @@ def test_rows_that_are_refused_or_too_long_are_dropped(kind, tmp_path, own_cache
         return [1] * (9 if row["prompt"] == "S8:" else 8), [2]
 
     there = [row["prompt"] for row in rows]
-    kept = keep(rows, encode, 8)
+    kept = keep(rows, encode, 8, None)
     assert seen == there and [row["prompt"] for row in kept] == [p for p in there if p not in ("S7:", "S8:", "S9:")]
     lost = len(there) - len(kept)
     out, ill = capsys.readouterr().out, sum(prompt in ("S7:", "S9:") for prompt in there)
     assert f"{lost} of {len(there)} rows cannot be used and are dropped, the first because a row" in out
     if lost > ill > 0:
         assert f"  {ill} of them: a row is no good" in out and f"  {lost - ill} of them: a row has a prompt of 9" in out
-    task = keep_rows(Task("mine", epochs(rows), list(rows), None, rows), encode, 8, "")
+    task = keep_rows(Task("mine", epochs(rows), list(rows), None, rows), encode, "", 8, None)
     assert list(task.rows) == task.heldout == list(kept)
     assert {task.train(i, 1)["prompt"] for i in range(len(kept))} == {row["prompt"] for row in kept}
     with pytest.raises(UserError, match="no row can be used, the first because a row .*8 tokens, and 7 are allowed"):
-        keep(rows, encode, 7)
+        keep(rows, encode, 7, None)
 
 
 def test_rows_of_one_label_that_others_leave_behind(tmp_path, own_cache, capsys):

@@ -4,23 +4,22 @@ Prompts are in a compact notation for the tiny character model, `plain_prompt` s
 demonstrations (`completion`) are mostly wrong; `solution` is right.
 """
 
-import contextlib
-import csv
 import json
 import random
 import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from utils.core import UserError
 
-GSM8K = "Solve the problem step by step. End with one line that holds #### and the answer as a number."
 WRONG_SHARE = 0.75  # of the demonstrations
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["'].*\}\s*\]\s*""", re.DOTALL)  # as the text of a cell
 TEXTS = ("prompt", "completion", "chosen", "rejected", "messages", "tools")  # columns that a model reads or writes
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # formats of the datasets library
+NUMBER = r"(True|False|-?(0|[1-9]\d*)(\.(0|\d*[1-9]))?(e[-+]?\d+)?)?"  # a cell that is one, or empty
 LINE = "a row as JSON"  # the one column of what was a JSON or CSV file
 
 
@@ -145,49 +144,31 @@ class RowFault(UserError):
         self.kind = re.sub(r"\d+|\(.*", "", why)
 
 
-def check(row: dict, *names: str) -> None:
-    """Raises RowFault unless these columns are all text or all lists of chat messages, and none is empty."""
-    if missing := [name for name in names if name not in row]:
-        raise UserError(f"the dataset has no column {missing[0]!r}: there are {', '.join(sorted(row))}")
-    values = [row[name] for name in names]
-    messages = [message for value in values if isinstance(value, list) for message in value]
-    right = all(isinstance(m, dict) and isinstance(m.get("role"), str) and
-                (isinstance(m.get("content"), str) or m.get("content") is None and m.get("tool_calls"))
-                and isinstance(m.get("tool_calls") or [], list) for m in messages)  # fmt: skip
-    if not (right and all(values) and {type(value) for value in values} in ({str}, {list})):
-        raise RowFault(row, f"needs {' and '.join(names)} as text, or all as chat messages of text, not empty")
-
-
 def read_splits(spec: str, *texts: str) -> dict:
-    """The splits that are not empty, each a datasets.Dataset; of JSON and CSV files one of lines. texts: names of
-    columns that are text in a CSV, besides TEXTS."""
+    """The splits that are not empty, each a datasets.Dataset; of JSON files one of LINE. texts: names of columns that
+    are text in a CSV, besides TEXTS."""
     import datasets  # slow to import, and the built-in tasks do without
 
     datasets.disable_progress_bars()
     path, (name, _, config) = Path(spec).expanduser(), spec.partition(":")
-    kind, saved = (
-        FILES.get(path.suffix.lower()),
-        {"dataset_dict.json", "state.json"} & {x.name for x in path.glob("*.json")},
-    )
-    kind = None if path.is_dir() else kind
+    kind = None if path.is_dir() else FILES.get(path.suffix.lower())
     if not path.exists() and (kind or "/" not in spec or spec[0] in "./~"):
         raise UserError(f"there is no task and no file {path}: give one that exists, or a hub dataset ORG/NAME")
     try:
         Path(datasets.config.HF_DATASETS_CACHE).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path if saved else datasets.config.HF_DATASETS_CACHE).close()
+        tempfile.TemporaryFile(dir=datasets.config.HF_DATASETS_CACHE).close()
     except OSError:  # where nothing can be written
         datasets.config.HF_DATASETS_CACHE = tempfile.mkdtemp()
-        datasets.disable_caching()
     try:
+        saved = any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
         files = {"train": [path]} if kind else {}
         if path.is_dir() and not saved:
             files = datasets.load_dataset_builder(str(path)).config.data_files
         if saved:
             found = datasets.load_from_disk(str(path))
-        elif files and {FILES.get(Path(x).suffix.lower()) for part in files.values() for x in part} <= {"json", "csv"}:
-            found = {str(name): as_lines([Path(x) for x in part], (*TEXTS, *texts)) for name, part in files.items()}
-        elif kind:
-            found = datasets.load_dataset(kind, data_files=str(path))
+        elif files and all(Path(file).suffix.lower() in FILES for part in files.values() for file in part):
+            read = partial(read_file, texts=(*TEXTS, *texts))
+            found = {str(name): datasets.concatenate_datasets([*map(read, part)]) for name, part in files.items()}
         else:
             found = datasets.load_dataset(str(path) if path.exists() else name, config or None)
         splits = found if isinstance(found, dict) else {"train": found}
@@ -200,55 +181,46 @@ def read_splits(spec: str, *texts: str) -> dict:
         raise UserError(f"cannot read the dataset {spec} ({reason}): give a readable file or hub name") from error
 
 
-def number(cell: str) -> str | int | float | None:
-    """The number or truth value where a cell is written as it would be ("007" and "1.10" are not), else its text."""
-    with contextlib.suppress(ValueError):
-        value = json.loads(cell.lower() if cell in ("True", "False") else cell)
-        if isinstance(value, bool) or isinstance(value, (int, float)) and json.dumps(value) == cell:
-            return value
-    return cell or None
-
-
-def rows_of(path: Path, texts: Sequence[str]) -> Iterator[dict]:
-    """The rows of a JSON Lines, JSON or CSV file as they stand there. A column of a CSV that is none of `texts` is
-    numbers where every cell is one. Raises ValueError that names the row."""
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        if path.suffix.lower() == ".csv":
-            csv.field_size_limit(2**31 - 1)  # bytes in a cell; the module's own is 128 KiB
-            words = set(texts)
-            for row in (table := csv.DictReader(file, strict=True)):
-                if None in row or None in row.values():
-                    raise ValueError(f"line {table.line_num} has more or fewer cells than the first one")
-                words |= {name for name, cell in row.items() if isinstance(number(cell), str)}
-            file.seek(0)
-            yield from ({name: cell or None if name in words else number(cell) for name, cell in row.items()}
-                        for row in csv.DictReader(file))  # fmt: skip
-            return
-        whole = file.read(100).lstrip()[:1] == "["
-        file.seek(0)
-        for i, row in enumerate(json.load(file) if whole else filter(str.strip, file), 1):
-            if not isinstance(row := row if whole else json.loads(row), dict):
-                raise ValueError(f"row {i} is no JSON object")
-            yield row
-
-
-def lines_of(paths: Sequence[str], texts: Sequence[str], stamps: Sequence) -> Iterator[dict]:
-    """Each row as JSON. It lacks no column that another row has. stamps: sizes and times, for the cache's key."""
-    names = dict.fromkeys(name for path in paths for row in rows_of(Path(path), texts) for name in row)
-    yield from ({LINE: json.dumps(names | row)} for path in paths for row in rows_of(Path(path), texts))
-
-
-def as_lines(paths: Sequence[Path], texts: Sequence[str]):
-    """The rows of files as a datasets.Dataset of one column, LINE. In Arrow a column has one type, dates become
-    datetimes, and rows get the names that others have."""
+def read_file(file: str | Path, texts: Sequence[str]):
+    """The rows of a file as they stand there, as a datasets.Dataset. A column of a CSV that is none of `texts` is
+    numbers or truth values where each cell is written as one: "007" and "1.10" are none. JSON becomes one column, LINE:
+    in Arrow each column has one type, and dates become datetimes."""
     from datasets import Dataset
 
-    given = {
-        "paths": tuple(map(str, paths)),
-        "stamps": tuple((x.st_size, x.st_mtime_ns) for x in (path.stat() for path in paths)),
-        "texts": tuple(texts),
-    }
-    return Dataset.from_generator(lines_of, gen_kwargs=given)
+    path = Path(file)
+    if (kind := FILES[path.suffix.lower()]) == "parquet":
+        return Dataset.from_parquet(str(path))
+    if kind == "json":
+        about = path.stat()
+        return Dataset.from_generator(
+            lines_of, gen_kwargs={"path": str(path), "stamp": (about.st_size, about.st_mtime_ns)}
+        )
+    import pandas  # comes with datasets
+
+    rows = pandas.read_csv(path, dtype=str, keep_default_na=False)
+    guess = pandas.read_csv(path, dtype_backend="numpy_nullable")  # with which whole numbers stay so beside empty cells
+    if not isinstance(rows.index, pandas.RangeIndex):
+        raise ValueError("a line has more cells than the first one")
+    for name in rows:
+        known = name not in texts and rows[name].str.fullmatch(NUMBER).all()
+        rows[name] = guess[name] if known else rows[name].where(rows[name] != "", None)
+    return Dataset.from_pandas(rows, preserve_index=False)
+
+
+def lines_of(path: str, stamp: tuple) -> Iterator[dict]:
+    """Each row of a JSON or JSON Lines file, as JSON, with all names that any row has. stamp: for the cache's key."""
+
+    def rows() -> Iterator[dict]:
+        with open(path, encoding="utf-8-sig") as file:
+            whole = file.read(100).lstrip()[:1] == "["
+            file.seek(0)
+            for number, row in enumerate(json.load(file) if whole else filter(str.strip, file), 1):
+                if not isinstance(row := row if whole else json.loads(row), dict):
+                    raise ValueError(f"row {number} is no JSON object")
+                yield row
+
+    names = dict.fromkeys(name for row in rows() for name in row)
+    yield from ({LINE: json.dumps(names | row)} for row in rows())
 
 
 def restored(row: dict, arrow: bool, columns: Sequence[str] = TEXTS) -> dict:
@@ -261,10 +233,8 @@ def restored(row: dict, arrow: bool, columns: Sequence[str] = TEXTS) -> dict:
         if isinstance(value, str) and name in ("arguments", "tool_calls", "tools"):
             value = json.loads(value or "{}")
         if isinstance(value, list) and name != "arguments":
-            texts = [
-                part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in value
-            ]
-            joined = name == "content" and all(isinstance(text, str) for text in texts)
+            texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") == "text"]
+            joined = name == "content" and len(texts) == len(value) and {*map(type, texts)} <= {str}
             return "".join(map(str, texts)) if joined else [read(part, name) for part in value]
         if not isinstance(value, dict) or name in ("arguments", "tools"):  # these say what they say
             return bare(value) if arrow else value

@@ -17,22 +17,13 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from utils.builtin import (
-    GSM8K,
-    LINE,
-    TEXTS,
-    RowFault,
-    check,
-    gsm8k_score,
-    procedural,
-    read_splits,
-    restored,
-    right_and_wrong,
-)
-from utils.core import UserError
+from utils.builtin import LINE, TEXTS, RowFault, gsm8k_score, procedural, read_splits, restored, right_and_wrong
+from utils.core import VERSION, RunArgs, UserError
 from utils.dist import rank
 
 HELDOUT = 256  # rows, at most
+GSM8K = "Solve the problem step by step. End with one line that holds #### and the answer as a number."
+OF_A_RUN = ("resume", "output_dir", "max_steps", "eval_every", "save_every")  # arguments that no row depends on
 
 
 class Task(NamedTuple):
@@ -111,7 +102,7 @@ def load_rows(spec: str, shaped: Callable[[dict], dict] = lambda row: row, promp
     def read(name: str) -> tuple[Any, list[str]]:
         """The rows of a split that can be used, and a hash of each prompt."""
         rows = splits[name].with_transform(transform)
-        kept, keys = sift(rows, prompt_hash, shaped)
+        kept, keys = sift(rows, prompt_hash, source(sift), source(restored), source(shaped))
         return rows.select(kept), keys
 
     name, other = named("train") or next(iter(splits)), named("test", "valid")
@@ -130,52 +121,87 @@ def load_rows(spec: str, shaped: Callable[[dict], dict] = lambda row: row, promp
     return train.select(kept), heldout.select(range(min(most, len(heldout))))
 
 
-def sift(rows, look: Callable[[dict], str], rule: Callable) -> tuple[list[int], list[str]]:
+def sift(rows, look: Callable[[dict], str], *key) -> tuple[list[int], list[str]]:
     """Numbers of the rows that `look` takes, and what it says of each. The others, for which it raises RowFault, are
-    counted by kind, and the first of each is shown. Of a dataset this stays in the library's cache, whose key is the
-    rows and all that `look` goes by: tokenizer, template, limits, and the source of `rule`, and of this file."""
-    source = [linecache.getlines(function.__code__.co_filename) for function in (sift, restored, rule)]
+    counted by kind, and the first of each is shown. Of a dataset this is kept on the disk, for the next start. key: all
+    that `look` goes by besides the row."""
 
-    def judged(row: dict) -> list[str]:
+    def judged(row: dict, read: Callable[[dict], dict] = lambda row: row) -> list[str]:
         try:
-            return [look({name: x for name, (x,) in transform({name: [x] for name, x in row.items()}).items()}), "", ""]
+            return [look(read(row)), "", ""]
         except RowFault as fault:
             return ["", fault.kind, str(fault)]
 
-    def looked(batch: dict, source: list) -> dict:
-        return {"each": [judged(dict(zip(batch, row))) for row in zip(*batch.values())]}
+    def shaped(row: dict) -> dict:
+        return {name: x for name, (x,) in transform({name: [x] for name, x in row.items()}).items()}
 
-    transform = dict if isinstance(rows, list) else rows.format["format_kwargs"]["transform"]
     if isinstance(rows, list):
         each = [judged(row) for row in rows]
     else:
-        plain = rows.with_format(None)
+        from datasets import config
+
+        transform, plain = rows.format["format_kwargs"]["transform"], rows.with_format(None)
+        digest = hashlib.blake2b(repr((rows._fingerprint, VERSION, key)).encode(), digest_size=16).hexdigest()
+        looked = lambda batch: {"each": [judged(dict(zip(batch, row)), shaped) for row in zip(*batch.values())]}  # noqa: E731
         found = plain.map(looked, batched=True, batch_size=100, remove_columns=plain.column_names,
-                          fn_kwargs={"source": source})  # fmt: skip
+                          new_fingerprint=digest,
+                          cache_file_name=f"{config.HF_DATASETS_CACHE}/plainrl-{digest}.arrow")  # fmt: skip
         each = found.data.column("each").to_pylist()
-    kept, faults = [i for i, (_, kind, _) in enumerate(each) if not kind], {}
-    for _, kind, fault in each:
-        if kind:
-            faults.setdefault(kind, []).append(fault)
-    first = "".join(some[0] for some in [*faults.values()][:1])
-    if first and not kept:
-        raise UserError(f"no row can be used, the first because {first}")
-    if first and rank() == 0:
-        print(f"{len(each) - len(kept)} of {len(each)} rows cannot be used and are dropped, the first because {first}")
-        print("".join(f"  {len(some)} of them: {some[0]}\n" for some in faults.values() if len(faults) > 1), end="")
+    kept, kinds = [i for i, (_, kind, _) in enumerate(each) if not kind], [kind for _, kind, _ in each if kind]
+    firsts = {kind: fault for _, kind, fault in reversed(each) if kind}
+    if kinds and not kept:
+        raise UserError(f"no row can be used, the first because {firsts[kinds[0]]}")
+    if kinds and rank() == 0:
+        print(f"{len(kinds)} of {len(each)} rows cannot be used and are dropped, the first because {firsts[kinds[0]]}")
+        print(
+            "".join(f"  {kinds.count(x)} of them: {firsts[x]}\n" for x in dict.fromkeys(kinds) if len(firsts) > 1),
+            end="",
+        )
     return kept, [each[i][0] for i in kept]
 
 
-def keep(rows, encode: Callable[[dict], Sequence], limit: float = math.inf):
-    """The rows that `encode` makes into tokens, the prompt's first, which are at most `limit`; others are dropped."""
+def source(function: Callable) -> list:
+    """The text of the function's file, and the plain values and arguments that it goes by."""
+    values = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    plain = [x for x in values if isinstance(x, (str, int, list))]
+    plain += [[x for x in vars(args).items() if x[0] not in OF_A_RUN] for args in values if isinstance(args, RunArgs)]
+    return [linecache.getlines(function.__code__.co_filename), plain]
+
+
+def keep(rows, encode: Callable[[dict], Sequence], limit: float, tokenizer, answers: Sequence[str] | None = None,
+         most: float = math.inf):  # fmt: skip
+    """The rows that `encode` makes into tokens, the prompt's first, which are at most `limit`; others are dropped.
+    answers: the columns with the completions that it encodes, where it does nothing but `encode_answers` with `most`:
+    then texts whose tokens need not be counted are not encoded."""
 
     def look(row: dict) -> str:
-        if (length := len(encode(row)[0])) > limit:
-            raise RowFault(row, f"has a prompt of {length} tokens, and {limit} are allowed")
+        if answers is None or not fits(row, answers, tokenizer, limit, most):
+            if (length := len(encode(row)[0])) > limit:
+                raise RowFault(row, f"has a prompt of {length} tokens, and {limit} are allowed")
         return ""
 
-    kept, _ = sift(rows, look, encode)
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    names = ("chat_template", "system_prompt", "raw_prompt", "template_kwargs")
+    told = [inner.to_str() if inner else repr(tokenizer), *(getattr(tokenizer, name, None) for name in names)]
+    kept, _ = sift(rows, look, source(sift), source(encode), told, limit, answers, most)
     return [rows[i] for i in kept] if isinstance(rows, list) else rows.select(kept)
+
+
+def fits(row: dict, answers: Sequence[str], tokenizer, limit: float, most: float) -> bool:
+    """Whether it is sure without tokens that the row can be used: few bytes, and a special token behind some text of
+    the prompt, so that nothing of it depends on what the completion is."""
+    prompt, plain = rendered(row, tokenizer)
+    if most_tokens(prompt, tokenizer) > limit:
+        return False
+    check_answers(row, given := [row.get(name) for name in answers])
+    wholes = [rendered(row, tokenizer, answer)[0] for answer in given]
+    special = tokenizer.all_special_tokens
+    begin = prompt[: max(map(prompt.rfind, special))] if given and not plain else ""
+    for token in special:
+        begin = begin.replace(token, "")
+    return not given or bool(begin.strip()) and len({*wholes}) == len(wholes) and all(
+        len(prompt) < len(whole) and whole.startswith(prompt) and "</think>" not in whole[len(prompt) :]
+        and most_tokens(whole, tokenizer) <= most for whole in wholes)  # fmt: skip
 
 
 def usable(task: Task, model, tokenizer, args) -> Task:
@@ -184,17 +210,14 @@ def usable(task: Task, model, tokenizer, args) -> Task:
     if (room := context - args.max_completion_length) < 1:
         raise UserError(f"the model's {context} tokens leave no room for prompts: lower --max-completion-length")
     limit = min(n for n in (room, args.max_prompt_length) if n is not None)
-
-    def encode(row: dict) -> Sequence:
-        fits = most_tokens(rendered(row, tokenizer)[0], tokenizer) <= limit
-        return [[] if fits else encode_prompt(row, tokenizer)]
-
-    return keep_rows(task, encode, limit, "lower --max-completion-length")
+    how = dict(limit=limit, tokenizer=tokenizer, answers=())
+    return keep_rows(task, lambda row: [encode_prompt(row, tokenizer)], "lower --max-completion-length", **how)
 
 
-def keep_rows(task: Task, encode: Callable[[dict], Sequence], limit: float, remedy: str) -> Task:
+def keep_rows(task: Task, encode: Callable[[dict], Sequence], remedy: str, limit: float, tokenizer,
+              answers: Sequence[str] | None = None) -> Task:  # fmt: skip
     """The task with the rows that `keep` keeps. Raises UserError for an endless one of which some cannot be used."""
-    heldout, rows = (rows and keep(rows, encode, limit) for rows in (task.heldout, task.rows))
+    heldout, rows = (rows and keep(rows, encode, limit, tokenizer, answers) for rows in (task.heldout, task.rows))
     if rows is not None:
         return task._replace(rows=rows, train=epochs(rows), heldout=heldout)
     if len(heldout) < len(task.heldout):  # nothing can be dropped of what is drawn without end
@@ -210,6 +233,19 @@ def epochs(rows: Sequence) -> Callable[[int, int], dict]:
         return random.Random(f"{seed}/{epoch}").sample(range(len(rows)), len(rows))
 
     return lambda index, seed: rows[order(index // len(rows), seed)[index % len(rows)]]
+
+
+def check(row: dict, *names: str) -> None:
+    """Raises RowFault unless these columns are all text or all lists of chat messages, and none is empty."""
+    if missing := [name for name in names if name not in row]:
+        raise UserError(f"the dataset has no column {missing[0]!r}: there are {', '.join(sorted(row))}")
+    values = [row[name] for name in names]
+    messages = [message for value in values if isinstance(value, list) for message in value]
+    right = all(isinstance(m, dict) and isinstance(m.get("role"), str) and
+                (isinstance(m.get("content"), str) or m.get("content") is None and m.get("tool_calls"))
+                and isinstance(m.get("tool_calls") or [], list) for m in messages)  # fmt: skip
+    if not (right and all(values) and {type(value) for value in values} in ({str}, {list})):
+        raise RowFault(row, f"needs {' and '.join(names)} as text, or all as chat messages of text, not empty")
 
 
 def present(row: dict, tokenizer) -> str | list[dict]:
@@ -289,12 +325,7 @@ def encode_answers(row: dict, answers: Sequence, tokenizer, eos: list[int], most
     is none. An answer begins where the prompt with it differs from the prompt alone, and all begin where the first of
     them does: a token across the seam, or what a template puts behind the prompt alone (`<think>`), belongs to the
     answers. Raises RowFault where two are equal in what `most` tokens leave of them."""
-    for answer in answers:
-        if isinstance(answer, list):
-            last = answer[0] if [message["role"] for message in answer] == ["assistant"] else {}
-            answer = last.get("content") or last.get("tool_calls")
-        if not answer:
-            raise RowFault(row, "needs a completion: text, or one message of the assistant's, all before it the prompt")
+    check_answers(row, answers)
     prompt, wholes = encode_prompt(row, tokenizer), [encode_prompt(row, tokenizer, answer) for answer in answers]
     cut, ends = min(shared(prompt, whole) for whole in wholes), []
     if set(prompt[:cut]) <= set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}:
@@ -306,6 +337,15 @@ def encode_answers(row: dict, answers: Sequence, tokenizer, eos: list[int], most
     if len(ends) == 2 and ends[0][: most and most - cut] == ends[1][: most and most - cut]:
         raise RowFault(row, f"has answers that are equal in their first {most} tokens, the prompt's included")
     return prompt[:cut], *ends
+
+
+def check_answers(row: dict, answers: Sequence) -> None:
+    for answer in answers:
+        if isinstance(answer, list):
+            last = answer[0] if [message["role"] for message in answer] == ["assistant"] else {}
+            answer = last.get("content") or last.get("tool_calls")
+        if not answer:
+            raise RowFault(row, "needs a completion: text, or one message of the assistant's, all before it the prompt")
 
 
 def until_eos(tokens: list[int], tokenizer, eos: list[int]) -> list[int]:
