@@ -1,6 +1,7 @@
 """How a row becomes tokens: the seam between prompt and completion, under the rules of real tokenizers."""
 
 import csv
+import itertools
 import json
 import shutil
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import utils.lm
-from algos import grpo, reward_model, sft
+from algos import dpo, grpo, reward_model, sft
 from algos.sft import from_messages, load_demonstrations
 from utils import data
 from utils.core import UserError
@@ -322,6 +323,36 @@ def nfkc() -> PreTrainedTokenizerFast:
     made = qwen()
     made.backend_tokenizer.normalizer = normalizers.NFKC()
     return made
+
+
+TEXTS = ("4", "\nYes.", " is 4", "\uff1a" * 9, "</think>4", "<|im_end|>", "  ", "a" * 50)
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, THINKING, None, "{{ messages[0].content }}", CHATML + "{{ messages|length }}"]
+)
+@pytest.mark.parametrize("most", [30, 200])
+def test_texts_that_are_not_encoded_would_have_been_taken(template, most):
+    """Where `fits` says so, no token is over the limit, and none of the prompt's depends on what the completion is."""
+    tokenizer, sure = qwen(template), 0
+    for prompt, chosen, rejected in itertools.product(TEXTS, repeat=3):
+        row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        if data.fits(row, ("chosen", "rejected"), tokenizer, 100, most):
+            begun, *ends = encode_answers(row, [chosen, rejected], tokenizer, [tokenizer.eos_token_id], most)
+            assert len(begun) <= 100 and all(len(begun) + len(end) <= most + 1 for end in ends)
+            assert begun == encode_prompt(row, tokenizer)
+            sure += 1
+    assert (sure > 100) == (template in (CHATML, THINKING) and most == 200)
+
+
+def test_what_an_encoder_goes_by_is_in_the_key():
+    """But not what only a run goes by: the next start and a resumed one find what was found."""
+
+    def key(**changed):
+        args = dpo.Args(**changed)
+        return data.source(lambda row: args.max_length)
+
+    assert key() == key(resume="run", max_steps=9) != key(max_length=7)
 
 
 def test_what_was_found_in_rows_is_found_again_until_something_changes(tmp_path, own_cache, monkeypatch):

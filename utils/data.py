@@ -153,10 +153,8 @@ def sift(rows, look: Callable[[dict], str], *key) -> tuple[list[int], list[str]]
         raise UserError(f"no row can be used, the first because {firsts[kinds[0]]}")
     if kinds and rank() == 0:
         print(f"{len(kinds)} of {len(each)} rows cannot be used and are dropped, the first because {firsts[kinds[0]]}")
-        print(
-            "".join(f"  {kinds.count(x)} of them: {firsts[x]}\n" for x in dict.fromkeys(kinds) if len(firsts) > 1),
-            end="",
-        )
+        for kind in dict.fromkeys(kinds) if len(firsts) > 1 else ():
+            print(f"  {kinds.count(kind)} of them: {firsts[kind]}")
     return kept, [each[i][0] for i in kept]
 
 
