@@ -21,7 +21,7 @@ from torch import nn
 
 from algos import ppo
 from algos.ppo import Agent, Statistics
-from utils.control import make_vector
+from utils.control import Plain, make_vector
 from utils.core import read_checkpoint
 
 FUNCTIONS = "update", "collect", "ppo_loss", "gae", "act_in_evaluation"
@@ -349,7 +349,7 @@ def rollout(space, agent=None, normalize=False, rounds=1):
     """The last of `rounds` batches of six steps of the two scripts, and what else there is to look at."""
     scripts = iter(SCRIPTS)
     args = ppo.Args(num_envs=2, num_steps=6, gamma=0.9)
-    envs, obs = make_vector(lambda: Script(next(scripts), space), args, 0)
+    envs, obs = make_vector(lambda: Plain(Script(next(scripts), space)), args, 0)
     statistics = Statistics(2, 2, 0.9, normalize)
     statistics.observe(obs, count=True)
     agent = agent or linear_agent(2, space).float()

@@ -11,7 +11,7 @@ from test_exact_ppo import BINARY, DISCRETE, GAUSSIAN, MULTI, NEXT, OBS, REWARDS
 
 from algos import ppo, ppo_atari, ppo_lstm
 from algos.ppo import Statistics
-from utils.control import make_vector
+from utils.control import Plain, make_vector
 
 H, T, N, D = 5, 7, 4, 3
 SPACES = pytest.mark.parametrize("space", [DISCRETE, MULTI, GAUSSIAN], ids=["discrete", "multi", "gaussian"])
@@ -100,7 +100,7 @@ def rollout(space, memory: bool = True, rounds: int = 1):
     scripts = iter(SCRIPTS)
     sizes = dict(num_envs=2, num_steps=6, num_minibatches=1, update_epochs=1, ent_coef=0.0)
     args = ppo_lstm.Args(**sizes, memory=memory)
-    envs, obs = make_vector(lambda: Script(next(scripts), space), args, 0)
+    envs, obs = make_vector(lambda: Plain(Script(next(scripts), space)), args, 0)
     agent, statistics = make_agent(space, 2).float(), Statistics(2, 2, 0.99, False)
     state, generator, batches = agent.empty(2), torch.Generator().manual_seed(0), []
     for _ in range(rounds):

@@ -169,7 +169,7 @@ def test_a_run_begins_with_the_flow_of_another(tmp_path, monkeypatch, capsys):
     run = new_run(reinflow, tmp_path / "runs", *ours, "--init", start)
     rates = [row["learning_rate"] for row in metrics(run)]
     close(rates, [3e-4 * (1 - i / len(rates)) for i in range(len(rates))])
-    command_line(reinflow, "--resume", run, "--init", "gone")
+    command_line(reinflow, "--resume", run, "--init", "gone", "--total-timesteps", 192)
     theirs, now = (checkpoint(folder)["agent"] for folder in (start, run))
     assert theirs
     for name, weight in theirs.items():

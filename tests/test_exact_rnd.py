@@ -31,7 +31,7 @@ from test_exact_ppo import (
 from torch import nn
 
 from algos import ppo, rnd
-from utils.control import make_vector
+from utils.control import Plain, make_vector
 
 K = 3  # features
 SPACES = pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def rollout(space=DISCRETE, normalize: bool = False, rounds: int = 1, steps: int
     """Steps of the two scripts of test_exact_ppo.py, whose episodes end in every way."""
     scripts = iter(SCRIPTS)
     args = rnd.Args(num_envs=2, num_steps=steps)
-    envs, obs = make_vector(lambda: Script(next(scripts), space), args, 0)
+    envs, obs = make_vector(lambda: Plain(Script(next(scripts), space)), args, 0)
     statistics, agent = rnd.Statistics(2, 2, 0.9, normalize), linear_agent(2, space).float()
     statistics.observe(obs, count=True)
     for _ in range(rounds):

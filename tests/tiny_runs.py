@@ -109,6 +109,7 @@ def world() -> Path:
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "turns.py").write_text(ENVIRONMENTS)
     rows = [{"prompt": f"S{i}:", "question": f"S{i}{i}:", "completion": f"{i}"} for i in range(10, 30)]
+    rows = [row | {"chosen": row["completion"], "rejected": "9"} for row in rows]
     (folder / "rows.jsonl").write_text(jsonl(rows))
     rows = [{"prompt": f"S{i}:", "chosen": f"{i}", "rejected": f"{i + 1}", "margin": i} for i in range(10, 30)]
     (folder / "margins.jsonl").write_text(jsonl(rows))

@@ -82,7 +82,8 @@ class Plain(gym.Wrapper):
             if len(numbers) != count:
                 raise ValueError
             if not {*map(type, numbers)} <= PLAIN:
-                numbers = [float(np.asarray(x).item()) for x in numbers]
+                reward, *ends = [float(np.asarray(x).item()) for x in numbers]
+                numbers = [reward, *map(bool, ends)]
             obs = typed(self.observation_space, obs)
         except (TypeError, ValueError, LookupError, OverflowError) as error:
             right = f"({right}) with an observation of {self.observation_space}"

@@ -332,7 +332,8 @@ def encode_answers(row: dict, answers: Sequence, tokenizer, eos: list[int], most
         ends.append(until_eos(whole[cut:], tokenizer, eos))
         if len(whole) == cut or "</think>" in str(answer) and "</think>" not in tokenizer.decode(ends[-1]):
             raise RowFault(row, "has a completion of which the chat template leaves nothing, or drops the reasoning")
-    if len(ends) == 2 and ends[0][: most and most - cut] == ends[1][: most and most - cut]:
+    room = most and max(0, most - cut)
+    if len(ends) == 2 and room != 0 and ends[0][:room] == ends[1][:room]:
         raise RowFault(row, f"has answers that are equal in their first {most} tokens, the prompt's included")
     return prompt[:cut], *ends
 

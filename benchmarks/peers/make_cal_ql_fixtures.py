@@ -23,7 +23,8 @@ from benchmarks.peers import make_cql_fixtures as base  # noqa: E402
 from benchmarks.peers.offline_corl import corl_module  # noqa: E402
 
 PATH = ROOT / "tests/fixtures/cal_ql.safetensors"
-SMALL = SimpleNamespace(rewards=np.array([5.0, 1, 2, 3, 0, 4]), starts=np.array([0, 1, 3]))  # the second is cut off
+SMALL = SimpleNamespace(rewards=np.array([5.0, 1, 2, 3, 0, 4]), starts=np.array([0, 1, 3]),
+                        lengths=lambda: np.array([1, 2, 3]))  # fmt: skip  # the second is cut off
 
 
 def make_returns() -> np.ndarray:
