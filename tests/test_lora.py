@@ -1,6 +1,7 @@
 """LoRA: which weights are held in which precision, and that what is saved is what was trained."""
 
 import copy
+import json
 import sys
 
 import pytest
@@ -9,9 +10,10 @@ from architectures import make
 from helpers import SMALL, command_line, metrics, new_run, user_error
 from transformers import AutoModelForCausalLM
 
-from algos import grpo
+from algos import grpo, reward_model
 from utils.core import UserError
 from utils.lm import load_model, save_model
+from utils.rewards import RewardModel
 
 peft = pytest.importorskip("peft", reason="not run: peft is not installed")
 IDS = torch.arange(2, 22)[None]
@@ -93,6 +95,21 @@ def test_layers_that_cannot_have_adapters(modules, words):
     """The shipped model has one weight for both ends: adapters of the head, merged, would move the embeddings."""
     with pytest.raises(UserError, match=words):
         load_model(grpo.Args(lora_rank=2, lora_modules=modules))
+
+
+def test_a_reward_model_s_adapters_are_not_left_out(tmp_path):
+    """Their folder loads as if they were there."""
+    args = reward_model.Args(lora_rank=2)
+    model, tokenizer = reward_model.load_member(1, "cpu", args)
+    reward_model.save_model(model, tokenizer, tmp_path / "model", args)
+    adapter = tmp_path / "model" / "adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": str(tmp_path / "model")})
+    )
+    tokenizer.save_pretrained(adapter)
+    with pytest.raises(UserError, match="holds LoRA adapters"):
+        RewardModel(str(adapter), "cpu")
 
 
 @pytest.mark.parametrize("begun, then", [

@@ -19,7 +19,7 @@ from torch import Tensor
 from utils.core import UserError, find_users_code, rng_state, set_rng_state
 from utils.data import Task, encode_prompt, present, shared, until_eos
 from utils.dist import Samples, gathered, mean, share
-from utils.lm import sample_all
+from utils.lm import UNREADABLE, check_whole, sample_all
 
 SCORED_AT_ONCE = 64  # sequences in one forward pass of a reward model
 
@@ -50,6 +50,8 @@ def set_padding(model, tokenizer) -> None:
     """Pads on the right with a token that the tokenizer and the configuration agree on. Decoders are pooled at the last
     token whose id is not that of padding: where it was EOS, the score would be read one token earlier. GPT-2, which has
     no special token but EOS, pads with it."""
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no EOS, which ends an answer that is scored: give a model with one")
     config = model.config.get_text_config()
     special = sorted((i for i, token in tokenizer.added_tokens_decoder.items() if token.special), reverse=True)
     ids = [config.pad_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, *special]
@@ -89,10 +91,11 @@ class RewardModel:
             self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
             self.model, found = AutoModelForSequenceClassification.from_pretrained(
                 path, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True)  # fmt: skip
-        except (OSError, ValueError, ImportError) as error:
+        except UNREADABLE as error:
             raise UserError(f"{wrong} ({str(error).partition(chr(10))[0]})") from error
         if found["missing_keys"] or self.model.config.num_labels != 1:  # a missing head would be drawn at random
             raise UserError(f"{wrong}: it must be a sequence classifier with one label, as reward_model.py trains it")
+        check_whole(path, self.model, found)
         set_padding(self.model.to(device).eval(), self.tokenizer)
         self.model.config.get_text_config().use_cache = False  # keys and values would outweigh the model
 
