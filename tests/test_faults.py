@@ -288,23 +288,6 @@ def without_a_layer(folder: Path) -> None:
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
 
 
-MODELS = {  # what happened to the folder, and a word of the sentence
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
-    "a layer lacks": (without_a_layer, "lacks weights"),
-    "no tokenizer": (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "tokenizer"),
-    "no configuration": (lambda folder: (folder / "config.json").unlink(), "model_type"),
-}
-
-
-@pytest.mark.parametrize("fault", MODELS)
-def test_a_model_folder_that_is_not_whole(fault, tmp_path):
-    folder = shutil.copytree(TINY_MODEL, tmp_path / "mine")
-    damage, word = MODELS[fault]
-    damage(folder)
-    with pytest.raises(UserError, match=f"the model {folder}.*{word}"):
-        load_model(grpo.Args(model=str(folder)))
-
-
 def adapters_alone(folder: Path) -> None:
     """As peft and TRL save them: beside a configuration that names the base."""
     peft = pytest.importorskip("peft", reason="not run: peft is not installed")

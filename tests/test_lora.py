@@ -36,13 +36,15 @@ def dtypes(model, trained: bool) -> set[torch.dtype]:
     ("bfloat16", False, torch.bfloat16), ("float32", True, torch.float32),
 ])  # fmt: skip
 @torch.no_grad()
-def test_what_is_saved_is_what_was_trained(folder, precision, products, base, tmp_path, processor):
+def test_what_is_saved_is_what_was_trained(folder, precision, products, base, tmp_path, processor, capsys):
     """The frozen base has the bytes that autocast would make anew for every token, adapters are float32, and the merged
     model and the adapters on the base give the logits of the trained one. All are float32 here, so only the order of
     sums differs: 1e-5; merged in bfloat16 they would differ by 1e-2."""
     processor(products)
     args = grpo.Args(model=folder, precision=precision, lora_rank=2)
     model, tokenizer = load_model(args)
+    said = "float32: this processor has no bfloat16 products" in capsys.readouterr().out
+    assert said == (precision is None and not products)
     assert dtypes(model, False) == {base} and dtypes(model, True) == {torch.float32}
     torch.manual_seed(0)
     for name, p in model.named_parameters():

@@ -1,10 +1,9 @@
-"""Six faults that a review found in the language scripts, as the command lines that showed them. Prompts that are too
+"""Five faults that a review found in the language scripts, as the command lines that showed them. Prompts that are too
 long are in test_text.py (test_long_prompts_are_left_out_before_the_first_step)."""
 
 import importlib
 
 import pytest
-import torch
 from architectures import make
 from helpers import SMALL, command_line, new_run, user_error, write_rows
 from test_text import CHATML, THINKING, qwen, sentencepiece
@@ -54,22 +53,3 @@ def test_models_that_score_otherwise_than_they_sample_stop_at_once(name, more, t
     with user_error(capsys, "sampler_gap is", "tokens are not scored as they were sampled"):
         command_line(grpo, *SMALL["grpo"], "--model", tmp_path / "model", "--max-completion-length", 8,
                      "--output-dir", tmp_path / "runs")  # fmt: skip
-
-
-@pytest.mark.parametrize("products, frozen", [(True, torch.bfloat16), (False, torch.float32)])
-def test_lora_holds_what_it_does_not_train_as_the_processor_takes_it(products, frozen, tmp_path, monkeypatch, capsys,
-                                                                     processor):  # fmt: skip
-    """Without a flag: in bfloat16, for autocast would cast float32 anew for every token; in float32, and said so, where
-    there are no products in bfloat16."""
-    processor(products)
-    pytest.importorskip("peft", reason="not run: peft is not installed")
-    found, update = set(), grpo.update
-
-    def seen(model, *rest):
-        found.update((p.requires_grad, p.dtype) for p in model.parameters())
-        return update(model, *rest)
-
-    monkeypatch.setattr(grpo, "update", seen)
-    new_run(grpo, tmp_path, *SMALL["grpo"], "--lora-rank", 2, "--max-completion-length", 8, "--max-steps", 1)
-    assert found == {(False, frozen), (True, torch.float32)}
-    assert ("float32: this processor has no bfloat16 products" in capsys.readouterr().out) != products
