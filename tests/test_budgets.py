@@ -14,15 +14,15 @@ from utils.eject import eject
 
 UTILS = sorted(path for path in (ROOT / "utils").glob("*.py") if path.stem != "__init__")
 EJECTED = {  # all lines
-    "ppo": (1020, 800), "sac": (950, 740), "dqn": (865, 680), "dt": (1075, 760), "iql": (1150, 820),
-    "dpo": (2065, 1250), "rloo": (2105, 1250), "grpo": (2140, 1300),
+    "ppo": (1025, 800), "sac": (955, 740), "dqn": (865, 680), "dt": (1075, 760), "iql": (1150, 820),
+    "dpo": (2070, 1250), "rloo": (2110, 1250), "grpo": (2145, 1300),
 }  # fmt: skip
 LATER = len(SPECS) - 45  # each later script may add 100 lines for its peer
 CODE = {  # lines of code of all Python files in a folder, of which those of another are another's
-    "utils": (1820, 1600), "tests": (26050, 26000), "benchmarks": (2950, 2950),
+    "utils": (1825, 1600), "tests": (26060, 26000), "benchmarks": (2950, 2950),
     "benchmarks/peers": (2900 + 100 * LATER, 2900 + 100 * LATER),
 }  # fmt: skip
-LARGEST = {"lm": 307, "data": 290, "core": 270}  # of a file in utils; the aim is 230
+LARGEST = {"lm": 310, "data": 290, "core": 270}  # of a file in utils; the aim is 230
 
 
 @cache

@@ -18,7 +18,7 @@ from algos.sft import from_messages, load_demonstrations
 from utils import data
 from utils.core import UserError
 from utils.data import RowFault, encode_answers, encode_prompt, load_rows, load_task, most_tokens, usable
-from utils.lm import TINY_MODEL, PolicyArgs, save_model, with_flags
+from utils.lm import TINY_MODEL, PolicyArgs, save_model, tell_ends, with_flags
 from utils.rewards import encode_scored
 
 CHATML = (
@@ -434,8 +434,9 @@ def test_another_eos_ends_what_is_trained_and_is_saved(tmp_path):
 def test_a_template_that_ends_turns_by_another_token_is_warned_of(template, eos, more, warned, capsys):
     """A model would learn both tokens, and stop at the second alone."""
     tokenizer = qwen(template)
-    ends = more and tokenizer.convert_tokens_to_ids(more)
-    shown(tokenizer, SimpleNamespace(generation_config=GenerationConfig(eos_token_id=ends)), eos_token=eos)
+    model = SimpleNamespace(generation_config=GenerationConfig())
+    model.generation_config.eos_token_id = more and tokenizer.convert_tokens_to_ids(more)
+    tell_ends(shown(tokenizer, model, eos_token=eos), model.generation_config.eos_token_id)
     assert ("--eos-token '<|im_end|>'" in capsys.readouterr().out) == warned
 
 

@@ -298,6 +298,7 @@ class Run:
         from safetensors.torch import save_file
 
         self.bar.close()
+        self.open()  # where no step was to be done
         if self.writes:
             (self.dir / "model").mkdir(exist_ok=True)
         weights(self.dir / "model") if callable(weights) else save_file(weights, self.dir / "model/model.safetensors")

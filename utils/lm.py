@@ -107,7 +107,10 @@ def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen:
     if args.gradient_checkpointing and not frozen:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = model.to(device)
-    return shard(model, args.precision == "bfloat16") if args.fsdp else model, with_flags(tokenizer, model, args)
+    tokenizer = with_flags(tokenizer, model, args)
+    if not frozen:
+        tell_ends(tokenizer, model.generation_config.eos_token_id)
+    return shard(model, args.precision == "bfloat16") if args.fsdp else model, tokenizer
 
 
 def check_whole(path: str, model, found: dict, may_lack: int = 0) -> None:
@@ -161,15 +164,18 @@ def with_flags(tokenizer, model, args):
     more = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None}
     model.generation_config.eos_token_id = sorted(ends)
-    if tokenizer.chat_template and hasattr(args, "eos_token") and rank() == 0:
-        with contextlib.suppress(Exception):  # a template raises what it likes, and may want other messages
-            said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "9753"}]
-            tail = tokenizer.apply_chat_template(said, tokenize=False).rpartition("9753")[2]
-            behind = [token for token in tokenizer.tokenize(tail) if token in tokenizer.all_special_tokens]
-            if behind and not ends & {*tokenizer.convert_tokens_to_ids(behind)}:
-                print(f"warning: the chat template ends an answer by {behind[0]}, and this tokenizer by {own}: "
-                      f"--eos-token '{behind[0]}' if the model is to stop there")  # fmt: skip
     return tokenizer
+
+
+def tell_ends(tokenizer, eos: list[int]) -> None:
+    """Warns where the chat template ends an answer by another token than those of `eos`."""
+    with contextlib.suppress(Exception):  # without a template, or one that wants other messages
+        said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "9753"}]
+        tail = tokenizer.apply_chat_template(said, tokenize=False).rpartition("9753")[2]
+        behind = [token for token in tokenizer.tokenize(tail) if token in tokenizer.all_special_tokens]
+        if behind and not {*eos} & {*tokenizer.convert_tokens_to_ids(behind)} and rank() == 0:
+            print(f"warning: the chat template ends an answer by {behind[0]}, and this tokenizer by "
+                  f"{tokenizer.eos_token}: --eos-token '{behind[0]}' if the model is to stop there")  # fmt: skip
 
 
 def resolve(model, args, presets: dict[str, dict]) -> str:
