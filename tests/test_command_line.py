@@ -13,6 +13,7 @@ import pytest
 import transformers  # noqa: F401
 from every_script import every_script
 from helpers import SMALL, assert_one_sentence, command_line, metrics, runs_in, start, user_error, write_rows
+from test_faults import without_a_layer
 
 from algos import grpo, sft
 from utils.lm import TINY_MODEL
@@ -145,14 +146,18 @@ def test_good_files_are_accepted(files):
     assert [len(metrics(folder)) for folder in runs_in(Path("made"))] == [2, 1]
 
 
-def test_a_process_of_its_own(tmp_path):
-    """From another folder, where a project on PYTHONPATH has a package `utils`."""
+@pytest.mark.parametrize("args, words", [("--task sorting", ["file sorting", "hub dataset"]),
+                                         ("--model mine", ["mine lacks weights"])])  # fmt: skip
+def test_a_process_of_its_own(args, words, tmp_path):
+    """From another folder, where a project on PYTHONPATH has a package `utils`. No library's report stands before the
+    sentence."""
     (tmp_path / "utils").mkdir()
     (tmp_path / "utils" / "__init__.py").touch()
-    process = start("grpo", "--task", "sorting", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    without_a_layer(shutil.copytree(TINY_MODEL, tmp_path / "mine"))
+    process = start("grpo", *args.split(), cwd=tmp_path, PYTHONPATH=str(tmp_path))
     out, err = process.communicate(timeout=100)
     assert process.returncode == 2, err
-    assert_one_sentence(err, "file sorting", "hub dataset")
+    assert_one_sentence(err, *words)
     assert out == "" and not (tmp_path / "runs").exists()
 
 

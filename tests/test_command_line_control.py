@@ -206,6 +206,16 @@ def test_evaluate_needs_a_run(trained, tmp_path, capsys):
             command_line(ppo, flag, folder)
 
 
+def test_a_run_is_resumed_or_evaluated_and_what_differs_is_told(trained, tmp_path, capsys):
+    """On stderr, for the score stands alone on stdout. A run of no steps is a run."""
+    folder = trained("ppo-cartpole")
+    with user_error(capsys, "--resume goes on", "--evaluate scores"):
+        command_line(ppo, "--resume", folder, "--evaluate", folder)
+    command_line(ppo, "--evaluate", folder, "--no-normalize")
+    assert "changed on --evaluate: {'normalize': False}" in capsys.readouterr().err
+    assert (new_run(CONTROL["sac"], tmp_path, "--total-timesteps", 0, "--eval-episodes", 0) / "config.json").exists()
+
+
 def test_what_differs_on_resume_is_printed(trained, tmp_path, capsys):
     folder = shutil.copytree(trained("ppo-cartpole"), tmp_path / "copy")
     capsys.readouterr()

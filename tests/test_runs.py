@@ -2,6 +2,7 @@
 
 import builtins
 import importlib
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -302,14 +303,16 @@ def test_a_gguf_file_is_a_model(tmp_path, monkeypatch):
     assert "quantization_config" not in json.loads((tmp_path / "model/config.json").read_text())
 
 
-@pytest.mark.parametrize("args, left", [(grpo.Args(), 15), (sac.Args(learning_starts=12), 7)], ids=["grpo", "sac"])
-def test_a_run_says_how_long_it_takes(args, left, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("args, left, tick, speed", [
+    (grpo.Args(), 15, 4, "2.5"), (sac.Args(learning_starts=12), 7, 4, "2.5"), (grpo.Args(), 0, 0.005, "2,000")
+])  # fmt: skip
+def test_a_run_says_how_long_it_takes(args, left, tick, speed, tmp_path, monkeypatch, capsys):
     """Once, after its first steps, also into a file: from the second row of this process on at that row's speed, and
     from the second one on in which it learns."""
-    clock = iter(range(0, 1000, 4))  # each look at it takes 4 seconds
+    clock = itertools.count(0, tick)  # each look at it takes so many seconds
     monkeypatch.setattr("utils.core.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     run = Run(replace(args, output_dir=str(tmp_path)), "grpo", "sort", 50, ("reward",))
     for step in (0, 2, 12, 22, 32):
         run.log(step, **{"time/tokens_per_second": 7.0})
     said = re.findall(".* to go", capsys.readouterr().out)
-    assert said == [f"2.5 steps, 7 tokens a second, about 0:00:{left:02} to go"]
+    assert said == [f"{speed} steps, 7 tokens a second, about 0:00:{left:02} to go"]
