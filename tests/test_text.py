@@ -260,11 +260,11 @@ def test_other_columns_reach_a_reward_as_they_stand_there(name, tmp_path, own_ca
 
 
 def test_numbers_of_a_csv(tmp_path, own_cache):
-    """Where every cell is written as its number would be; an empty one is None."""
+    """Where every cell is written as its number would be; an empty one is None. A prompt is text."""
     columns = {"whole": [1, 20, None], "real": [0.5, None, 3.0], "zeros": ["007", "7", None],
                "flag": [True, False, None], "version": ["1.1", "1.10", "2"],
                "date": ["2024-01-02", None, "x"]}  # fmt: skip
-    rows = [{"prompt": f"{i}?"} | {name: values[i] for name, values in columns.items()} for i in range(3)]
+    rows = [{"prompt": f"{i}"} | {name: values[i] for name, values in columns.items()} for i in range(3)]
     task = load_task(write_table(tmp_path / "rows.csv", rows))
     assert sorted(map(str, [*task.rows, *task.heldout])) == sorted(map(str, rows))
     for text in ("prompt,a\n1,2,3\n", 'prompt,a\n1,"2\n'):
