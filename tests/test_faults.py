@@ -198,6 +198,16 @@ def test_files_of_a_run_that_are_lost_or_cut_off(name, share, reference, stopped
     assert recovered(Walk(), stopped, reference)
 
 
+def test_a_longer_run_that_was_killed_at_its_end_comes_to_it(reference, tmp_path, monkeypatch):
+    """Though its picture was there from the shorter one."""
+    folder = shutil.copytree(reference, tmp_path / "copy")
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Run, "finish", lambda *_: 1 / 0)
+        command_line(Walk(), "--resume", folder, "--max-steps", 10)
+    command_line(Walk(), "--resume", folder)
+    assert len(metrics(folder)) == 10 and (folder / "curve.png").exists()
+
+
 def test_rows_that_are_lost(stopped):
     """The run goes on, and its file is not filled up with zeros."""
     (stopped / "metrics.jsonl").unlink()
