@@ -4,12 +4,17 @@
     python benchmarks/planted_bugs.py run --only NAME ... --no-unedited     these alone, without all tests before
     python benchmarks/planted_bugs.py same             the edits that change nothing, all at once
     python benchmarks/planted_bugs.py show             the score, and benchmarks/results/planted_bugs.json
+    python benchmarks/planted_bugs.py operators ppo --number 25 --seed 1    mutants of one script (tests/operators.py)
 
 A bug is planted in every script and every file of utils/ that holds its text, one file at a time. It is caught there
 when a fast test fails, in LIMIT seconds, of those that the script's spec names (of utils/: tests/specs/utils_bugs.py);
 learning curves, slow tests, and tests that compare sources or stored pages are not among them. Before the bugs, the
 copy must pass unedited; the edits that change nothing must pass all of those tests. Results are appended to
-benchmarks/results/planted_bugs.jsonl; the last row of a bug in a file counts.
+benchmarks/results/planted_bugs.jsonl; the last row of a bug in a file counts. Limits are in seconds of one core's work,
+so that a busy machine changes no outcome. "late": the limit came before a failure, which does not count as caught.
+
+A mutant's tests are those of its script. "hangs": one of them takes five seconds and ten times what it takes unedited,
+which counts as caught. Its rows stand in benchmarks/results/operators.jsonl.
 """
 
 import hashlib
@@ -18,25 +23,33 @@ import linecache
 import multiprocessing
 import os
 import re
+import resource
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import suppress
+from dataclasses import asdict, fields
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import pytest
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from tests.operators import Mutant, drawn  # noqa: E402
 from tests.specs import SPECS, Bug, sources  # noqa: E402
 from tests.specs.utils_bugs import BUGS as UTILS_BUGS  # noqa: E402
 from tests.specs.utils_bugs import SAME, TESTS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "planted_bugs.jsonl"
+MUTANTS = ROOT / "benchmarks" / "results" / "operators.jsonl"
 LIMIT = 120  # seconds of one bug in one file
+MUTANT_LIMIT = 28
 BUGS = [bug for spec in SPECS.values() for bug in spec.bugs] + list(UTILS_BUGS)
 TESTS = TESTS | {f"algos/{script}.py": f"{spec.tests} flags" for script, spec in SPECS.items()}
 STORED = ("test_the_shipped_model_is_what_readme_says",)  # tests that compare with what we have written down ourselves
@@ -65,6 +78,9 @@ class Recorder:
         named = SPECS.keys() & set(re.split(r"[-\[\]]", nodeid.partition("[")[2]))
         return bool(named) and named <= self.others
 
+    def pytest_runtest_logstart(self, nodeid):
+        Path("../now.json").write_text(json.dumps([nodeid, time.process_time()]))
+
     def pytest_collectreport(self, report):
         if report.failed:
             self.result = {"broken": str(report.longrepr)[-2000:]}
@@ -87,12 +103,37 @@ def where(failure) -> dict[str, str]:
     return {"line": f"{Path(place.path).name}:{place.lineno}: {line}", "raised": crash.message.splitlines()[0][:200]}
 
 
-def run_tests(copy: Path, files: list[str], tests: list[str], first: str) -> None:
-    """In a process of its own, forked from one that has imported what is slow to import: pytest in `copy`. The test
-    `first` runs alone before the others are collected, which takes long. Writes what happened to result.json."""
-    import pytest
+class Watch:
+    """A pytest plugin: the lines of `file` that each test executes in this process, and its seconds."""
 
+    def __init__(self, file: str):
+        self.file, self.lines, self.seconds = file, {}, defaultdict(float)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        seen = self.lines[item.nodeid] = set()
+
+        def called(frame, event, _):
+            if not frame.f_code.co_filename.endswith(self.file):
+                return None
+            seen.add(frame.f_lineno)
+            return called
+
+        sys.settrace(called)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid] += report.duration
+
+
+def run_tests(copy: Path, files: list[str], rounds: list[list[str]], limit: float, watched: str) -> None:
+    """In a process of its own, forked from one that has imported what is slow to import: pytest in `copy`, on each list
+    of tests until one fails. Writes what happened to result.json, with what Watch saw."""
     os.setsid()  # so that a limit also ends what the tests have started
+    resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))
     os.chdir(copy)
     sys.path[:] = [path for path in sys.path if path not in {str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")}]
     sys.dont_write_bytecode = True  # an edit that keeps the size within the same second would go unseen
@@ -103,12 +144,20 @@ def run_tests(copy: Path, files: list[str], tests: list[str], first: str) -> Non
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "benchmarks", "algos", "utils")]:
         del sys.modules[name]
     flags = ["-o", "addopts=", "-m", "not slow", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    for chosen in ([first], tests) if first else (tests,):
+    watch = Watch(watched)
+    for tests in rounds:
         recorder = Recorder(files)
-        code = pytest.main([*flags, f"--basetemp={copy.parent / 'tmp'}", *chosen], plugins=[recorder])
+        plugins = [recorder, watch] if watched else [recorder]
+        code = pytest.main([*flags, f"--basetemp={copy.parent / 'tmp'}", *tests], plugins=plugins)
         if "test" in recorder.result:  # else all run: it passed, or has another name today
             break
-    result = recorder.result | {"exit": int(code), "passed": recorder.passed, "files": dict(recorder.seconds)}
+    seen = {test: {"lines": sorted(lines), "seconds": watch.seconds[test]} for test, lines in watch.lines.items()}
+    result = recorder.result | {
+        "exit": int(code),
+        "passed": recorder.passed,
+        "files": dict(recorder.seconds),
+        "seen": seen,
+    }
     (copy.parent / "result.json").write_text(json.dumps(result))
 
 
@@ -119,38 +168,44 @@ class Copy:
         self.folder, self.root = folder, folder / "plainrl"
         shutil.copytree(ROOT, self.root, ignore=IGNORED)
 
-    def start(self, edited: dict[str, str], tests: list[str], limit: float, first: str = "") -> None:
-        """edited: file -> its text while the tests run."""
+    def start(self, edited: dict[str, str], rounds: list[list[str]], limit: float, watched: str = "") -> None:
+        """edited: file -> its text while the tests run. limit: seconds of work of one core."""
         self.files, self.begun, self.limit = list(edited), time.time(), limit
         for file, text in edited.items():
             (self.root / file).write_text(text)
         (self.folder / "result.json").unlink(missing_ok=True)
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=run_tests, args=(self.root, self.files, tests, first))
+        self.process = context.Process(target=run_tests, args=(self.root, self.files, rounds, limit, watched))
         self.process.start()
 
     def is_over(self) -> bool:
-        return not self.process.is_alive() or time.time() - self.begun > self.limit
+        return (
+            not self.process.is_alive() or time.time() - self.begun > 6 * self.limit
+        )  # it may wait for other programs
+
+    def found(self) -> dict:
+        path = self.folder / "result.json"
+        return json.loads(path.read_text()) if path.exists() else {"exit": -1}
 
     def finish(self) -> dict:
         """The row of results, with the files as they were."""
         late = self.process.is_alive()
-        if late:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
         for file in self.files:
             (self.root / file).write_text(sources()[file])
         shutil.rmtree(self.folder / "tmp", ignore_errors=True)
-        path = self.folder / "result.json"
-        found = json.loads(path.read_text()) if path.exists() else {"exit": -1}
-        if late:
+        found = self.found()
+        if late or self.process.exitcode == -signal.SIGXCPU:
             outcome = "late"
         elif "broken" in found or found["exit"] not in (0, 1):
             outcome = "broken"
         else:
             outcome = "failed" if found["exit"] else "passed"
         seconds = round(time.time() - self.begun, 1)
-        return {"outcome": outcome, "seconds": seconds} | {k: v for k, v in found.items() if k not in ("files", "exit")}
+        kept = {name: value for name, value in found.items() if name not in ("files", "exit", "seen")}
+        return {"outcome": outcome, "seconds": seconds} | kept
 
 
 def planted(bugs: list[Bug]) -> list[tuple[Bug, str]]:
@@ -184,7 +239,6 @@ def warm_up() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     import gymnasium  # noqa: F401
     import h5py  # noqa: F401
-    import pytest  # noqa: F401
     import scipy.integrate  # noqa: F401
     import scipy.optimize  # noqa: F401
     import scipy.stats  # noqa: F401
@@ -220,7 +274,8 @@ def run(only: tuple[str, ...] = (), jobs: int = 1, unedited: bool = True, output
             while todo and free:
                 copy, (bug, file) = free.pop(), todo.pop(0)
                 first = known.get((bug.name, file), {}).get("test", "").partition("[")[0]
-                copy.start({file: bug.apply(sources()[file])}, fast_check(file), LIMIT, first)
+                rounds = [[first], fast_check(file)] if first else [fast_check(file)]  # to collect all takes long
+                copy.start({file: bug.apply(sources()[file])}, rounds, LIMIT)
                 busy[copy] = bug, file
             wait([copy.process.sentinel for copy in busy], timeout=1)
             for copy in [copy for copy in busy if copy.is_over()]:
@@ -238,7 +293,7 @@ def same(output: Path = RESULTS) -> None:
         edited[file] = edit.apply(edited.get(file, sources()[file]))
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
-        copy.start(edited, fast_check(*edited), 3600)
+        copy.start(edited, [fast_check(*edited)], 3600)
         copy.process.join()
         result = copy.finish()
     for edit, file in planted(list(SAME)):
@@ -247,15 +302,76 @@ def same(output: Path = RESULTS) -> None:
 
 def try_unedited(copy: Copy) -> None:
     """Ends the program where a test fails in the copy as it is; prints the seconds of each test file."""
-    copy.start({}, fast_check(*TESTS), 3600)
+    copy.start({}, [fast_check(*TESTS)], 3600)
     copy.process.join()
-    seconds = json.loads((copy.folder / "result.json").read_text())["files"]
+    seconds = copy.found()["files"]
     row = copy.finish()
     if row["outcome"] != "passed":
         print((copy.folder / "log.txt").read_text()[-6000:])
         sys.exit(f"error: the unedited copy does not pass: {row}")
     for file in sorted(seconds, key=seconds.get, reverse=True):
         print(f"{seconds[file]:7.1f} s  {file}")
+
+
+def operators(script: tyro.conf.Positional[str], number: int = 25, seed: int = 1, again: bool = False,
+              output: Path = MUTANTS) -> None:  # fmt: skip
+    """Runs the fast tests of a script on mutants of it, first those that execute the edited line.
+
+    Args:
+        script: its name.
+        number: how many mutants are drawn.
+        seed: of the draw.
+        again: in place of a draw the mutants that have a row in `output`.
+        output: the file that rows are appended to.
+    """
+    file, rows = f"algos/{script}.py", read_mutants(output)
+    mutants = [mutant for mutant in rows if mutant.script == script] if again else drawn(script, number, seed)
+    todo = [mutant for mutant in mutants if again or mutant not in rows]
+    warm_up()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(Path(folder))
+        copy.start({file: sources()[file]}, [fast_check(file)], 3600, watched=file)
+        copy.process.join()
+        seen = copy.found()["seen"]
+        if (row := copy.finish())["outcome"] != "passed":
+            sys.exit(f"error: the unedited copy does not pass: {row}")
+        for mutant in todo:
+            lines = mutant.lines(sources()[file])
+            if lines is None:
+                print(f"gone: {mutant.function}: {mutant.name}")
+                continue
+            copy.start({file: mutant.apply(sources()[file])}, [in_order(seen, mutant, set(lines))], MUTANT_LIMIT)
+            while not copy.is_over():
+                copy.process.join(1)
+            row = copy.finish()
+            if row["outcome"] == "late":
+                test, begun = json.loads((Path(folder) / "now.json").read_text())
+                hangs = MUTANT_LIMIT - begun > max(5, 10 * seen[test]["seconds"])
+                row |= {"outcome": "hangs", "test": test} if hangs else {}
+            append({"bug": mutant.name, "file": file, "seed": seed} | asdict(mutant) | row, output)
+
+
+def in_order(seen: dict[str, dict], mutant: Mutant, lines: set[int]) -> list[str]:
+    """First the tests that execute one of the lines and are named after a word of them, then others that execute one,
+    quick files before slow ones; then all others, for what one test does once may serve another."""
+    words, seconds = set(re.findall(r"\w{4,}", mutant.old + mutant.new)), defaultdict(list)
+    covering = {test for test, found in seen.items() if not lines.isdisjoint(found["lines"])}
+    for test in covering:
+        seconds[test.partition("::")[0]].append(seen[test]["seconds"])
+
+    def rank(test: str) -> tuple[int, float]:
+        if test not in covering:
+            return 2, 0.0
+        named = words & set(re.findall(r"\w+", test.partition("[")[2]))
+        return not named, statistics.mean(seconds[test.partition("::")[0]])
+
+    return sorted(seen, key=rank)
+
+
+def read_mutants(path: Path = MUTANTS) -> dict[Mutant, dict]:
+    """Mutant -> its last row."""
+    names, lines = [field.name for field in fields(Mutant)], path.read_text().splitlines() if path.exists() else []
+    return {Mutant(*(row[name] for name in names)): row for row in map(json.loads, lines)}
 
 
 def score(rows: dict[tuple[str, str], dict]) -> dict[str, dict[str, int]]:
@@ -283,4 +399,4 @@ def show(path: Path = RESULTS) -> None:
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"run": run, "same": same, "show": show})
+    tyro.extras.subcommand_cli_from_dict({"run": run, "same": same, "show": show, "operators": operators})
