@@ -33,6 +33,7 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import asdict, fields
+from itertools import groupby
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -340,7 +341,7 @@ def operators(script: tyro.conf.Positional[str], number: int = 25, seed: int = 1
             if lines is None:
                 print(f"gone: {mutant.function}: {mutant.name}")
                 continue
-            copy.start({file: mutant.apply(sources()[file])}, [in_order(seen, mutant, set(lines))], MUTANT_LIMIT)
+            copy.start({file: mutant.apply(sources()[file])}, in_order(seen, mutant, set(lines)), MUTANT_LIMIT)
             while not copy.is_over():
                 copy.process.join(1)
             row = copy.finish()
@@ -351,21 +352,25 @@ def operators(script: tyro.conf.Positional[str], number: int = 25, seed: int = 1
             append({"bug": mutant.name, "file": file, "seed": seed} | asdict(mutant) | row, output)
 
 
-def in_order(seen: dict[str, dict], mutant: Mutant, lines: set[int]) -> list[str]:
-    """First the tests that execute one of the lines and are named after a word of them, then others that execute one,
-    quick files before slow ones; then all others, for what one test does once may serve another."""
+def in_order(seen: dict[str, dict], mutant: Mutant, lines: set[int]) -> list[list[str]]:
+    """The tests of a file together. First those that execute one of the lines and are named after a word of them, then
+    others that execute one, quick files before slow ones; then all others, for what one does once may serve another."""
     words, seconds = set(re.findall(r"\w{4,}", mutant.old + mutant.new)), defaultdict(list)
     covering = {test for test, found in seen.items() if not lines.isdisjoint(found["lines"])}
     for test in covering:
-        seconds[test.partition("::")[0]].append(seen[test]["seconds"])
+        seconds[file_of(test)].append(seen[test]["seconds"])
 
-    def rank(test: str) -> tuple[int, float]:
+    def rank(test: str) -> tuple[int, float, str]:
         if test not in covering:
-            return 2, 0.0
+            return 2, 0.0, file_of(test)
         named = words & set(re.findall(r"\w+", test.partition("[")[2]))
-        return not named, statistics.mean(seconds[test.partition("::")[0]])
+        return not named, statistics.mean(seconds[file_of(test)]), file_of(test)
 
-    return sorted(seen, key=rank)
+    return [list(tests) for _, tests in groupby(sorted(seen, key=rank), key=rank)]
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def read_mutants(path: Path = MUTANTS) -> dict[Mutant, dict]:
