@@ -40,13 +40,14 @@ def test_what_others_wrote_is_named_by_a_flag(tmp_path, monkeypatch):
     for part, flags, words in ("learn", {}, "needs --chat-model"), ("speed", {"cleanrl": tmp_path}, "no cleanrl/sac"):
         with pytest.raises(SystemExit, match=words):
             gpu.main(part, tmp_path, **flags)
-    asks, script = "torch.cuda.is_available() and args.cuda", "cleanrl/sac_continuous_action.py"
-    for folder in ("cleanrl", "cleanrl_utils"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / script).write_text(asks)
-    monkeypatch.setattr(gpu, "call", lambda words, _: json.dumps({"rate": (Path(words[-1]) / script).read_text()}))
-    for where, text in ("cpu", asks), ("cuda", asks[:25]):
-        assert gpu.cleanrl_sac(tmp_path, where, 9) == {"environment steps/s": text}
+    asks = "torch.cuda.is_available() and args.cuda"
+    for name in ("cleanrl/sac_continuous_action.py", "cleanrl_utils/buffers.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(asks)
+    monkeypatch.setattr(gpu, "call", lambda words, _: json.dumps({"rate": [
+        path.read_text() for path in sorted(Path(words[-1]).rglob("*.py"))]}))  # fmt: skip
+    found = [gpu.cleanrl_sac(tmp_path, where, 9)["environment steps/s"] for where in ("cpu", "cuda")]
+    assert found == [[asks, asks], ["torch.cuda.is_available()", asks]]
 
 
 def test_a_second_run_does_what_is_left(tmp_path):
