@@ -2,22 +2,16 @@
 
     python benchmarks/gpu.py check --out benchmarks/results/gpu      150 s: gradients, every script, resume, NCCL
     python benchmarks/gpu.py speed --out benchmarks/results/gpu      300 s: beside TRL and CleanRL, and what costs most
-    python benchmarks/gpu.py learn --out benchmarks/results/gpu      240 s: SmolLM2 on sums, beside TRL
+    python benchmarks/gpu.py learn --out benchmarks/results/gpu --chat-model FOLDER      240 s: sums, beside TRL
     python benchmarks/page.py write                                  the pages, from what these wrote
+
+FOLDER holds a chat model: python benchmarks/chat_model.py makes one, and prints its folder. `speed --cleanrl CLONE`
+also times CleanRL's SAC, from a git clone of it; without CLONE these items are "not run". `speed` and `learn` need TRL.
+Without git the variable PLAINRL_COMMIT names the commit.
 
 A part writes OUT/PART.json after each item. An item that fails is recorded with its error, one without time left as not
 run, and the next one goes on. The same command again runs these alone, `learn` whole. Remove PART.json to run all.
 --smoke does the same on any machine with tiny sizes.
-
-    python benchmarks/gpu.py bundle FOLDER --cleanrl CLONE
-
-puts together what a machine without a network lacks, in FOLDER/1, FOLDER/2, ...: one for each command, which carries at
-most 64 MiB, this repository included. There, in the repository's root,
-
-    bash FOLDER/1/run.sh 'python3 benchmarks/gpu.py check --out OUT; python3 benchmarks/gpu.py speed --out OUT'
-
-installs the wheels, keeps what `speed` and `learn` need in /tmp/plainrl-gpu, and runs the command. `learn` needs all
-folders: run the others' run.sh before it. The machine must have Python 3.12, torch, transformers, accelerate and peft.
 """
 
 import hashlib
@@ -25,7 +19,6 @@ import importlib
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -38,20 +31,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.chat_model import SHA256, convert, download  # noqa: E402
 
-HOME = Path("/tmp/plainrl-gpu")  # where run.sh puts site (the wheels), peers, and the pieces of the model
 SECONDS = {"check": 150, "speed": 300, "learn": 240}
-MOST, SPARE = 64 * 2**20, 2**20  # bytes that one command carries; of these for names and headers
-WHEELS = ("tyro", "docstring-parser==0.18.0", "typeguard==4.6.1", "gymnasium", "farama-notifications==0.0.6", "mujoco",
-          "glfw==2.11.0", "pyopengl==3.1.10", "datasets", "dill==0.4.1", "multiprocess==0.70.19", "trl", "ale-py",
-          "gguf")  # fmt: skip  # versions of the others: requirements*.txt
-PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 SHAPES = {
     "0.5B": dict(model_type="qwen2", vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
                  num_attention_heads=14, num_key_value_heads=2),
@@ -73,17 +60,6 @@ def graded(completions, **_):
 def right(completions, answer, **_):
     numbers = [[word for word in text_of(c).replace(".", " ").split() if word.isdigit()] for c in completions]
     return [float(bool(found) and found[-1] == a) for found, a in zip(numbers, answer)]
-"""
-ARRIVE = """#!/bin/bash
-# In the repository's root: bash FOLDER/1/run.sh 'COMMAND'
-here=$(cd "$(dirname "$0")" && pwd); home={home}; mkdir -p $home
-for thing in peers model-1 model-2 model-3 model-4; do
-    [ ! -e "$here/$thing" ] || cp -r "$here/$thing" $home/
-done
-[ ! -e "$here/wheels" ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \\
-    --target $home/site "$here"/wheels/*.whl || exit 1
-export PYTHONPATH=$home/site PLAINRL_COMMIT={commit}
-eval "$1"
 """
 
 
@@ -243,11 +219,11 @@ def check(record: Record, device: str, compiles: bool) -> None:
         list(pool.map(lambda job: record.item(job[0], 90, lambda limit: job[1](limit=limit)), jobs))
 
 
-def speed(record: Record, device: str, compiles: bool) -> None:
+def speed(record: Record, device: str, compiles: bool, clone: Path | None) -> None:
     smoke, teraflops = record.smoke, record.data["machine"]["teraflops"]
     prompts, group, warm, short, long = (2, 2, 2, 3, 4) if smoke else (64, 8, 16, 128, 512)
     with tempfile.TemporaryDirectory() as name:
-        folder, task = Path(name), f"{name}/rows.jsonl"
+        task = f"{name}/rows.jsonl"
         worker("random_models", 60, folder=name, shapes={shape: TINY if smoke else SHAPES[shape] for shape in SHAPES})
         online = {"reward": f"{name}/rewards.py:graded", "num-prompts": prompts, "num-generations": group, "beta": 0,
                   "sample-batch-size": prompts * group, "max-completion-length": warm}  # fmt: skip
@@ -288,20 +264,6 @@ def speed(record: Record, device: str, compiles: bool) -> None:
                 k: v for k, v in found.items() if k != "updates"
             }
 
-        def cleanrl(limit: float, where: str) -> dict:
-            """CleanRL's SAC by control_speed.py, whose runner says --no-cuda: for the GPU the script does not look."""
-            clone, used = HOME / "peers/cleanrl", folder / where
-            (runner,) = (ROOT / "benchmarks").rglob("control_speed.py")
-            shutil.copytree(clone, used)
-            script = used / "cleanrl/sac_continuous_action.py"
-            asks = "torch.cuda.is_available() and args.cuda"
-            script.write_text(
-                script.read_text().replace(asks, "torch.cuda.is_available()" if where == "cuda" else asks)
-            )
-            words = ["--side", "cleanrl", "--name", "sac-halfcheetah", "--seed", 1, "--threads", 2, "--cleanrl", used]
-            out = call([sys.executable, runner, "worker", *words], limit)
-            return {"environment steps/s": json.loads(out.splitlines()[-1])["rate"]}
-
         grpo = partial(language, "grpo")
         record.item("0.5B, sampling", 60, lambda limit: grpo("0.5B", online, short, limit=limit))
         for cache in ("dynamic", "static"):
@@ -321,7 +283,7 @@ def speed(record: Record, device: str, compiles: bool) -> None:
             record.item("sac, update compiled", 60, lambda limit: control("sac", limit=limit, compiled=True))
         cpu = record.item("sac, CPU", 40, lambda limit: control("sac", "cpu", limit=limit))
         for where, run in {device: ours, "cpu": cpu}.items():
-            theirs = record.item(f"sac, CleanRL, {where}", 100, partial(cleanrl, where=where)) if not smoke else {}
+            theirs = record.item(f"sac, CleanRL, {where}", 100, partial(cleanrl_sac, clone, where)) if not smoke else {}
             record.ratio(
                 f"sac, {where}: our steps/s over CleanRL's", *(x.get("environment steps/s") for x in (run, theirs))
             )
@@ -339,13 +301,30 @@ def speed(record: Record, device: str, compiles: bool) -> None:
         record.ratio("135M, grpo: TRL's seconds over ours", theirs.get("step, s"), ours.get("step, s"))
 
 
-def learn(record: Record, device: str, compiles: bool) -> None:
+def cleanrl_sac(clone: Path | None, where: str, limit: float) -> dict:
+    """CleanRL's SAC by control_speed.py, whose runner says --no-cuda: for the GPU the script does not look."""
+    if clone is None:
+        return {"not run": "without --cleanrl CLONE"}
+    (runner,) = (ROOT / "benchmarks").rglob("control_speed.py")
+    with tempfile.TemporaryDirectory() as used:
+        for part in ("cleanrl", "cleanrl_utils"):
+            shutil.copytree(clone / part, Path(used, part))
+        script, asks = Path(used, "cleanrl/sac_continuous_action.py"), "torch.cuda.is_available() and args.cuda"
+        if where == "cuda":
+            script.write_text(script.read_text().replace(asks, "torch.cuda.is_available()"))
+        words = ["--side", "cleanrl", "--name", "sac-halfcheetah", "--seed", 1, "--threads", 2, "--cleanrl", used]
+        out = call([sys.executable, runner, "worker", *words], limit)
+    return {"environment steps/s": json.loads(out.splitlines()[-1])["rate"]}
+
+
+def learn(record: Record, device: str, compiles: bool, chat: Path | None) -> None:
     smoke, record.done = record.smoke, {}  # its items need what others leave on the disk
     prompts, group, length, seconds = (2, 2, 4, 1) if smoke else (32, 8, 32, 20)
     with tempfile.TemporaryDirectory() as name:
-        reward, places = f"{name}/rewards.py:right", {"before": f"{name}/chat"}
-        chat = partial(worker, "random_models" if smoke else "chat_model", folder=name, shapes={"chat": TINY})
-        record.item("model", 90, lambda limit: chat(limit))
+        reward, places = f"{name}/rewards.py:right", {"before": str(chat or f"{name}/chat")}
+        write_rows(name)
+        random = partial(worker, "random_models", folder=name, shapes={"chat": TINY})
+        record.item("model", 90, lambda limit: {"folder": chat.name} if chat else random(limit))
 
         def ours(limit: float) -> dict:
             flags = {"num-prompts": prompts, "num-generations": group, "sample-batch-size": prompts * group, "beta": 0,
@@ -383,14 +362,27 @@ def learn(record: Record, device: str, compiles: bool) -> None:
             list(pool.map(lambda model: record.item(f"greedy, {model}", 60, partial(accuracy, model)), places))
 
 
-def main(part: str, out: Path, smoke: bool = False) -> None:
+def main(
+    part: tyro.conf.Positional[Literal["check", "speed", "learn"]],
+    out: Path,
+    smoke: bool = False,
+    cleanrl: Path | None = None,
+    chat_model: Path | None = None,
+) -> None:
     """Runs the items of a part. Exit code 1 where one failed or was not right.
 
     Args:
-        part: check, speed or learn
+        part: its items run
         out: folder for PART.json
         smoke: tiny sizes, on any machine
+        cleanrl: for speed: a git clone of CleanRL
+        chat_model: for learn: the folder of a chat model; needed without --smoke
     """
+    if part == "learn" and not smoke and not chat_model:
+        sys.exit("error: learn needs --chat-model FOLDER: python benchmarks/chat_model.py makes one")
+    for folder, file in (cleanrl, "cleanrl/sac_continuous_action.py"), (chat_model, "config.json"):
+        if folder and not (folder / file).is_file():
+            sys.exit(f"error: there is no {file} in {folder}")
     record = Record(part, out, smoke)
     machine = record.on(record.item("machine", 60, partial(worker, "machine", smoke=smoke)))
     device = machine.get("device", "cpu")
@@ -399,7 +391,8 @@ def main(part: str, out: Path, smoke: bool = False) -> None:
     if machine.pop("egl", False):
         os.environ["MUJOCO_GL"] = "egl"
     record.data["machine"] = machine
-    {"check": check, "speed": speed, "learn": learn}[part](record, device, machine.get("compiles", False))
+    more = {"check": (), "speed": (cleanrl,), "learn": (chat_model and chat_model.resolve(),)}[part]
+    {"check": check, "speed": speed, "learn": learn}[part](record, device, machine.get("compiles", False), *more)
     record.write("end", {"seconds": round(SECONDS[part] - record.deadline + time.monotonic(), 1)})
     wrong = [name for name, found in record.data["items"].items() if "error" in found or not found.get("ok", True)]
     sys.exit(f"{len(wrong)} items failed: {', '.join(wrong)}" if wrong else None)
@@ -710,84 +703,11 @@ def random_models(folder: str, shapes: dict) -> dict:
     return {"models": list(shapes)}
 
 
-def chat_model(folder: str, shapes: dict) -> dict:
-    """SmolLM2 from its pieces, as a folder in float32."""
-    write_rows(folder)
-    file = Path(folder, "model.gguf")
-    file.write_bytes(b"".join(piece.read_bytes() for piece in sorted(HOME.glob("model-*"))))
-    if hashlib.sha256(file.read_bytes()).hexdigest() != SHA256:
-        raise ValueError(f"the pieces of the model in {HOME} do not make the file: run every folder's run.sh first")
-    convert(file, Path(folder, "chat"))
-    return {"bytes": file.stat().st_size}
-
-
-WORKERS = {f.__name__: f for f in (machine, gradients, all_reduce, train, generate, trl, random_models, chat_model)}
-
-
-# What travels
-
-
-def pinned(name: str) -> str:
-    """With the version of the requirements files."""
-    text = "\n".join(path.read_text() for path in ROOT.glob("requirements*.txt"))
-    found = re.search(rf"^{re.escape(name)}==\S+", text, re.M)
-    return found[0] if found else name
-
-
-def size_of(paths: list[Path]) -> int:
-    return sum(path.stat().st_size for path in paths if path.is_file())
-
-
-def rooms(tree: int, first: int, model: int) -> list[int]:
-    """Bytes of the model that each command carries beside the repository; the first one carries `first` bytes besides.
-    Raises ValueError where there is no room."""
-    room = MOST - SPARE - tree
-    if room < first or room <= 0:
-        size = f"{(tree + first + SPARE) / 2**20:.1f} MiB"
-        raise ValueError(f"a command would carry {size}, and at most {MOST >> 20} are allowed: leave something out")
-    pieces = [min(model, room - first)]
-    while left := model - sum(pieces):
-        pieces.append(min(left, room))
-    return pieces
-
-
-def bundle(folder: tyro.conf.Positional[Path], cleanrl: Path | None = None) -> None:
-    """Puts together what a bare machine lacks.
-
-    Args:
-        folder: is made; outside the repository, or ignored by git
-        cleanrl: folder of a clone of CleanRL, of which the scripts for SAC travel
-    """
-    one = folder / "1"
-    (one / "wheels").mkdir(parents=True)
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
-    python = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
-    python += [word for name in PLATFORMS for word in ("--platform", f"{name}_x86_64")]
-    subprocess.run([*pip, *python, "-d", one / "wheels", *map(pinned, WHEELS)], check=True)
-    if cleanrl:
-        for name in ("cleanrl/sac_continuous_action.py", "cleanrl_utils/buffers.py"):
-            (one / "peers/cleanrl" / name).parent.mkdir(parents=True)
-            shutil.copy(cleanrl / name, one / "peers/cleanrl" / name)
-    with tempfile.TemporaryDirectory() as name:
-        model = download(Path(name)).read_bytes()
-    git = ["git", "-C", ROOT]
-    listed = subprocess.run([*git, "ls-files", "-co", "--exclude-standard"], check=True, capture_output=True, text=True)
-    commit = subprocess.run([*git, "describe", "--always", "--dirty"], check=True, capture_output=True, text=True)
-    tree = size_of([ROOT / line for line in listed.stdout.splitlines()])
-    done = 0
-    for number, size in enumerate(rooms(tree, size_of(list(one.rglob("*"))), len(model)), 1):
-        here = folder / str(number)
-        here.mkdir(exist_ok=True)
-        (here / f"model-{number}").write_bytes(model[done : done + size])
-        (here / "run.sh").write_text(ARRIVE.format(home=HOME, commit=commit.stdout.strip()))
-        done += size
-        carried = size_of(list(here.rglob("*")))
-        print(f"{here}: {carried / 2**20:.1f} MiB, with the repository {(tree + carried) / 2**20:.1f} MiB")
+WORKERS = {f.__name__: f for f in (machine, gradients, all_reduce, train, generate, trl, random_models)}
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
         print(json.dumps(WORKERS[sys.argv[2]](**json.loads(sys.argv[3]))))
     else:
-        parts = {name: partial(main, name) for name in SECONDS}
-        tyro.extras.subcommand_cli_from_dict(parts | {"bundle": bundle})
+        tyro.cli(main)

@@ -4,6 +4,7 @@ rose by an eighth with what was met in use: a resume that checks before it write
 rows that need not be counted."""
 
 import ast
+import re
 from functools import cache
 
 import pytest
@@ -74,3 +75,10 @@ def test_what_a_reader_of_grpo_meets():
 def test_module_docstrings():
     lengths = {path.name: ast.parse(path.read_text()).body[0].end_lineno for path in (ROOT / "algos").glob("*.py")}
     held(f"lines of the longest docstring, {max(lengths, key=lengths.get)}", max(lengths.values()), 50)
+
+
+@pytest.mark.parametrize("folder, limit", [("", 800), ("algos/", 4800), ("tests/", 1300), ("benchmarks/", 1700)])
+def test_pages(folder, limit):
+    """What a reader meets, commands included; generated tables stand between two marks of one name."""
+    text = re.sub(r"<!-- (\w+): .*?<!-- end of \1 -->", "", (ROOT / f"{folder}README.md").read_text(), flags=re.DOTALL)
+    held(f"words of {folder}README.md outside generated tables", len(text.split()), limit)

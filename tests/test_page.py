@@ -8,8 +8,7 @@ from tests.specs import SPECS
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_the_tables_are_fresh(path):
-    text = path.read_text()
-    assert page(text) == text, "run: python benchmarks/page.py write"
+    assert page(path.read_text()) == path.read_text(), "run: python benchmarks/page.py write"
 
 
 def test_every_comparison_with_a_peer_is_on_a_script_s_page():

@@ -51,8 +51,7 @@ def commands() -> list[str]:
     lines = [line.strip() for text in texts for line in re.sub(r"\\\n\s*", "", text).splitlines()]
     # what torchrun starts runs here in one process, which has nothing to shard
     lines = [re.sub(r"^(srun )?torchrun .*?(?=algos/)", "python ", line.replace(" --fsdp", "")) for line in lines]
-    found = [line for line in lines if line.startswith("python algos/")]
-    return sorted({re.split(r"\s{2,}", line)[0] for line in found})
+    return sorted({re.split(r"\s{2,}", line)[0] for line in lines if line.startswith("python algos/")})
 
 
 CONTROL = [c for c in commands() if not SPECS[Path(c.split()[1]).stem].family.startswith("Language models")]
@@ -68,10 +67,6 @@ def test_the_first_two_commands_are_what_ci_runs():
     assert install_tests == "pip install -r requirements-test.txt" and test == "pytest"
     assert {install, install_tests, test} <= set(ci)
     assert {"ruff check", "ruff format --check"} <= set(ci)
-
-
-def test_the_first_page_is_short():
-    assert len(README.split()) <= 1100
 
 
 @pytest.mark.parametrize("page", ["README.md", "algos/README.md", "tests/README.md", "benchmarks/README.md"])
@@ -101,8 +96,6 @@ def test_commands_run(command, tmp_path, monkeypatch):
         args.teacher = ""  # of hub names, the shipped model's own
     if args.task and not set([args.task] if isinstance(args.task, str) else args.task) <= {"countdown", "sort"}:
         args.task = "sort" if isinstance(args.task, str) else ("sort",)
-    if args.resume:
-        return  # tests/test_resume.py
     if getattr(args, "reward", ()):
         (tmp_path / "rewards.py").write_text(
             "def accuracy(completions, **kwargs):\n    return [float(len(c) > 3) for c in completions]\n\n\n"
@@ -187,10 +180,9 @@ def write_dataset(name: str, monkeypatch) -> None:
     obs, actions = generator.normal(size=(60, 11)), generator.uniform(-1, 1, (60, 3)).astype(np.float32)
     rewards = generator.normal(size=60)
     if name.endswith(".hdf5"):
-        ends = np.arange(60) % 20 == 19
         with h5py.File(name, "w") as file:
-            for key, column in dict(observations=obs, actions=actions, rewards=rewards, terminals=ends & False,
-                                    timeouts=ends).items():  # fmt: skip
+            for key, column in dict(observations=obs, actions=actions, rewards=rewards, terminals=np.zeros(60, bool),
+                                    timeouts=np.arange(60) % 20 == 19).items():  # fmt: skip
                 file[key] = column
         return
     write_minari(Path.cwd() / "minari" / name, "Hopper-v5", [
