@@ -145,6 +145,8 @@ def proofs() -> str:
         files = dict.fromkeys(name.partition("::")[0] for name in spec.tests.split())
         caught = planted.get(f"algos/{script}.py")
         cell = f"{caught['caught']} of {caught['run']}" if caught else "not run"
+        if counts := (caught or {}).get("operators"):
+            cell += "; operators: {caught} of {run}, {argued} argued".format(**counts)
         rows.append(f"| `{script}.py` | {', '.join(files)} | {cell} | {bands(script)} |")
     return "\n".join(rows)
 

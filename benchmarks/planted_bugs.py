@@ -42,7 +42,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tests.operators import Mutant, drawn  # noqa: E402
+from tests.operators import Mutant, drawn, is_argued  # noqa: E402
 from tests.specs import SPECS, Bug, sources  # noqa: E402
 from tests.specs.utils_bugs import BUGS as UTILS_BUGS  # noqa: E402
 from tests.specs.utils_bugs import SAME, TESTS  # noqa: E402
@@ -51,6 +51,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "planted_bugs.jsonl"
 MUTANTS = ROOT / "benchmarks" / "results" / "operators.jsonl"
 LIMIT = 120  # seconds of one bug in one file
 MUTANT_LIMIT = 28
+CAUGHT = ("failed", "hangs")
 BUGS = [bug for spec in SPECS.values() for bug in spec.bugs] + list(UTILS_BUGS)
 TESTS = TESTS | {f"algos/{script}.py": f"{spec.tests} flags" for script, spec in SPECS.items()}
 STORED = ("test_the_shipped_model_is_what_readme_says",)  # tests that compare with what we have written down ourselves
@@ -390,17 +391,34 @@ def score(rows: dict[tuple[str, str], dict]) -> dict[str, dict[str, int]]:
             for file, found in {"all": mistakes, **dict(sorted(by_file.items()))}.items()}  # fmt: skip
 
 
-def show(path: Path = RESULTS) -> None:
+def score_of_mutants(rows: dict[Mutant, dict]) -> dict[str, dict[str, int]]:
+    """File -> how many mutants of it ran, and what became of them."""
+    found = defaultdict(lambda: {"caught": 0, "argued": 0, "run": 0})
+    for mutant, row in rows.items():
+        counts = found[f"algos/{mutant.script}.py"]
+        counts["run"] += 1
+        counts["caught"] += row["outcome"] in CAUGHT
+        counts["argued"] += row["outcome"] not in CAUGHT and is_argued(mutant)
+    return found
+
+
+def show(path: Path = RESULTS, mutants: Path = MUTANTS) -> None:
     """Prints the score, and writes it beside the rows as .json."""
-    rows = read_rows(path)
-    found = score(rows)
-    path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    rows, of_operators = read_rows(path), read_mutants(mutants)
+    found, by_file = score(rows), score_of_mutants(of_operators)
     for file, numbers in found.items():
         print(f"{numbers['caught']:4d} of {numbers['run']:4d} mistakes caught  {file}")
+        if counts := by_file.get(file):
+            numbers["operators"] = counts
+            print("{caught:4d} of {run:4d} mutants caught, {argued} argued".format(**counts))
+    path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     for bugs, wanted in ((BUGS, "failed"), (SAME, "passed")):
         for bug, file in planted(list(bugs)):
             if (outcome := rows.get((bug.name, file), {}).get("outcome", "not run")) != wanted:
                 print(f"  {outcome}: {bug.name} in {file}")
+    for mutant, row in of_operators.items():
+        if row["outcome"] not in CAUGHT and not is_argued(mutant):
+            print(f"  {row['outcome']}: {mutant.script} {mutant.function}: {mutant.name}")
 
 
 if __name__ == "__main__":

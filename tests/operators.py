@@ -13,9 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from pathlib import Path
 
 from tests.family import numbered_code_of, script_of
-from tests.specs import parent_of, sources
+from tests.specs import parent_of, parse_bugs, sources
 
 PAIRS = (
     "min max", "amin amax", "argmin argmax", "minimum maximum", "mean sum", "any all", "std var", "cos sin",
@@ -58,6 +59,16 @@ class Mutant:
     def apply(self, text: str) -> str:
         at, lines = self.lines(text), text.split("\n")
         return "\n".join([*lines[: at[0] - 1], *self.new.split("\n"), *lines[at[-1] :]])
+
+
+KINDS = ("identity", "value never read", "printed text", "speed")  # of an argument why no test can fail
+ARGUED = parse_bugs((Path(__file__).parent / "argued.txt").read_text())
+"""Survivors that change nothing: `SCRIPT FUNCTION: KIND, why`, the old lines after `- `, the new ones after `+ `."""
+
+
+def is_argued(mutant: Mutant) -> bool:
+    place = f"{mutant.script} {mutant.function}"
+    return any((bug.name, bug.old, bug.new) == (place, mutant.old, mutant.new) for bug in ARGUED)
 
 
 def functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
@@ -106,8 +117,9 @@ def edits(node: ast.expr, same_type: dict[str, list[str]]) -> Iterator[tuple[str
                 yield "swap", changed(node, func=changed(func, **{key: SWAPPED[name]}))
             if args and not isinstance(args[0], ast.Starred):
                 yield "call", args[0]
-            for i in range(len(keywords)):
-                yield "keyword", changed(node, keywords=without(keywords, i))
+            for i, keyword in enumerate(keywords):
+                if keyword.arg not in ("device", "fused"):  # matter on a GPU alone
+                    yield "keyword", changed(node, keywords=without(keywords, i))
             for i in range(len(args) - 1):
                 if ast.dump(args[i]) != ast.dump(args[i + 1]):
                     yield "exchange", changed(node, args=exchanged(args, i))
