@@ -292,7 +292,7 @@ def load_member(seed: int, device: torch.device | str, args: Args):
             attn_implementation=args.attn_implementation)  # fmt: skip
     except UNREADABLE as error:
         why = "there is none" if Path(path).is_absolute() and not Path(path).exists() else str(error).split("\n")[0]
-        raise UserError(f"cannot load the model {path} ({why}): give another, as in --model FOLDER or ORG/NAME") from error
+        raise UserError(f"cannot load the model {path} ({why}): give one, as in --model FOLDER or ORG/NAME") from error
     set_padding(model, tokenizer)
     for module in model.modules():  # no dropout
         for name, value in vars(module).items():

@@ -90,7 +90,7 @@ def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen:
             output_loading_info=True, ignore_mismatched_sizes=True, **gguf)  # fmt: skip
     except UNREADABLE as error:
         why = "there is none" if Path(path).is_absolute() and not Path(path).exists() else str(error).split("\n")[0]
-        raise UserError(f"cannot load the model {path} ({why}): give another, as in --model FOLDER or ORG/NAME") from error
+        raise UserError(f"cannot load the model {path} ({why}): give one, as in --model FOLDER or ORG/NAME") from error
     check_whole(path, model, found)
     if gguf:  # its weights are whole now, and save_pretrained refuses those of a quantizer
         model.hf_quantizer = None
