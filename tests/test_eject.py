@@ -31,9 +31,8 @@ def test_ejected_scripts_give_the_same_curves(scripts, tmp_path, monkeypatch, im
     """All of them, in another process, with another hash seed and from another folder; an environment
     may be the user's own, of a package in the current folder, beside one called utils."""
     for name in ("ours", "theirs"):
-        (tmp_path / name).mkdir()
+        (tmp_path / name / "scripts").mkdir(parents=True)
         write_project(tmp_path / name)
-    (tmp_path / "theirs/scripts").mkdir()
     jobs, missing = [], [name for name in scripts if SPECS[name].needs and find_spec(SPECS[name].needs) is None]
     for algo in [name for name in scripts if name not in missing]:
         module, args = script(algo, tmp_path)
@@ -64,9 +63,8 @@ def test_ejected_scripts_give_the_same_curves(scripts, tmp_path, monkeypatch, im
 
 def copied(algo, path, monkeypatch):
     """The module that a copy at `path` is."""
-    module = module_from_spec(spec_from_loader("mine", None))
+    monkeypatch.setitem(sys.modules, "mine", module := module_from_spec(spec_from_loader("mine", None)))
     module.__file__ = str(path)
-    monkeypatch.setitem(sys.modules, "mine", module)  # dataclasses look there
     exec(eject(REPO / f"algos/{algo}.py"), vars(module))
     return module
 
@@ -87,8 +85,7 @@ def test_data_that_stays_behind(algo, flag, tmp_path, monkeypatch, capsys):
     assert {path.name for path in UTILS.iterdir() if path.suffix != ".py"} - {"__pycache__"} == {*DATA}
     monkeypatch.setattr(sys, "argv", ["eject.py", str(REPO / f"algos/{algo}.py"), "-o", str(tmp_path / "mine.py")])
     main()
-    note = capsys.readouterr().err.splitlines()[-1]
-    assert f"\n# {note}\n" in (tmp_path / "mine.py").read_text() and note.endswith(f"Run the copy with {flag}.")
+    assert f"with {flag}.\n" in capsys.readouterr().err and f"with {flag}.\n" in (tmp_path / "mine.py").read_text()
     mine = copied(algo, tmp_path / "mine.py", monkeypatch)
     with pytest.raises(mine.UserError, match=f"there is no.*{flag}"):
         mine.train(mine.Args())
@@ -108,9 +105,15 @@ def test_only_what_is_used_is_inlined():
     names = {node.name for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     assert {"completion_logps", "Run", "UserError", "update"} <= names
     assert not {"k3", "alarm", "RewardModel", "collect"} & names
-    left_out = [line for line in text.splitlines() if "imported on use" in line]
-    assert left_out == ["# Left out, for it is imported on use alone: utils/vllm.py."] and "def ask(" not in text
-    assert "\nfrom utils" not in text and "sys.path.insert(0, str(Path(__file__)" not in text
+    assert text.count("imported on use") == 1 and "# Left out, for it is imported on use alone: utils/vllm.py.\n" in text
+    assert "def ask(" not in text and "\nfrom utils" not in text and "sys.path.insert(0, str(Path(__file__)" not in text
+
+
+def test_what_the_script_calls_when_it_is_read(tmp_path):
+    """It stands above the script, with what it calls in turn, however far below that stands in utils."""
+    (tmp_path / "x.py").write_text('from utils.builtin import procedural\nX = [procedural(x) for x in ["sort"]]\nX\n')
+    exec(eject(tmp_path / "x.py"), found := {})
+    assert found["X"][0][0](0, 1)["prompt"].startswith("S")
 
 
 @pytest.mark.parametrize("text", ["import re, utils", "from utils import lm", "from utils.lm import rank as r", CLASH])
