@@ -105,7 +105,7 @@ def test_only_what_is_used_is_inlined():
     names = {node.name for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     assert {"completion_logps", "Run", "UserError", "update"} <= names
     assert not {"k3", "alarm", "RewardModel", "collect"} & names
-    assert text.count("imported on use") == 1 and "# Left out, for it is imported on use alone: utils/vllm.py.\n" in text
+    assert text.count("on use") == 1 and "# Left out, for it is imported on use alone: utils/vllm.py.\n" in text
     assert "def ask(" not in text and "\nfrom utils" not in text and "sys.path.insert(0, str(Path(__file__)" not in text
 
 
