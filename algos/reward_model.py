@@ -284,15 +284,15 @@ def load_member(seed: int, device: torch.device | str, args: Args):
 
     logging.disable_progress_bar()
     path = str(Path(args.model).expanduser())
-    half = choose_precision(args, device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
         model, found = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=torch.bfloat16 if half else torch.float32, num_labels=1, output_loading_info=True,
-            trust_remote_code=args.trust_remote_code, attn_implementation=args.attn_implementation,
-            ignore_mismatched_sizes=True)  # fmt: skip
+            path, dtype=torch.bfloat16 if choose_precision(args, device) else torch.float32, num_labels=1,
+            output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=args.trust_remote_code,
+            attn_implementation=args.attn_implementation)  # fmt: skip
     except UNREADABLE as error:
-        raise UserError(f"cannot load the model {path} ({str(error).partition(chr(10))[0]})") from error
+        why = "there is none" if Path(path).is_absolute() and not Path(path).exists() else str(error).split("\n")[0]
+        raise UserError(f"cannot load the model {path} ({why}): give one, as in --model FOLDER or ORG/NAME") from error
     set_padding(model, tokenizer)
     for module in model.modules():  # no dropout
         for name, value in vars(module).items():

@@ -34,7 +34,7 @@ ANY = [
     (f"{BANDIT} action=integers", "int64", "Box of floats"),
 ]
 DATASETS = [
-    ("--dataset nowhere.hdf5", "nowhere.hdf5", "neither a file or folder"),
+    ("--dataset nowhere.hdf5", "there is no nowhere.hdf5", "a file, a folder"),
     ("--env-id CartPole-v1", "Discrete", "finite bounds"),
     ("--env-id MountainCarContinuous-v0", "3 observation and 1 action", "2 and 1"),
 ]

@@ -459,7 +459,7 @@ def test_returns_are_summed_in_double_precision():
 
 def test_no_file_and_no_id(tmp_path):
     for name in (tmp_path / "absent.hdf5", "absent", "mujoco/hopper/medium", "a b-v0"):
-        refused(name, "neither a file or folder nor a Minari id")
+        refused(name, "give --dataset a file, a folder or a Minari id")
 
 
 def test_what_cannot_be_read(tmp_path, minari_home):

@@ -128,9 +128,9 @@ def choose_precision(args, device: torch.device | str, frozen: bool = False) -> 
 
 def find_users_code(folder: Path) -> None:
     """Lets `import` find what is in `folder`. A package `utils` there takes the name: all of ours is loaded."""
-    ours = str(Path(__file__).resolve().parents[1])
     sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
-    if str(folder) != ours and any(folder.glob("utils*")):
+    in_the_way = __name__.startswith("utils.") and any(folder.glob("utils*"))  # a copied file is in no package
+    if in_the_way and str(folder) != (ours := str(Path(__file__).resolve().parents[1])):
         sys.path[:] = [path for path in sys.path if path != ours]
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == "utils" and str(module.__file__).startswith(ours):

@@ -42,7 +42,7 @@ def load_task(spec: str, prompt_column: str = "prompt") -> Task:
     """countdown, sort, gsm8k, gsm8k:FOLDER (of train.jsonl and test.jsonl), reasoning_gym:NAME?SETTING=VALUE&..., or
     what `load_rows` reads."""
     name, _, folder = spec.partition(":")
-    if name == "reasoning_gym" and (Path(__file__).parents[1] / "algos/environments/reasoning_gym.py").is_file():
+    if name == "reasoning_gym" and (Path(__file__).parent.parent / "algos/environments/reasoning_gym.py").is_file():
         return importlib.import_module("algos.environments.reasoning_gym").load_task(folder)
     if name in ("countdown", "sort"):
         return Task(name, *procedural(name))

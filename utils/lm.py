@@ -80,17 +80,17 @@ def load_model(args, device: torch.device | str = "cpu", path: str = "", frozen:
     path, gguf = str(Path(path or args.model).expanduser()), {}
     if path.endswith(".gguf"):
         path, gguf = str(Path(path).parent), {"gguf_file": Path(path).name}
-    half = choose_precision(args, device, frozen)
     reports = logging.get_logger("transformers.modeling_utils")
     reports.addFilter(lambda record: "LOAD REPORT" not in record.getMessage())  # it would hide our own sentence
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code, **gguf)
         model, found = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.bfloat16 if half else torch.float32, trust_remote_code=args.trust_remote_code,
-            attn_implementation=args.attn_implementation, output_loading_info=True, ignore_mismatched_sizes=True,
-            **gguf)  # fmt: skip
+            path, dtype=torch.bfloat16 if choose_precision(args, device, frozen) else torch.float32,
+            trust_remote_code=args.trust_remote_code, attn_implementation=args.attn_implementation,
+            output_loading_info=True, ignore_mismatched_sizes=True, **gguf)  # fmt: skip
     except UNREADABLE as error:
-        raise UserError(f"cannot load the model {path} ({str(error).partition(chr(10))[0]})") from error
+        why = "there is none" if Path(path).is_absolute() and not Path(path).exists() else str(error).split("\n")[0]
+        raise UserError(f"cannot load the model {path} ({why}): give one, as in --model FOLDER or ORG/NAME") from error
     check_whole(path, model, found)
     if gguf:  # its weights are whole now, and save_pretrained refuses those of a quantizer
         model.hf_quantizer = None

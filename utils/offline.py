@@ -87,7 +87,7 @@ def load_dataset(args: OfflineArgs) -> Dataset:
     path = Path(args.dataset).expanduser() if args.dataset else SHIPPED
     is_id = re.fullmatch(r"([-\w]+/)*[-\w]+-v\d+", args.dataset)
     if not path.exists() and not is_id:
-        raise UserError(f"--dataset {path} is neither a file or folder nor a Minari id (mujoco/hopper/medium-v0)")
+        raise UserError(f"there is no {path}: give --dataset a file, a folder or a Minari id (mujoco/hopper/medium-v0)")
     try:
         data = read_hdf5(path) if path.is_file() else read_minari(path)
     except ImportError as error:
