@@ -1,5 +1,5 @@
-"""awac.py: weights and values in closed form, its limits (cloning, the best action), what update() and train() hand on.
-Whole updates are those of CORL's code: test_parity_awac.py."""
+"""awac.py: weights and values in closed form, the limit of the best action, whole updates by tests/reference/iql.py,
+and what train() hands on. Updates of CORL's code: test_parity_awac.py."""
 
 import math
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 from control import assert_in_order, assert_probed, close, float64, minibatch, randomise
 from scipy import special
-from test_exact_iql import ONLINE, recorded, trained  # noqa: F401  # a fixture
+from test_exact_iql import ONLINE, recorded, trained, updated  # noqa: F401  # a fixture
 
-from algos import awac, bc
+from algos import awac
+from tests.reference import iql as reference
 
 D, A, H, B = 3, 2, 8, 16
 
@@ -64,43 +65,32 @@ def test_the_value_is_the_policy_s():
     close(awac.policy_value(critics, actor, obs, 200000, torch.Generator().manual_seed(2)), expected, 0.005)
 
 
-def updated(args: awac.Args, steps: int) -> tuple[awac.Agent, dict, torch.Generator]:
-    agent, generator = randomise(awac.Agent(D, A, awac.Args(hidden_size=H)), 50, 0.5, 0.2), torch.Generator()
-    adam = [torch.optim.Adam(x.parameters(), 1e-2, fused=True) for x in (agent.actor, agent.critics)]
-    for step in range(steps):
-        batch = minibatch(awac.Transitions, step)
-        numbers = awac.update(agent, awac.Optimizers(*adam), batch, generator.manual_seed(4), args)
-    return agent, numbers if steps else {}, generator
+def own(p: dict, batch, args, rate: float, generator) -> tuple[dict, dict]:
+    """The critics move first, then the actor by the new critics less the mean over K of its actions, with the noise of
+    the generator alone."""
 
+    def value(kind, obs, count):
+        pi = reference.policy(p, obs.expand(count, -1, -1))
+        noise = torch.randn(count * len(obs), A, generator=generator).view(count, -1, A)
+        return smaller(kind, obs.expand(count, -1, -1), (pi.mean + pi.stddev * noise).clamp(-1, 1)).mean(0)
 
-@pytest.mark.parametrize("kind", ["exp", "softmax"])
-def test_an_infinite_lambda_is_behaviour_cloning(kind):
-    """The actor after three updates, bit for bit where no softmax rounds."""
-    args, cloner = awac.Args(weights=kind, temperature=math.inf), bc.Agent(D, A, bc.Args(hidden_size=H))
-    for own, other in zip(cloner.actor.parameters(), updated(args, 0)[0].actor.parameters()):
-        own.data.copy_(other)
-    optimizer = torch.optim.Adam(cloner.actor.parameters(), 1e-2, fused=True)
-    for step in range(3):
-        bc.update(cloner, optimizer, bc.Transitions(*minibatch(awac.Transitions, step)))
-    for own, other in zip(cloner.actor.parameters(), updated(args, 3)[0].actor.parameters()):
-        close(other, own, 0 if kind == "exp" else 1e-6)
+    def smaller(kind, *inputs):
+        return torch.stack(reference.critics(p, kind, *inputs)).min(0)[0].detach().numpy()
+
+    p, told = reference.td_step(p, batch, value("targets", batch.next_obs, 1), args, rate)
+    q, v = smaller("critics", batch.obs, batch.actions), value("critics", batch.obs, args.num_action_samples)
+    weights = lambda a, args: peers_weights(a, args.temperature)[args.weights]  # noqa: E731
+    p, more = reference.policy_step(p, batch, q, v, args, rate, weights)
+    return reference.lag(p, args), told | more
 
 
 @float64()
 @pytest.mark.parametrize("kind", ["exp", "binary", "softmax"])
-def test_the_weights_of_an_update(kind):
-    """Of the critics that have moved and of the actor that has not, with K actions. Noise is the generator's alone."""
-    args, batch = awac.Args(weights=kind, temperature=0.3, num_action_samples=3), minibatch(awac.Transitions)
-    (agent, numbers, generator), (old, *_), same = updated(args, 1), updated(args, 0), torch.Generator().manual_seed(4)
-    torch.randn(B, A, generator=same)  # of the target
-    q = torch.min(*agent.critics(batch.obs, batch.actions)).detach()
-    values = awac.policy_value(agent.critics, old.actor, batch.obs, 3, same)
-    expected = peers_weights((q - values).numpy(), 0.3)[kind]
-    found = [numbers[name].item() for name in ("q", "v", "weight", "largest", "clipped")]
-    close(found, [q.mean(), values.mean(), expected.mean(), expected.max(), (expected == 100).mean()], 1e-6)
-    assert torch.equal(generator.get_state(), same.get_state()) and all(
-        x.grad is None for x in agent.targets.parameters()
-    )
+def test_update_is_the_reference_s(kind):
+    args = awac.Args(gamma=0.9, tau=0.1, hidden_size=H, weights=kind, temperature=0.03, num_action_samples=3)
+    ours, theirs = torch.Generator(), torch.Generator()
+    clipped = updated(awac, args, ours, own=own, generator=theirs)[-1]["clipped"]
+    assert torch.equal(ours.get_state(), theirs.get_state()) and (clipped > 0) == (kind == "exp")
 
 
 def test_act_samples_the_policy():

@@ -1,13 +1,9 @@
-"""iql.py and bc.py against numbers computed another way: the fixed point of the expectile backup by root finding, one
-update by a second implementation of the authors' order, and what train() does by an environment that tells what
-happened.
-
-The second implementation takes tensors by name and uses its own forward pass, density, losses and Adam; only
-derivatives are left to autograd.
-"""
+"""iql.py and bc.py against numbers computed another way: the fixed point of the expectile backup by root finding, whole
+updates by tests/reference/iql.py, and what train() does by an environment that tells what happened."""
 
 import copy
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -15,19 +11,21 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from control import adam, assert_in_order, assert_probed, close, float64, lag, minibatch, mlp, named, randomise, twins
+from control import assert_in_order, assert_probed, close, float64, minibatch, mlp, named, randomise
 from helpers import metrics, new_run, weights
 from scipy import optimize, stats
 from torch import nn
 
 from algos import bc, cfgrl, flow_bc, fql, iql, riql, xql
 from benchmarks.record_suite import save
+from tests.reference import iql as reference
 from utils.control import ReplayBuffer
 from utils.core import UserError
 from utils.offline import Dataset
 
 D, A, H, B = 3, 2, 8, 16  # observations, actions, hidden units, rows of a minibatch
-GAMMA, TAU, RATE, EXPECTILE, TEMPERATURE = 0.9, 0.1, 1e-2, 0.8, 3.0
+GAMMA, EXPECTILE = 0.9, 0.8
+SETTINGS = dict(gamma=GAMMA, tau=0.1, temperature=3.0, hidden_size=H, dropout=0.0)
 
 
 # --- a finite MDP, whose best in-support behaviour no trajectory shows
@@ -180,85 +178,30 @@ def test_policy_leans_on_the_best_actions(learnt):
         assert np.linalg.norm(cloned - POINTS[1]) > np.linalg.norm(cloned - POINTS[MAJORITY[s]])
 
 
-# --- a second implementation of the step
+# --- whole updates
 
 
-def own_log_prob(p: dict, batch):
-    std = torch.exp(torch.minimum(torch.maximum(p["actor.log_std"], torch.tensor(-5.0)), torch.tensor(2.0)))
-    normal = torch.distributions.Normal(torch.tanh(mlp(p, "actor.net", batch.obs)), std)
-    return normal.log_prob(batch.actions).sum(1)[:, None]
+def updated(module, args, *extra, own=reference.update, **hooks) -> list[dict]:
+    """Asserts that five updates of a script are those of tests/reference/iql.py, where weights are on both sides of
+    100 if it is IQL's."""
+    found = reference.check(
+        randomise(module.Agent(D, A, args), 50, 0.5, 0.2),
+        lambda p, batch, rate: own(p, batch, args, rate, **hooks),
+        lambda agent, optimizers, batch: module.update(agent, module.Optimizers(**optimizers), batch, *extra, args),
+        [minibatch(module.Transitions, step) for step in range(5)],
+    )
+    assert 0 < sum(row["clipped"] for row in found) < 5 or own != reference.update
+    return found
 
 
-def own_update(p: dict, moments: dict, batch, value_loss) -> dict:
-    """The authors' order. Changes `p` and `moments`; returns the metrics."""
-    q1, q2 = twins(p, "targets", batch.obs, batch.actions)
-    q = torch.where(q1 < q2, q1, q2).detach()
-    u = q - mlp(p, "value", batch.obs)
-    adam(p, moments, "value", value_loss(u).sum() / len(u), RATE)
-
-    v, next_v = (mlp(p, "value", obs).detach() for obs in (batch.obs, batch.next_obs))
-    w = torch.exp(TEMPERATURE * (q - v))
-    w = torch.where(w > 100, torch.tensor(100.0), w)
-    logps = own_log_prob(p, batch)
-    adam(p, moments, "actor", -(w * logps).sum() / len(w), RATE)
-
-    y = torch.where(batch.terminated == 1, batch.rewards, batch.rewards + GAMMA * next_v)
-    online = twins(p, "critics", batch.obs, batch.actions)
-    td_error = abs(online[0].detach() - y).mean()
-    adam(p, moments, "critics", sum(((x - y) ** 2).sum() / len(x) for x in online), RATE)
-    lag(p, TAU)
-    return {"q": q.mean(), "v": v.mean(), "lift": (v - q).mean(), "weight": w.mean(), "td_error": td_error,
-            "clipped": (w == 100).double().mean(), "nll": -logps.detach().mean(),
-            "std": p["actor.log_std"].detach().exp().mean()}  # fmt: skip
-
-
-def make_agent() -> iql.Agent:
-    return randomise(iql.Agent(D, A, iql.Args(hidden_size=H, dropout=0.0)), 50, 0.5, 0.2)
-
-
-def make_optimizers(agent) -> iql.Optimizers:
-    parts = (agent.actor, agent.critics, agent.value)
-    return iql.Optimizers(*(torch.optim.Adam(part.parameters(), lr=RATE, fused=True) for part in parts))
-
-
-def gumbel(u):
-    """exp(z) - z - 1 over the largest exp(z), of z up to 1."""
-    z = torch.minimum(u / 2, torch.tensor(1.0))
-    return (torch.exp(z) - z - 1) / torch.exp(z.detach().max())
-
-
-VALUE_LOSSES = {  # as a second implementation has them; names of arguments -> values
-    "expectile": (iql, {}, lambda u: abs(EXPECTILE - 1.0 * (u.detach() < 0)) * u**2),
-    "quantile": (iql, dict(value_loss="quantile"), lambda u: abs(EXPECTILE - 1.0 * (u.detach() < 0)) * abs(u)),
-    "gumbel": (xql, dict(max_clip=1.0), gumbel),
-    "chi2": (xql, dict(value_loss="chi2", dvl_lambda=0.6),
-             lambda u: 0.6 * torch.where((u > 0) | (u < -4), u + u**2 / 4, 0 * u) - 0.4 * u),
-}  # fmt: skip
+def quantile(errors, args) -> np.ndarray:
+    return abs(args.expectile - (errors < 0)) * np.sign(errors)
 
 
 @float64()
-@pytest.mark.parametrize("case", VALUE_LOSSES)
-def test_update_equals_a_second_implementation(case):
-    """Five updates: all parameters and metrics. The value moves first, by the target critics; the policy's weights are
-    those of the target critics less the new value, the critics' target has the new value, the targets come last."""
-    agent, (module, given, value_loss) = make_agent(), VALUE_LOSSES[case]
-    optimizers, p, moments, clipped = make_optimizers(agent), named(agent), {}, []
-    given = dict(expectile=EXPECTILE) | given if module is iql else given
-    args = module.Args(gamma=GAMMA, tau=TAU, temperature=TEMPERATURE, **given)
-    for step in range(5):
-        batch = minibatch(iql.Transitions, step)
-        for name in ("critics", "targets"):  # each of the two is the smaller one somewhere
-            assert 0 < torch.lt(*twins(p, name, batch.obs, batch.actions)).sum() < B
-        numbers = module.update(agent, optimizers, batch, args)
-        own = own_update(p, moments, batch, value_loss)
-        for name, tensor in agent.state_dict().items():
-            np.testing.assert_allclose(tensor, p[name].detach(), rtol=1e-10, atol=1e-13, err_msg=f"{name} {step}")
-        assert numbers.keys() == own.keys() - ({"lift"} if module is iql else set())
-        for name, number in numbers.items():
-            close(number, own[name])
-        assert not any(x.requires_grad or x.grad is not None for x in agent.targets.parameters())
-        clipped.append(own["clipped"].item())
-    assert 0 < sum(clipped) < 5  # weights on both sides of 100
+@pytest.mark.parametrize("kind", ["expectile", "quantile"])
+def test_update_is_the_reference_s(kind):
+    updated(iql, iql.Args(**SETTINGS, expectile=EXPECTILE, value_loss=kind), value=getattr(reference, kind, quantile))
 
 
 @float64()
@@ -275,21 +218,12 @@ def test_the_quantile_is_that_of_f_dvl():
 
 
 def test_temperature_0_is_behaviour_cloning():
-    """Bit for bit, whatever the advantages: the loss, its gradients, and the actor after an update."""
-    agent, batch = make_agent(), minibatch(iql.Transitions)
-    cloner = bc.Agent(D, A, bc.Args(hidden_size=H))
+    """Bit for bit, whatever the advantages: the metrics, and the actor after three updates."""
+    args, adam = iql.Args(**SETTINGS | dict(temperature=0.0), expectile=0.7), partial(torch.optim.Adam, lr=1e-2)
+    agent, cloner = randomise(iql.Agent(D, A, args), 50, 0.5, 0.2), bc.Agent(D, A, bc.Args(hidden_size=H))
     cloner.actor.load_state_dict(agent.actor.state_dict())
-    advantages = 50 * torch.randn(B, 1, generator=torch.Generator().manual_seed(0))
-    loss, row_weights, _ = iql.actor_loss(agent.actor, batch, advantages, 0.0)
-    cloning = bc.actor_loss(cloner.actor, bc.Transitions(*batch))
-    assert torch.equal(loss, cloning) and (row_weights == 1).all()
-    loss.backward(), cloning.backward()
-    for ours, theirs in zip(agent.actor.parameters(), cloner.actor.parameters()):
-        assert ours.grad.any() and torch.equal(ours.grad, theirs.grad)
-
-    optimizers, before = make_optimizers(agent), copy.deepcopy(agent.actor.state_dict())
-    args = iql.Args(expectile=0.7, temperature=0.0)
-    optimizer = torch.optim.Adam(cloner.actor.parameters(), lr=RATE, fused=True)
+    optimizers = iql.Optimizers(*(adam(part.parameters()) for part in (agent.actor, agent.critics, agent.value)))
+    optimizer, before = adam(cloner.actor.parameters()), copy.deepcopy(agent.actor.state_dict())
     for step in range(3):
         numbers = iql.update(agent, optimizers, minibatch(iql.Transitions, step), args)
         own = bc.update(cloner, optimizer, bc.Transitions(*minibatch(iql.Transitions, step)))
@@ -448,11 +382,11 @@ def trained(module, folder, path, *flags):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "update", recording)
         patch.setattr(module, "ReplayBuffer", Spy)
-        run = new_run(module, folder, *SETTINGS, "--dataset", path, *flags)
+        run = new_run(module, folder, *SMALL_RUN, "--dataset", path, *flags)
     return SimpleNamespace(folder=run, added=added, calls=calls, rates=np.array(rates))
 
 
-SETTINGS = "--device cpu --hidden-size 8 --batch-size 16 --eval-episodes 1 --eval-every 0 --max-steps 8".split()
+SMALL_RUN = "--device cpu --hidden-size 8 --batch-size 16 --eval-episodes 1 --eval-every 0 --max-steps 8".split()
 ONLINE = 40
 
 
