@@ -65,7 +65,7 @@ def hooks(agent, batch, args) -> dict:
         dict(update_epochs=2, num_minibatches=2, ent_coef=0.3, vf_coef=0.8, gae_lambda=0.9, int_gamma=0.5),
         dict(update_epochs=2, update_proportion=0.0),
         dict(update_proportion=1.0, int_coef=0.0, num_minibatches=2, normalize_advantages=True, max_grad_norm=0.05),
-        dict(update_epochs=3, num_minibatches=2, clip_vloss=True, clip_coef=0.05),
+        dict(update_epochs=3, num_minibatches=2, clip_vloss=True, clip_coef=0.05, vf_coef=45),
     ],
     ids=str,
 )
