@@ -80,7 +80,7 @@ def updated(module, agent, logps, rate: float, changes: dict, **hooks) -> None:
 
 CHANGES = pytest.mark.parametrize("changes", [
     dict(update_epochs=3),
-    dict(update_epochs=2, num_minibatches=3, clip_coef=0.05, gamma=0.7, gae_lambda=0.6),
+    dict(update_epochs=2, num_minibatches=3, clip_coef=0.05, gamma=0.7, clip_vloss=True, vf_coef=60),
     dict(update_epochs=2, normalize_advantages=False, max_grad_norm=1.0, clip_vloss=True, clip_coef=0.02),
     dict(update_epochs=9, target_kl=1e-6, vf_coef=0.8)])  # fmt: skip
 
@@ -97,18 +97,19 @@ def test_update_is_the_reference_s(changes, discount):
 
 
 class Count(gym.Env):
-    """Observes how many steps were taken in this episode of five, and earns twice the action. In the second step there
-    is a success. It writes into one array."""
+    """Observes how many steps were taken in this episode, and earns twice the action. In the second step there is a
+    success. It writes into one array."""
 
     action_space, observation_space = (gym.spaces.Box(-x, x, (1,), np.float32) for x in (2, 9))
+    length = 5
 
     def reset(self, *, seed=None, options=None):
-        self.obs = np.zeros(1, np.float32)
+        self.obs = np.zeros(1, self.observation_space.dtype)
         return self.obs, {}
 
     def step(self, action):
         self.obs += 1
-        return self.obs, 2 * float(action[0]), bool(self.obs == 5), False, {"success": bool(self.obs == 2)}
+        return self.obs, 2 * float(action[0]), bool(self.obs == self.length), False, {"success": bool(self.obs == 2)}
 
 
 def test_what_plans_see_execute_and_earn(monkeypatch):

@@ -139,16 +139,12 @@ def test_advantages_of_every_pattern_of_ends(gae_lambda):
 @UPDATE
 @float64()
 @SPACES
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(update_epochs=4),
-        dict(update_epochs=3, num_minibatches=4, normalize_advantages=True),
-        dict(update_epochs=3, num_minibatches=2, ent_coef=0.3, clip_vloss=True, vf_coef=7.6, gae_lambda=0.6),
-        dict(update_epochs=2, num_minibatches=2, max_grad_norm=0.05, normalize_advantages=True, gamma=0.8),
-        dict(update_epochs=5, target_kl=1e-4),
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    dict(update_epochs=4),
+    dict(update_epochs=3, num_minibatches=4, normalize_advantages=True),
+    dict(update_epochs=3, num_minibatches=2, ent_coef=0.3, clip_vloss=True, vf_coef=7.6, gae_lambda=0.6),
+    dict(update_epochs=2, num_minibatches=2, max_grad_norm=0.05, normalize_advantages=True, gamma=0.8),
+    dict(update_epochs=5, target_kl=1e-4)])  # fmt: skip
 def test_update_is_the_reference_s(space, changes):
     """Weights after several epochs and minibatches, clips in force, and every metric: ratios to the policy before the
     first epoch, targets from the values before it, advantages normalised within each minibatch. In one minibatch the
@@ -395,18 +391,9 @@ def test_first_weights():
 
 
 @AGENT
-@pytest.mark.parametrize(
-    "space",
-    [
-        Discrete(5),
-        MultiDiscrete([2, 3, 4]),
-        MultiDiscrete([[2, 3], [4, 2]]),
-        MultiBinary(4),
-        MultiBinary((2, 3)),
-        Box(-1, 1, (1,)),
-        Box(-1, 1, (2, 2)),
-    ],
-)
+@pytest.mark.parametrize("space", [
+    Discrete(5), MultiDiscrete([2, 3, 4]), MultiDiscrete([[2, 3], [4, 2]]), MultiBinary(4), MultiBinary((2, 3)),
+    Box(-1, 1, (1,)), Box(-1, 1, (2, 2))])  # fmt: skip
 def test_log_probabilities_equal_torch(space):
     agent = linear_agent(3, space)
     obs, generator = torch.randn(4, 2, 3).double(), torch.Generator().manual_seed(0)

@@ -58,44 +58,6 @@ def own_features(p, obs, state, begins) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(out, 1), torch.stack(after, 2)
 
 
-BEGINS = torch.zeros(T, N, dtype=torch.bool)
-BEGINS[[2, 3, 3, 5, 6], [0, 1, 0, 2, 2]] = True
-
-
-@float64()
-def test_a_sequence_is_its_steps_one_by_one():
-    """Also with episodes that begin inside it, at different steps in each environment, and from any state before."""
-    agent, obs, state = make_agent(), drawn(T, N, D), drawn(2, N, H, seed=1)
-    out, last = agent.features(obs, state, BEGINS)
-    expected, after = own_features(dict(agent.named_parameters()), obs, state, BEGINS)
-    close(out, expected.detach())
-    close(last, after[-1].detach())
-    for t in range(T):  # as when acting
-        one, state = agent.features(obs[t : t + 1], state, BEGINS[t : t + 1])
-        close(one[0], out[t].detach())
-    close(state, last.detach())
-
-
-@float64()
-def test_nothing_crosses_the_end_of_an_episode():
-    """Neither forward nor backward: two episodes in one sequence are two sequences. Within one, all reaches all."""
-    agent, obs, state = make_agent(), drawn(T, N, D).requires_grad_(), drawn(2, N, H, seed=1).requires_grad_()
-    out, _ = agent.features(obs, state, BEGINS)
-    for n in range(N):
-        episode = BEGINS[:, n].cumsum(0)
-        for t in range(T):
-            from_obs, from_state = torch.autograd.grad(out[t, n].sum(), (obs, state), retain_graph=True)
-            reached = from_obs[:, n].abs().sum(1) > 0
-            assert torch.equal(reached, (episode == episode[t]) & (torch.arange(T) <= t))
-            assert (from_state[:, n].abs().sum() > 0) == (episode[t] == 0)
-            assert from_obs[:, np.arange(N) != n].abs().sum() == 0  # nor from another environment
-    with torch.no_grad():
-        changed = obs.clone()
-        changed[2, 1] += 9.0  # before environment 1 begins at step 3
-        after = agent.features(changed, state, BEGINS)[0]
-    assert torch.equal(after[3:, 1], out[3:, 1]) and not torch.equal(after[2, 1], out[2, 1])
-
-
 @SPACES
 @pytest.mark.parametrize("memory", [True, False])
 def test_rollout_by_hand(space, memory):

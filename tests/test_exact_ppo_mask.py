@@ -144,15 +144,6 @@ def test_statistics_leave_masks_alone():
     assert np.array_equal(ppo_mask.Statistics(4, 2, 3, 0.99, False).observe(obs), obs.astype(np.float32))
 
 
-def test_the_networks_do_not_see_the_mask():
-    agent, rest = ppo_mask.Agent(9, Discrete(4), 8), torch.randn(6, 5)
-    shown = [torch.cat([mask.expand(6, 4), rest], 1) for mask in (torch.ones(4), torch.tensor([1.0, 0, 1, 0]))]
-    assert torch.equal(*(agent.value(obs) for obs in shown))
-    with torch.no_grad():
-        close(agent.logits(shown[0]), agent.actor(rest))
-        close(agent.logits(shown[1])[:, ::2], agent.actor(rest)[:, ::2])
-
-
 @pytest.mark.parametrize(
     "args, words",
     [

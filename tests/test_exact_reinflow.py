@@ -5,6 +5,7 @@ shares with dppo.py: test_exact_dppo.py."""
 import gymnasium as gym
 import numpy as np
 import pytest
+import test_exact_dppo
 import torch
 from control import close, float64, mlp, named, randomise
 from test_exact_dppo import CHANGES, updated
@@ -82,19 +83,11 @@ def test_update_is_the_reference_s(changes, ent_coef):
     updated(reinflow, make_agent(args), lambda p, *x: own_logps(p, *x, args), 0.05, changes)
 
 
-class Count(gym.Env):
-    """Observes how many steps were taken in this episode of three, as float64, and earns the action. It writes into one
-    array."""
+class Count(test_exact_dppo.Count):
+    """Of three steps, observed as float64."""
 
     action_space, observation_space = gym.spaces.Box(0, 4, (1,), np.float32), gym.spaces.Box(-9, 9, (1,), np.float64)
-
-    def reset(self, *, seed=None, options=None):
-        self.obs = np.zeros(1)
-        return self.obs, {}
-
-    def step(self, action):
-        self.obs += 1
-        return self.obs, float(action[0]), bool(self.obs == 3), False, {}
+    length = 3
 
 
 def test_what_is_seen_executed_and_evaluated(monkeypatch):
@@ -112,8 +105,8 @@ def test_what_is_seen_executed_and_evaluated(monkeypatch):
     assert batch.obs[:, 1].tolist() == [[0], [1], [2], [0]] and obs.tolist() == [[1], [1]]
     assert batch.next_obs[:, 0].tolist() == [[1], [2], [3], [1]] and batch.obs.dtype == torch.float32
     assert batch.terminated[:, 0].tolist() == [False, False, True, False] and not batch.truncated.any()
-    close(batch.rewards[:, 0], [3, 4, 1, 2]), close(batch.chains[:, 0, 1, 0], ends)
-    assert episodes == [(8, 3)] * 2 and {scale for _, scale in given} == {1.0}
+    close(batch.rewards[:, 0], [6, 8, 2, 4]), close(batch.chains[:, 0, 1, 0], ends)
+    assert episodes == [(16, 3)] * 2 and {scale for _, scale in given} == {1.0}
     scale = torch.tensor([[0.0], [1.0]])
     close(reinflow.act_in_evaluation(agent, np.ones((2, 1)), scale, torch.Generator()), [[3.0]] * 2)
     assert given[-1][1] is scale and space.contains(agent.to_env(torch.full((1, 2, 1), -9.0))[0])

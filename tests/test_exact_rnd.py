@@ -1,5 +1,5 @@
-"""RND: whole updates by tests/reference/ppo.py, the bonus' sums and rollouts by hand, and how the novelty of a state
-falls with its visits, in closed form. What it shares with ppo.py: test_exact_ppo.py."""
+"""RND: whole updates by tests/reference/ppo.py, and the bonus' sums and rollouts by hand. What it shares with ppo.py:
+test_exact_ppo.py."""
 
 import numpy as np
 import pytest
@@ -37,6 +37,58 @@ def hooks(agent, batch, args) -> dict:
         return *chosen, head(p, obs[rows])
 
     def advantages(values, ahead, batch, args):  # the bonus: of what the agent saw, whatever ended
+        outer, _ = reference.advantages(values[..., 0], ahead[:-1, :, 0], batch, args)
+        along = np.concatenate([values[1:, :, 1], ahead[-1:, :, 1]]), *np.zeros((2, *values.shape[:2]))
+        inner = reference.gae(batch.bonus.numpy(), values[..., 1], *along, args.int_gamma, args.gae_lambda)
+        return args.ext_coef * outer + args.int_coef * inner, values + np.stack([outer, inner], -1)
+
+    def extra(generator):
+        chosen = (torch.rand(len(obs), generator=generator) < args.update_proportion).double()
+
+        def loss(p, rows):
+            novelty = ((after[rows] @ (p["predictor.weight"] - agent.target.weight.detach()).T) ** 2).sum(1) / features
+            return novelty @ chosen[rows] / max(chosen[rows].sum(), 1), {"novelty": novelty.mean().item()}
+
+        return loss
+
+    ahead = lambda p: head(p, torch.cat([batch.next_obs, batch.last_obs[None]]))  # noqa: E731
+    return dict(policy=policy, ahead=ahead, advantages=advantages, extra=extra)
+
+
+@float64()
+@SPACES
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(update_epochs=3),
+        dict(update_epochs=2, num_minibatches=4, update_proportion=0.6, int_coef=0.3, ext_coef=1.5),
+        dict(update_epochs=2, num_minibatches=2, ent_coef=0.3, vf_coef=0.8, gae_lambda=0.9, int_gamma=0.5),
+        dict(update_epochs=2, update_proportion=0.0),
+        dict(update_proportion=1.0, int_coef=0.0, num_minibatches=2, normalize_advantages=True, max_grad_norm=0.05),
+        dict(update_epochs=3, num_minibatches=2, clip_vloss=True, clip_coef=0.05, vf_coef=45),
+    ],
+    ids=str,
+)
+def test_update_is_the_reference_s(space, changes):
+    """Weights of policy, both values and predictor, and every metric. The target stays."""
+    agent, args = linear_agent(48, space, module=rnd), settings(**changes)
+    batch = make_batch(agent)
+    assert (batch.terminated | batch.truncated)[:-1].any()
+    reference.check(rnd, agent, batch, args, 0.5, **hooks(agent, batch, args))
+
+
+def test_networks_at_the_start():
+    """Predictor and target differ, and see observations up to 5."""
+    agent, obs = rnd.Agent(40, DISCRETE, 16), torch.randn(7, 40)
+    assert agent.critic[-1].out_features == 2 and agent.target[-1].out_features == rnd.FEATURES
+    with torch.no_grad():
+        error = agent.predictor(obs) - agent.target(obs)
+        close(agent.novelty(obs), (error**2).sum(-1) / rnd.FEATURES, 1e-6)
+        assert agent.novelty(obs).min() > 0.1
+        assert torch.equal(agent.novelty(3 * obs), agent.novelty((3 * obs).clip(-5, 5)))
+        assert not torch.equal(agent.novelty(1.2 * obs), agent.novelty(obs))
+
+        # the bonus: of what the agent saw, whatever ended
         outer, _ = reference.advantages(values[..., 0], ahead[:-1, :, 0], batch, args)
         along = np.concatenate([values[1:, :, 1], ahead[-1:, :, 1]]), *np.zeros((2, *values.shape[:2]))
         inner = reference.gae(batch.bonus.numpy(), values[..., 1], *along, args.int_gamma, args.gae_lambda)
@@ -128,12 +180,8 @@ def test_the_bonus_of_a_rollout():
     agent = linear_agent(2, DISCRETE, module=rnd).float()
     batch, _, _, statistics, _ = rollout(DISCRETE, agent, normalize=True, module=rnd)
     wrong = (agent.predictor.weight - agent.target.weight).detach().numpy()
-    seen = batch.next_obs.numpy().clip(-5, 5)
-    novelty, sums, total = ((seen @ wrong.T) ** 2).mean(-1), [], np.zeros(2)
-    for row in novelty:
-        total = 0.9 * total + row
-        sums += total.tolist()
-    close(batch.bonus, novelty / np.sqrt(moments(sums)[1] + 1e-8), 1e-4)
+    novelty = ((batch.next_obs.numpy().clip(-5, 5) @ wrong.T) ** 2).mean(-1)
+    close(batch.bonus, rnd.Statistics(2, 2, 0.9, True).bonus(novelty), 1e-4)
     assert batch.bonus.dtype == torch.float32
     for steps in 5, 6:  # an episode ends in the fifth step
         batch, _, _, statistics, _ = rollout(DISCRETE, normalize=True, steps=steps, module=rnd)

@@ -56,13 +56,3 @@ def test_what_is_clipped_does_not_pull():
     close(pull(errors, gumbel_scale=2.0, max_clip=1.0), [*((errors[:2] / 2).exp() - 1) / 2 / math.e, 0.0, 0.0])
     below = torch.tensor([-8.0, -4.0])
     close(pull(below, gumbel_scale=2.0), ((below / 2).exp() - 1) / 2 * math.e)
-
-
-@float64()
-def test_the_pull_of_f_dvl_by_hand():
-    """Above V by lambda (1 + u / 2), and everywhere down by 1 - lambda; the parabola turns up again below V - 4."""
-    errors = torch.tensor([-6.0, -3.0, -1.0, 1.0, 3.0])
-    close(
-        pull(errors, value_loss="chi2", dvl_lambda=0.6), [0.6 * -2 - 0.4, -0.4, -0.4, 0.6 * 1.5 - 0.4, 0.6 * 2.5 - 0.4]
-    )
-    close(pull(errors, value_loss="chi2", dvl_lambda=1.0)[1:3], [0.0, 0.0])  # nothing pulls V down there
