@@ -1,5 +1,5 @@
-"""c51.py: the projection against an independent one and in closed form, targets by hand, and distributions that `update`
-must find. Whole updates: test_exact_rainbow.py. Acting and train() are those of dqn.py, whose tests run on it, too."""
+"""c51.py: the projection against an independent one and in closed form, targets by hand, and distributions that it must
+find. Whole updates: test_exact_rainbow.py. Acting and train() are those of dqn.py, whose tests run on it, too."""
 
 import math
 from types import SimpleNamespace
