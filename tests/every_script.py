@@ -34,9 +34,10 @@ def sharing(root: str, *functions: str) -> list[str]:
 
 
 def stand_in(root: str, *functions: str):
-    """Fixture `script`: every test of the file runs on each of `sharing(root, *functions)`, under the root's name."""
+    """Fixture `script`: the module under the root's name is in turn each script that a test runs on. A test says which
+    by `with_function`; else it is each of `sharing(root, *functions)`, and the root alone where none is named."""
 
-    @pytest.fixture(autouse=True, params=sharing(root, *functions))
+    @pytest.fixture(autouse=True, params=sharing(root, *functions) if functions else [root])
     def script(request, monkeypatch) -> str:
         if package := SPECS[request.param].needs:
             pytest.importorskip(package, reason=f"not run: {package} is not installed")
@@ -47,7 +48,7 @@ def stand_in(root: str, *functions: str):
 
 
 def with_function(root: str, *names: str):
-    """For a test of a file with `stand_in`: it runs on each of `sharing(root, *names)`."""
+    """For a test of a file with `stand_in`: it tests these functions, and runs on each of `sharing(root, *names)`."""
     return pytest.mark.parametrize("script", sharing(root, *names), indirect=True)
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from control import close
 from helpers import SMALL, assert_same_result, command_line, metrics, new_run, user_error, weights
-from test_exact_ppo import BINARY, DISCRETE, GAUSSIAN, MULTI
 
 from algos import ppo, ppo_atari, ppo_lstm
 from utils.control import make_env, make_vector
@@ -97,36 +96,6 @@ def test_policy_and_value_share_the_encoder(shape):
         assert all(slope.abs().max() > 1e-2 for slope in slopes[0])
     close(agent.value(obs), found[2], 1e-6)
     assert torch.equal(agent.act(obs[0], torch.zeros(3, 4))[:, 0], policy.logits.view(2, 3, 4)[0].argmax(-1))
-
-
-@pytest.mark.parametrize("space", [DISCRETE, MULTI, BINARY, GAUSSIAN], ids=["discrete", "multi", "binary", "gaussian"])
-def test_actions_are_those_of_ppo(space):
-    """Behind the encoder: noise, actions, what is executed, log-probabilities and entropies."""
-    ours, theirs, obs = make_agent((3, 8, 10), space), ppo.Agent(16, space, 4), images(50, 3, 8, 10)
-    torch.nn.init.normal_(ours.actor.weight)
-    theirs.actor = ours.actor
-    if ours.continuous:
-        ours.log_std = theirs.log_std = torch.nn.Parameter(torch.tensor([-0.5, 0.3]))
-    noise, expected = (agent.noise((50,), torch.Generator().manual_seed(1)) for agent in (ours, theirs))
-    assert torch.equal(noise, expected)
-    with torch.no_grad():
-        features, actions = ours.features(obs), ours.act(obs, noise)
-        assert torch.equal(actions, theirs.act(features, noise)) and len(actions.unique(dim=0)) > 2
-        for found, wanted in zip(ours(obs, actions)[:2], theirs.log_prob(features, actions)):
-            assert torch.equal(found, wanted)
-    assert np.array_equal(ours.to_env(actions.numpy()), theirs.to_env(actions.numpy()))
-
-
-@SHAPES
-def test_first_weights(shape):
-    """Orthogonal: sqrt 2 in the encoder, 0.01 for the policy, 1 for the value. The first policy is nearly uniform."""
-    agent = make_agent(shape)
-    hidden = [(layer, 2**0.5) for layer in agent.encoder if hasattr(layer, "weight")]
-    for layer, gain in [*hidden, (agent.actor, 0.01), (agent.critic, 1.0)]:
-        weight = layer.weight.detach().flatten(1)
-        close(torch.linalg.svdvals(weight), [gain] * min(weight.shape), 1e-4)
-        assert not layer.bias.any()
-    assert agent(images(8, *shape), torch.zeros(8, 1))[1].min() > np.log(4) - 1e-3
 
 
 def test_it_learns(tmp_path):

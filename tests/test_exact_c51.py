@@ -1,5 +1,5 @@
-"""c51.py: the projection against an independent one and in closed form, the loss and its gradient by hand, and
-distributions that `update` must find. Acting and train() are those of dqn.py, whose tests run on it, too."""
+"""c51.py: the projection against an independent one and in closed form, targets by hand, and distributions that it must
+find. Whole updates: test_exact_rainbow.py. Acting and train() are those of dqn.py, whose tests run on it, too."""
 
 import math
 from types import SimpleNamespace
@@ -7,14 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from control import CONTROL, adam, close, float64, mlp, named, randomise, walk
+from control import CONTROL, close, float64, walk
 from helpers import SMALL, new_run
-from test_exact_dqn import one_hot, rows
+from test_exact_dqn import one_hot
 from torch import nn
 
 from algos import c51
-
-GAMMA, RATE, D, A, H, B = 0.9, 1e-2, 3, 4, 8, 16
 
 
 def by_floor_and_ceiling(probs, values, low: float, high: float) -> np.ndarray:
@@ -69,50 +67,6 @@ def test_targets_by_hand():
         _, q, target = c51.c51_loss(agent, batch, c51.Args(gamma=0.5, double=double))
         close(q, np.full((4, 1), 0.5))
         close(target, [[first], [1.0], [0.2], [last]])
-
-
-@float64()
-@pytest.mark.parametrize("double", [False, True])
-def test_update_equals_a_second_implementation(double):
-    """Four updates: all parameters and metrics, the target by floor and ceiling, the softmax by hand."""
-    args = c51.Args(gamma=GAMMA, double=double, hidden_size=H, num_atoms=7, v_min=-2.0, v_max=2.0,
-                    target_network_frequency=3)  # fmt: skip
-    agent = randomise(c51.Agent(D, A, args), 3, 0.6, 0.1)
-    optimizer, moments, atoms, differs = torch.optim.Adam(agent.q.parameters(), RATE, fused=True), {}, agent.q.atoms, 0
-    p = {name: tensor for name, tensor in named(agent).items() if "atoms" not in name}
-
-    def own_probs(name, obs):
-        weights = mlp(p, f"{name}.net", obs).view(len(obs), A, 7).exp()
-        return weights / weights.sum(2, keepdim=True)
-
-    for count in range(1, 5):
-        batch = rows(B, count)
-        numbers = c51.metrics(agent, *c51.update(agent, optimizer, batch, count, args))
-        chosen, other = (
-            [int(((row * atoms).sum(1)).argmax()) for row in own_probs(name, batch.next_obs)]
-            for name in (("q", "target") if double else ("target", "q"))
-        )
-        differs += chosen != other
-        kept = own_probs("target", batch.next_obs)
-        kept = torch.stack([row[i] for row, i in zip(kept, chosen)]).detach().numpy()
-        ends = batch.terminated.numpy()
-        values = batch.rewards.numpy() + GAMMA * (1 - ends) * atoms.numpy()
-        target, means = by_floor_and_ceiling(kept, values, -2.0, 2.0), (kept * values).sum(1)
-        found = own_probs("q", batch.obs)
-        found = torch.stack([row[int(a)] for row, a in zip(found, batch.actions)])
-        loss = -(torch.from_numpy(target) * found.log()).sum() / B
-        q = (found * atoms).sum(1).detach()
-        gradients = adam(p, moments, "q", loss, RATE)
-        if count == 3:
-            for name in [name for name in p if name.startswith("target")]:
-                p[name] = p[name.replace("target", "q", 1)].detach().clone()
-        for name, tensor in p.items():
-            close(agent.state_dict()[name], tensor.detach())
-        close(numbers["q"], q.mean())
-        close(numbers["td_error"], np.abs(q.numpy() - means).mean())
-        close(numbers["clipped"], (np.abs(means) > 2.001).mean())
-        close(numbers["grad_norm"], math.sqrt(sum((x**2).sum() for x in gradients.values())))
-    assert differs, "both networks choose alike, so --double is not tested"
 
 
 class Table(nn.Module):

@@ -5,22 +5,17 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from control import adam, close, float64, minibatch, mlp, named, randomise
+from control import close, float64, minibatch, randomise
 from helpers import SMALL, new_run
 from safetensors.torch import save_file
 from small_data import pendulum
+from test_exact_flow_bc import best_velocity, updated
 
 from algos import cfgrl, iql
 from utils.core import UserError
 from utils.offline import OfflineArgs, load_dataset
 
 D, A, H, B = 3, 2, 8, 16
-STD = 0.5
-
-
-def best_velocity(x, t, mean):
-    """E[a - x_0 | x_t = x] for a ~ N(mean, STD^2): the regression of one Gaussian on another."""
-    return mean + (t * STD**2 - (1 - t)) / ((1 - t) ** 2 + t**2 * STD**2) * (x - t * mean)
 
 
 @float64()
@@ -47,24 +42,17 @@ def test_guidance_0_clones_all_and_1_the_good_ones(guidance, label):
 
 @float64()
 def test_updates_equal_a_second_implementation():
-    """Three updates. Noise, times and drops, one of these a row, come from the generator alone."""
-    agent = randomise(cfgrl.Agent(D, A, cfgrl.Args(hidden_size=H)), 3, 0.5, 0.2)
-    optimizer = torch.optim.Adam(agent.parameters(), 1e-2)
-    p, moments, generator, twin = named(agent), {}, torch.Generator().manual_seed(4), torch.Generator().manual_seed(4)
-    before, dropped = torch.get_rng_state(), []
-    for step in range(3):
-        batch = cfgrl.Transitions(*minibatch(iql.Transitions, step), torch.eye(2)[torch.arange(B) % 3 % 2])
-        numbers = cfgrl.update(agent, optimizer, batch, generator, 0.3)
-        x0, t, u = torch.randn(B, A, generator=twin), *(torch.rand(B, 1, generator=twin) for _ in range(2))
-        inputs = batch.obs, x0 + t * (batch.actions - x0), t, torch.where(u < 0.3, 0.0, batch.labels)
-        loss = ((mlp(p, "actor.net", torch.hstack(inputs)) - batch.actions + x0) ** 2).sum() / (B * A)
-        adam(p, moments, "actor", loss, 1e-2)
-        close(numbers["loss"], loss)
-        close(numbers["good"], (torch.arange(B) % 3 % 2 == 0).double().mean())
-        for name, tensor in agent.state_dict().items():
-            close(tensor, p[name])
-        dropped += (u < 0.3).flatten().tolist()
-    assert torch.equal(torch.get_rng_state(), before) and 0.15 < np.mean(dropped) < 0.45
+    """Labels are dropped row by row."""
+    labels, dropped = torch.eye(2)[torch.arange(B) % 3 % 2], []
+
+    def kept(batch, twin):
+        dropped.append(torch.rand(B, 1, generator=twin) < 0.3)
+        return [torch.where(dropped[-1], 0.0, labels)]
+
+    batches = [cfgrl.Transitions(*minibatch(iql.Transitions, step), labels) for step in range(3)]
+    for numbers in updated(cfgrl, batches, 0.3, more=kept):
+        close(numbers["good"], labels[:, 0].mean())
+    assert 0.15 < torch.cat(dropped).double().mean() < 0.45
 
 
 def test_guided_actions():

@@ -1,17 +1,17 @@
-"""dppo.py: densities of chains from the noise that made them, one denoising step against ppo.py, whole updates by a
-second implementation, and what plans see, execute and earn. The authors' formulas: test_parity_dppo.py."""
+"""dppo.py: densities of chains from the noise that made them, whole updates by tests/reference/ppo.py, and what plans
+see, execute and earn. Of reinflow.py what both have alike. The authors' formulas: test_parity_dppo.py."""
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from control import checkpoint, close, float64, mlp, named, randomise
-from helpers import SMALL, command_line, metrics, new_run, user_error
+from helpers import SMALL, command_line, new_run, user_error
 from small_data import pendulum
 from test_exact_diffusion_policy import shares
-from test_exact_ppo import own_advantages
 
-from algos import diffusion_policy, dppo, ppo
+from algos import diffusion_policy, dppo, flow_bc, ppo, reinflow
+from tests.reference import ppo as reference
 from utils.control import make_vector
 
 D, A, H, K, LEARNED, T, N = 3, 2, 3, 4, 3, 4, 6
@@ -62,60 +62,54 @@ def test_chains_and_their_densities_come_from_the_noise(steps, learned, min_std)
     close(agent.log_prob(obs, chains), torch.stack(logps[-learned:], 1))
 
 
-@float64()
-@pytest.mark.parametrize("changes", [
-    dict(update_epochs=3, gamma_denoising=0.6),
-    dict(update_epochs=2, num_minibatches=3, gamma_denoising=1.0, clip_coef=0.05, gamma=0.7, gae_lambda=0.6),
+def updated(module, agent, logps, rate: float, changes: dict, **hooks) -> None:
+    """Asserts that an update on random chains is that of tests/reference/ppo.py. logps(p, obs, chains) gives
+    log-probabilities and entropies."""
+    args, rows = module.Args(**changes), torch.Generator().manual_seed(3)
+    obs, next_obs = torch.randn(2, T, N, D, generator=rows)
+    chains = agent.sample(obs.flatten(0, 1), args.min_std if module is dppo else 1.0, rows).detach()
+    rewards, ends = torch.randn(T, N, generator=rows), torch.rand(2, T, N, generator=rows) < 0.2
+    batch = module.Batch(obs, chains.unflatten(0, (T, N)), rewards, next_obs, *ends)
+    value = lambda p, x: x @ p["critic.weight"][0] + p["critic.bias"]  # noqa: E731
+    policy = lambda p, i: (*logps(p, obs.flatten(0, 1)[i], chains[i]), value(p, obs.flatten(0, 1)[i]))  # noqa: E731
+    ahead = lambda p: value(p, next_obs)  # noqa: E731
+    metrics = reference.check(module, agent, batch, args, rate, policy, ahead, **hooks)
+    assert args.clip_coef > 0.1 or metrics["clip_fraction"] > 0
+    assert metrics["epochs"] == (2 if args.target_kl else args.update_epochs)
+
+
+CHANGES = pytest.mark.parametrize("changes", [
+    dict(update_epochs=3),
+    dict(update_epochs=2, num_minibatches=3, clip_coef=0.05, gamma=0.7, clip_vloss=True, vf_coef=60),
     dict(update_epochs=2, normalize_advantages=False, max_grad_norm=1.0, clip_vloss=True, clip_coef=0.02),
     dict(update_epochs=9, target_kl=1e-6, vf_coef=0.8)])  # fmt: skip
-def test_update_equals_a_second_implementation(changes):
-    """Weights after plain gradient descent over several epochs and minibatches of plans, and every metric."""
-    args, rows, twin = dppo.Args(**SIZES | changes), torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
-    agent, own, norms, eps = make_agent(args), make_agent(args), [], args.clip_coef
-    obs, next_obs = torch.randn(2, T, N, D, generator=rows)
-    chains = agent.sample(obs.flatten(0, 1), args.min_std, rows).detach()
-    rewards, (ended, cut) = torch.randn(T, N, generator=rows), torch.rand(2, T, N, generator=rows) < 0.2
-    batch = dppo.Batch(obs, chains.unflatten(0, (T, N)), rewards, next_obs, ended, cut)
-    numbers = dppo.update(agent, torch.optim.SGD(agent.parameters(), 0.05), batch, twin.clone_state(), args)
-    p, optimizer = dict(own.named_parameters()), torch.optim.SGD(own.parameters(), 0.05)
-    value = lambda obs: obs @ p["critic.weight"][0] + p["critic.bias"][0]  # noqa: E731
-    inputs = [x.detach().numpy() for x in (rewards, value(obs), value(next_obs), ended, cut)]
-    advantages = torch.tensor(own_advantages(*inputs, args.gamma, args.gae_lambda)).flatten()
-    obs, values = obs.flatten(0, 1), torch.tensor(inputs[1]).flatten()
-    returns, old = advantages + values, own_logps(p, obs, chains, args.min_std).detach()
-    for _ in range(epochs := 2 if args.target_kl else args.update_epochs):
-        found = []
-        for i in torch.randperm(T * N, generator=twin).split(T * N // args.num_minibatches):
-            ratio, a = (own_logps(p, obs[i], chains[i], args.min_std) - old[i]).exp(), advantages[i]
-            a = (a - a.mean()) / (a.std() + 1e-8) if args.normalize_advantages else a
-            a = torch.stack([a * args.gamma_denoising ** (k - 1) for k in range(LEARNED, 0, -1)], 1)
-            errors, moved = (value(obs[i]) - returns[i]) ** 2, value(obs[i]) - values[i]
-            if args.clip_vloss:
-                errors = torch.maximum(errors, (values[i] + moved.clip(-eps, eps) - returns[i]) ** 2)
-            gain = torch.minimum(ratio * a, ratio.clip(1 - eps, 1 + eps) * a)
-            optimizer.zero_grad()
-            (args.vf_coef / 2 * errors.mean() - gain.mean()).backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(own.parameters(), args.max_grad_norm))
-            optimizer.step()
-            found.append([(ratio - 1 - ratio.log()).mean().item(), ((ratio - 1).abs() > eps).double().mean().item()])
-    close(torch.nn.utils.parameters_to_vector(agent.parameters()), torch.cat([w.flatten() for w in p.values()]), 1e-9)
-    expected = [1 - (advantages.var() / returns.var()).item(), *np.mean(found, 0), np.mean(norms), epochs]
-    assert list(numbers.values()) == pytest.approx(expected, abs=1e-7) and (eps > 0.1 or expected[2] > 0)
+
+
+@float64()
+@CHANGES
+@pytest.mark.parametrize("discount", [0.6, 1.0])
+def test_update_is_the_reference_s(changes, discount):
+    """The advantages of a plan's denoising steps are discounted behind their normalisation: later ones less."""
+    changes = SIZES | changes | {"gamma_denoising": discount}
+    agent = make_agent(dppo.Args(**changes))
+    updated(dppo, agent, lambda p, *x: (logps := own_logps(p, *x, 0.15), 0 * logps), 0.05, changes,
+            weights=lambda a: np.outer(a, discount ** np.arange(LEARNED)[::-1]))  # fmt: skip
 
 
 class Count(gym.Env):
-    """Observes how many steps were taken in this episode of five, and earns twice the action. In the second step there
-    is a success. It writes into one array."""
+    """Observes how many steps were taken in this episode, and earns twice the action. In the second step there is a
+    success. It writes into one array."""
 
     action_space, observation_space = (gym.spaces.Box(-x, x, (1,), np.float32) for x in (2, 9))
+    length = 5
 
     def reset(self, *, seed=None, options=None):
-        self.obs = np.zeros(1, np.float32)
+        self.obs = np.zeros(1, self.observation_space.dtype)
         return self.obs, {}
 
     def step(self, action):
         self.obs += 1
-        return self.obs, 2 * float(action[0]), bool(self.obs == 5), False, {"success": bool(self.obs == 2)}
+        return self.obs, 2 * float(action[0]), bool(self.obs == self.length), False, {"success": bool(self.obs == 2)}
 
 
 def test_what_plans_see_execute_and_earn(monkeypatch):
@@ -138,32 +132,46 @@ def test_what_plans_see_execute_and_earn(monkeypatch):
     inputs = np.ones((2, 4), np.float32), torch.tensor([[0.0], [1.0]]), torch.Generator()
     close(dppo.act_in_evaluation(agent, *inputs)[:, 1, 0], [0.24] * 2, 1e-6)
     close(given[-1][1], [[0.0], [0.15]], 1e-6)
-    ours, theirs, rows = dppo.Statistics(2, 0.9, True), ppo.Statistics(1, 2, 0.9, True), np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("module", [dppo, reinflow], ids=["dppo", "reinflow"])
+def test_rewards_are_scaled_as_in_ppo(module):
+    ours, theirs, rows = module.Statistics(2, 0.9, True), ppo.Statistics(1, 2, 0.9, True), np.random.default_rng(0)
     for reward, done in zip(rows.normal(5, 1, (9, 2)), rows.random((9, 2)) < 0.3):
         close(ours.reward(reward, done), theirs.reward(reward, done))
 
 
-def test_a_run_begins_with_the_averaged_denoiser_of_another(tmp_path, monkeypatch, capsys):
-    """Of Pendulum, and with its sizes. Only the copy that learns moves. A resumed run does not need the other any more.
-    What does not fit is said before anything is written."""
-    how, ours = (*SMALL["diffusion_policy"], "--dataset", pendulum(tmp_path / "d.hdf5")), SMALL["dppo"][:-10]
-    start, before, update = new_run(diffusion_policy, tmp_path, *how), [], dppo.update
-    monkeypatch.setattr(dppo, "update", lambda agent, *x: before.append(named(agent)) or update(agent, *x))
-    run = new_run(dppo, tmp_path / "runs", *ours, "--init", start)
-    close([row["learning_rate"] for row in metrics(run)], [0.001 * (1 - i / 5) for i in range(5)])
-    command_line(dppo, "--resume", run, "--total-timesteps", 192, "--init", "gone")
+CLONED = {  # what a run begins with: script, actor there and here, and what does not fit
+    "dppo": (dppo, diffusion_policy, "average", ["actor", "start"],
+             {"has 4": ["--horizon", 9], "has 3": ["--diffusion-steps", 9]}),
+    "reinflow": (reinflow, flow_bc, "actor", ["actor"], {"has 16": ["--actor-size", 9]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("algo", CLONED)
+def test_a_run_begins_with_the_actor_of_another(algo, tmp_path, monkeypatch, capsys):
+    """Of Pendulum, and with its sizes. Of dppo.py's two copies only the one that learns moves. A resumed run does not
+    need the other any more. What does not fit is said before anything is written."""
+    (module, other, part, parts, wrong), ours = CLONED[algo], [*SMALL["ppo"], "--num-steps", 8]
+    start = new_run(other, tmp_path, *SMALL[other.NAME], "--dataset", pendulum(tmp_path / "d.hdf5"))
+    before, update = [], module.update
+    monkeypatch.setattr(module, "update", lambda agent, *x: before.append(named(agent)) or update(agent, *x))
+    run = new_run(module, tmp_path / "runs", *ours, "--init", start)
+    command_line(module, "--resume", run, "--total-timesteps", 192, "--init", "gone")
     theirs, now = (checkpoint(folder)["agent"] for folder in (start, run))
-    for name in [name.removeprefix("average") for name in theirs if name.startswith("average")]:
-        average = theirs[f"average{name}"]
-        same = before[0][f"actor{name}"], before[0][f"start{name}"], now[f"start{name}"]
-        assert all(torch.equal(weight, average) for weight in same)
-        assert not torch.equal(now[f"actor{name}"], average) and not torch.equal(theirs[f"actor{name}"], average)
-    wrong = {"nowhere is not": ["nowhere"], "a run of dppo.py, not of diffusion_policy.py": [run],
-             "other observations": [start, "--env-id", "MountainCarContinuous-v0"], "has 4": [start, "--horizon", 9],
-             "has 3": [start, "--diffusion-steps", 9], "has no model": [start]}  # fmt: skip
+    names = [name.removeprefix(part) for name in theirs if name.startswith(f"{part}.")]
+    for name in names:
+        for copy in parts:
+            assert torch.equal(before[0][f"{copy}{name}"], theirs[f"{part}{name}"])
+            assert torch.equal(now[f"{copy}{name}"], theirs[f"{part}{name}"]) == (copy == "start")
+        assert part == "actor" or not torch.equal(theirs[f"actor{name}"], theirs[f"{part}{name}"])
+    assert names
+    wrong = {"nowhere is not": ["nowhere"], f"a run of {algo}.py, not of {other.NAME}.py": [run],
+             "other observations": [start, "--env-id", "MountainCarContinuous-v0"],
+             **{words: [start, *flags] for words, flags in wrong.items()}, "has no model": [start]}  # fmt: skip
     for words, args in wrong.items():
         if "model" in words:
             (start / "model/model.safetensors").unlink()
         with user_error(capsys, words):
-            command_line(dppo, *ours, "--output-dir", tmp_path / "no", "--init", *args)
+            command_line(module, *ours, "--output-dir", tmp_path / "no", "--init", *args)
     assert not (tmp_path / "no").exists()

@@ -18,9 +18,9 @@ D, A, H, B = 3, 2, 8, 16
 MEAN, STD = 0.3, 0.5  # of the actions
 
 
-def best_velocity(x, t):
-    """E[a - x_0 | x_t = x] for a ~ N(MEAN, STD^2): the regression of one Gaussian on another."""
-    return MEAN + (t * STD**2 - (1 - t)) / ((1 - t) ** 2 + t**2 * STD**2) * (x - t * MEAN)
+def best_velocity(x, t, mean=MEAN):
+    """E[a - x_0 | x_t = x] for a ~ N(mean, STD^2): the regression of one Gaussian on another."""
+    return mean + (t * STD**2 - (1 - t)) / ((1 - t) ** 2 + t**2 * STD**2) * (x - t * mean)
 
 
 class Line(nn.Module):
@@ -51,25 +51,30 @@ def test_the_loss_is_least_at_the_conditional_mean(t):
     assert flow_bc.flow_loss(off, batch, noise, torch.full((4, 1), t)) > loss
 
 
-@float64()
-def test_updates_equal_a_second_implementation():
-    """Three updates. Noise and times, one a row, come from the generator alone; the metric is the loss."""
-    agent = randomise(flow_bc.Agent(D, A, flow_bc.Args(hidden_size=H)), 3, 0.5, 0.2)
+def updated(module, batches, *settings, more=lambda batch, twin: ()) -> list[dict]:
+    """Asserts that updates are those of a second implementation. Noise and times, one a row, and what `more` draws and
+    gives the network come from the generator alone. Returns the metrics, of which one is the loss."""
+    agent, found = randomise(module.Agent(D, A, module.Args(hidden_size=H)), 3, 0.5, 0.2), []
     optimizer = torch.optim.Adam(agent.parameters(), 1e-2)
     p, moments, generator, twin = named(agent), {}, torch.Generator().manual_seed(4), torch.Generator().manual_seed(4)
     before, times = torch.get_rng_state(), []
-    for step in range(3):
-        batch = minibatch(flow_bc.Transitions, step)
-        numbers = flow_bc.update(agent, optimizer, batch, generator)
+    for batch in batches:
+        found.append(module.update(agent, optimizer, batch, generator, *settings))
         x0, t = torch.randn(B, A, generator=twin), torch.rand(B, 1, generator=twin)
-        velocity = mlp(p, "actor.net", torch.hstack([batch.obs, x0 + t * (batch.actions - x0), t]))
-        loss = ((velocity - batch.actions + x0) ** 2).sum() / (B * A)
+        inputs = batch.obs, x0 + t * (batch.actions - x0), t, *more(batch, twin)
+        loss = ((mlp(p, "actor.net", torch.hstack(inputs)) - batch.actions + x0) ** 2).sum() / (B * A)
         adam(p, moments, "actor", loss, 1e-2)
-        close(numbers["loss"], loss)
+        close(found[-1]["loss"], loss)
         for name, tensor in agent.state_dict().items():
             close(tensor, p[name])
         times += t.flatten().tolist()
     assert torch.equal(torch.get_rng_state(), before) and 0 < min(times) < 0.1 and 0.9 < max(times) < 1
+    return found
+
+
+@float64()
+def test_updates_equal_a_second_implementation():
+    updated(flow_bc, [minibatch(flow_bc.Transitions, step) for step in range(3)])
 
 
 @float64()

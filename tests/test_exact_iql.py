@@ -1,13 +1,9 @@
-"""iql.py and bc.py against numbers computed another way: the fixed point of the expectile backup by root finding, one
-update by a second implementation of the authors' order, and what train() does by an environment that tells what
-happened.
-
-The second implementation takes tensors by name and uses its own forward pass, density, losses and Adam; only
-derivatives are left to autograd.
-"""
+"""iql.py and bc.py against numbers computed another way: the fixed point of the expectile backup by root finding, whole
+updates by tests/reference/iql.py, and what train() does by an environment that tells what happened."""
 
 import copy
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -15,19 +11,22 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from control import adam, assert_in_order, assert_probed, close, float64, lag, minibatch, mlp, named, randomise, twins
+from control import CONTROL, assert_in_order, assert_probed, close, float64, minibatch, mlp, named, randomise
+from every_script import sharing
 from helpers import metrics, new_run, weights
 from scipy import optimize, stats
 from torch import nn
 
-from algos import bc, cfgrl, flow_bc, fql, iql, riql, xql
+from algos import awac, bc, cfgrl, flow_bc, fql, iql, riql, xql
 from benchmarks.record_suite import save
+from tests.reference import iql as reference
 from utils.control import ReplayBuffer
 from utils.core import UserError
 from utils.offline import Dataset
 
 D, A, H, B = 3, 2, 8, 16  # observations, actions, hidden units, rows of a minibatch
-GAMMA, TAU, RATE, EXPECTILE, TEMPERATURE = 0.9, 0.1, 1e-2, 0.8, 3.0
+GAMMA, EXPECTILE = 0.9, 0.8
+SETTINGS = dict(gamma=GAMMA, tau=0.1, temperature=3.0, hidden_size=H, dropout=0.0)
 
 
 # --- a finite MDP, whose best in-support behaviour no trajectory shows
@@ -161,104 +160,30 @@ def test_value_approaches_in_support_value_iteration(learnt):
     assert chosen[0.9] == chosen[0.99] == greedy(best_q)
 
 
-@float64()
-def test_policy_leans_on_the_best_actions(learnt):
-    """Its mean is that of the data's actions with weights exp(10 A), nearer to the best action than to the usual one,
-    which behaviour cloning prefers."""
-    v, q = expectile_fixed_point(0.9)
-    rows = np.array([q[pair] for pair in zip(STATE, ACTION)])
-    row_weights = np.exp(10 * (rows - v[STATE]))
-    for s in (0, 2):
-        mine = STATE == s
-        expected = (row_weights[mine, None] * POINTS[ACTION[mine]]).sum(0) / row_weights[mine].sum()
-        obs = torch.eye(STATES)[[s]]
-        mean = learnt[0.9].actor(obs)[0][0]
-        close(mean, expected, 0.02)
-        good, usual = (learnt[0.9].actor.log_prob(obs, torch.tensor(POINTS[[a]])).item() for a in (1, MAJORITY[s]))
-        assert good > usual + 0.1
-        cloned = POINTS[ACTION[mine]].mean(0)
-        assert np.linalg.norm(cloned - POINTS[1]) > np.linalg.norm(cloned - POINTS[MAJORITY[s]])
+# --- whole updates
 
 
-# --- a second implementation of the step
+def updated(module, args, *extra, own=reference.update, **hooks) -> list[dict]:
+    """Asserts that five updates of a script are those of tests/reference/iql.py, where weights are on both sides of
+    100 if it is IQL's."""
+    found = reference.check(
+        randomise(module.Agent(D, A, args), 50, 0.5, 0.2),
+        lambda p, batch, rate: own(p, batch, args, rate, **hooks),
+        lambda agent, optimizers, batch: module.update(agent, module.Optimizers(**optimizers), batch, *extra, args),
+        [minibatch(module.Transitions, step) for step in range(5)],
+    )
+    assert 0 < sum(row["clipped"] for row in found) < 5 or own != reference.update
+    return found
 
 
-def own_log_prob(p: dict, batch):
-    std = torch.exp(torch.minimum(torch.maximum(p["actor.log_std"], torch.tensor(-5.0)), torch.tensor(2.0)))
-    normal = torch.distributions.Normal(torch.tanh(mlp(p, "actor.net", batch.obs)), std)
-    return normal.log_prob(batch.actions).sum(1)[:, None]
-
-
-def own_update(p: dict, moments: dict, batch, value_loss) -> dict:
-    """The authors' order. Changes `p` and `moments`; returns the metrics."""
-    q1, q2 = twins(p, "targets", batch.obs, batch.actions)
-    q = torch.where(q1 < q2, q1, q2).detach()
-    u = q - mlp(p, "value", batch.obs)
-    adam(p, moments, "value", value_loss(u).sum() / len(u), RATE)
-
-    v, next_v = (mlp(p, "value", obs).detach() for obs in (batch.obs, batch.next_obs))
-    w = torch.exp(TEMPERATURE * (q - v))
-    w = torch.where(w > 100, torch.tensor(100.0), w)
-    logps = own_log_prob(p, batch)
-    adam(p, moments, "actor", -(w * logps).sum() / len(w), RATE)
-
-    y = torch.where(batch.terminated == 1, batch.rewards, batch.rewards + GAMMA * next_v)
-    online = twins(p, "critics", batch.obs, batch.actions)
-    td_error = abs(online[0].detach() - y).mean()
-    adam(p, moments, "critics", sum(((x - y) ** 2).sum() / len(x) for x in online), RATE)
-    lag(p, TAU)
-    return {"q": q.mean(), "v": v.mean(), "lift": (v - q).mean(), "weight": w.mean(), "td_error": td_error,
-            "clipped": (w == 100).double().mean(), "nll": -logps.detach().mean(),
-            "std": p["actor.log_std"].detach().exp().mean()}  # fmt: skip
-
-
-def make_agent() -> iql.Agent:
-    return randomise(iql.Agent(D, A, iql.Args(hidden_size=H, dropout=0.0)), 50, 0.5, 0.2)
-
-
-def make_optimizers(agent) -> iql.Optimizers:
-    parts = (agent.actor, agent.critics, agent.value)
-    return iql.Optimizers(*(torch.optim.Adam(part.parameters(), lr=RATE, fused=True) for part in parts))
-
-
-def gumbel(u):
-    """exp(z) - z - 1 over the largest exp(z), of z up to 1."""
-    z = torch.minimum(u / 2, torch.tensor(1.0))
-    return (torch.exp(z) - z - 1) / torch.exp(z.detach().max())
-
-
-VALUE_LOSSES = {  # as a second implementation has them; names of arguments -> values
-    "expectile": (iql, {}, lambda u: abs(EXPECTILE - 1.0 * (u.detach() < 0)) * u**2),
-    "quantile": (iql, dict(value_loss="quantile"), lambda u: abs(EXPECTILE - 1.0 * (u.detach() < 0)) * abs(u)),
-    "gumbel": (xql, dict(max_clip=1.0), gumbel),
-    "chi2": (xql, dict(value_loss="chi2", dvl_lambda=0.6),
-             lambda u: 0.6 * torch.where((u > 0) | (u < -4), u + u**2 / 4, 0 * u) - 0.4 * u),
-}  # fmt: skip
+def quantile(errors, args) -> np.ndarray:
+    return abs(args.expectile - (errors < 0)) * np.sign(errors)
 
 
 @float64()
-@pytest.mark.parametrize("case", VALUE_LOSSES)
-def test_update_equals_a_second_implementation(case):
-    """Five updates: all parameters and metrics. The value moves first, by the target critics; the policy's weights are
-    those of the target critics less the new value, the critics' target has the new value, the targets come last."""
-    agent, (module, given, value_loss) = make_agent(), VALUE_LOSSES[case]
-    optimizers, p, moments, clipped = make_optimizers(agent), named(agent), {}, []
-    given = dict(expectile=EXPECTILE) | given if module is iql else given
-    args = module.Args(gamma=GAMMA, tau=TAU, temperature=TEMPERATURE, **given)
-    for step in range(5):
-        batch = minibatch(iql.Transitions, step)
-        for name in ("critics", "targets"):  # each of the two is the smaller one somewhere
-            assert 0 < torch.lt(*twins(p, name, batch.obs, batch.actions)).sum() < B
-        numbers = module.update(agent, optimizers, batch, args)
-        own = own_update(p, moments, batch, value_loss)
-        for name, tensor in agent.state_dict().items():
-            np.testing.assert_allclose(tensor, p[name].detach(), rtol=1e-10, atol=1e-13, err_msg=f"{name} {step}")
-        assert numbers.keys() == own.keys() - ({"lift"} if module is iql else set())
-        for name, number in numbers.items():
-            close(number, own[name])
-        assert not any(x.requires_grad or x.grad is not None for x in agent.targets.parameters())
-        clipped.append(own["clipped"].item())
-    assert 0 < sum(clipped) < 5  # weights on both sides of 100
+@pytest.mark.parametrize("kind", ["expectile", "quantile"])
+def test_update_is_the_reference_s(kind):
+    updated(iql, iql.Args(**SETTINGS, expectile=EXPECTILE, value_loss=kind), value=getattr(reference, kind, quantile))
 
 
 @float64()
@@ -275,21 +200,12 @@ def test_the_quantile_is_that_of_f_dvl():
 
 
 def test_temperature_0_is_behaviour_cloning():
-    """Bit for bit, whatever the advantages: the loss, its gradients, and the actor after an update."""
-    agent, batch = make_agent(), minibatch(iql.Transitions)
-    cloner = bc.Agent(D, A, bc.Args(hidden_size=H))
+    """Bit for bit, whatever the advantages: the metrics, and the actor after three updates."""
+    args, adam = iql.Args(**SETTINGS | dict(temperature=0.0), expectile=0.7), partial(torch.optim.Adam, lr=1e-2)
+    agent, cloner = randomise(iql.Agent(D, A, args), 50, 0.5, 0.2), bc.Agent(D, A, bc.Args(hidden_size=H))
     cloner.actor.load_state_dict(agent.actor.state_dict())
-    advantages = 50 * torch.randn(B, 1, generator=torch.Generator().manual_seed(0))
-    loss, row_weights, _ = iql.actor_loss(agent.actor, batch, advantages, 0.0)
-    cloning = bc.actor_loss(cloner.actor, bc.Transitions(*batch))
-    assert torch.equal(loss, cloning) and (row_weights == 1).all()
-    loss.backward(), cloning.backward()
-    for ours, theirs in zip(agent.actor.parameters(), cloner.actor.parameters()):
-        assert ours.grad.any() and torch.equal(ours.grad, theirs.grad)
-
-    optimizers, before = make_optimizers(agent), copy.deepcopy(agent.actor.state_dict())
-    args = iql.Args(expectile=0.7, temperature=0.0)
-    optimizer = torch.optim.Adam(cloner.actor.parameters(), lr=RATE, fused=True)
+    optimizers = iql.Optimizers(*(adam(part.parameters()) for part in (agent.actor, agent.critics, agent.value)))
+    optimizer, before = adam(cloner.actor.parameters()), copy.deepcopy(agent.actor.state_dict())
     for step in range(3):
         numbers = iql.update(agent, optimizers, minibatch(iql.Transitions, step), args)
         own = bc.update(cloner, optimizer, bc.Transitions(*minibatch(iql.Transitions, step)))
@@ -300,10 +216,15 @@ def test_temperature_0_is_behaviour_cloning():
 
 # --- the policy
 
-modules = pytest.mark.parametrize("module", [iql, bc, xql, riql], ids=["iql", "bc", "xql", "riql"])
-learners = pytest.mark.parametrize("module", [iql, xql, riql], ids=["iql", "xql", "riql"])
+
+def on(root: str, *functions: str):
+    """The scripts that have functions of these names and parameters, as `module`."""
+    scripts = sharing(root, *functions)
+    return pytest.mark.parametrize("module", [CONTROL[script] for script in scripts], ids=scripts)
+
+
+modules, learners, takers = on("bc", "act"), on("iql", "update"), on("bc", "top_rows")
 cloners = pytest.mark.parametrize("module", [bc, flow_bc], ids=["bc", "flow_bc"])
-takers = pytest.mark.parametrize("module", [bc, flow_bc, cfgrl, fql], ids=["bc", "flow_bc", "cfgrl", "fql"])
 every_module = pytest.mark.parametrize(
     "module", [iql, bc, flow_bc, cfgrl, fql, xql, riql], ids=["iql", "bc", "flow_bc", "cfgrl", "fql", "xql", "riql"]
 )
@@ -311,7 +232,7 @@ every_module = pytest.mark.parametrize(
 
 def make_actor(module, log_std, dropout: float = 0.0):
     torch.manual_seed(5)
-    actor = module.Actor(D, A, H, dropout)
+    actor = module.Actor(D, A, H, *[dropout] * (module is not awac))
     with torch.no_grad():
         actor.log_std.copy_(torch.tensor(log_std))
         actor.net[-1].bias.copy_(torch.tensor([0.3, -0.8]))
@@ -341,7 +262,7 @@ def test_act_samples_the_policy(module):
     obs = np.tile([[0.3, -1.0, 0.5]], (4000, 1))  # float64, as MuJoCo's
     mean = torch.tanh(mlp(named(actor), "net", torch.tensor(obs[0]).float())).detach().numpy()
     close(module.act(actor, None, obs, 0.0, generator), np.tile(mean, (4000, 1)), 1e-6)
-    assert actor.training and len(actor(torch.tensor(obs).float())[0].unique(dim=0)) > 10
+    assert module is awac or actor.training and len(actor(torch.tensor(obs).float())[0].unique(dim=0)) > 10
     actions = module.act(actor, None, obs, 1.0, generator)
     assert actions.dtype == np.float32 and np.abs(actions).max() == 1
     assert stats.kstest(actions[:, 0], stats.norm(mean[0], math.exp(-2.5)).cdf).pvalue > 0.01
@@ -448,11 +369,11 @@ def trained(module, folder, path, *flags):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "update", recording)
         patch.setattr(module, "ReplayBuffer", Spy)
-        run = new_run(module, folder, *SETTINGS, "--dataset", path, *flags)
+        run = new_run(module, folder, *SMALL_RUN, "--dataset", path, *flags)
     return SimpleNamespace(folder=run, added=added, calls=calls, rates=np.array(rates))
 
 
-SETTINGS = "--device cpu --hidden-size 8 --batch-size 16 --eval-episodes 1 --eval-every 0 --max-steps 8".split()
+SMALL_RUN = "--device cpu --hidden-size 8 --batch-size 16 --eval-episodes 1 --eval-every 0 --max-steps 8".split()
 ONLINE = 40
 
 
@@ -465,74 +386,50 @@ def own_treatment(columns, treatment: str) -> tuple[float, float]:
     return {"raw": (1, 0), "minus-one": (1, -1), "return-range": (1000 / (returns.max() - returns.min()), 0)}[treatment]
 
 
-@learners
-@pytest.mark.parametrize("treatment", ["raw", "return-range", "minus-one"])
-def test_train_treats_all_rewards_alike(recorded, tmp_path, treatment, module):
+@pytest.mark.parametrize("module, treatment, normalize", [
+    *[(module, *how) for module in (iql, xql, riql) for how in (("raw", 0), ("minus-one", 0), ("return-range", 1))],
+    (awac, "raw", 0), (awac, "raw", 1)], ids=lambda x: x.NAME if hasattr(x, "NAME") else None)  # fmt: skip
+def test_train_stores_the_dataset_and_then_what_it_lives(recorded, tmp_path, monkeypatch, module, treatment, normalize):
     """The dataset's rows with actions in [-1, 1]; then, online, one row a step as the environment went: the last
-    observation of an episode and not the next one's first, terminated but not cut off, rewards like the dataset's."""
-    path, columns = recorded
-    run = trained(module, tmp_path, path, "--online-steps", ONLINE, "--rewards", treatment)
+    observation of an episode and not the next one's first, terminated but not cut off, rewards like the dataset's.
+    With --normalize all observations, also those that it acts on, are less the dataset's mean, over its deviation. Each
+    optimizer is Adam on exactly its part."""
+    (path, columns), acted, act = recorded, [], module.act
+    monkeypatch.setattr(module, "act", lambda actor, space, *rest: acted.append(rest) or act(actor, space, *rest))
+    flags = ["--normalize"] * normalize + ["--rewards", treatment] * (module is not awac)
+    run = trained(module, tmp_path, path, "--online-steps", ONLINE, *flags)
+    mean, std = (columns[0].mean(0), columns[0].std(0) + 1e-3) if normalize else (np.zeros(4), np.ones(4))
     factor, summand = own_treatment(columns, treatment)
     obs, actions, rewards, terminated, next_obs = run.added[0]
-    close(obs, columns[0])
+    close(obs, (columns[0] - mean) / std, 1e-5)
     close([-1, 2] + (actions + 1) / 2 * [4, 0.5], columns[1], 1e-6)
     assert np.abs(actions).max() <= 1
     close(rewards[:, 0], factor * columns[2] + summand, 1e-6 * factor * 100)
     close(terminated[:, 0], columns[3])
-    close(next_obs, columns[4])
+    close(next_obs, (columns[4] - mean) / std, 1e-5)
 
     assert len(run.added) == 1 + ONLINE and len(run.calls) == 8 + ONLINE
-    online = [np.concatenate(column) for column in zip(*run.added[1:])]
-    assert len(np.unique(online[1])) > ONLINE
-    assert_probed(*online, factor, summand)
-    assert_in_order(*online)
-    newest = torch.cat(run.calls[-1][2], 1)  # minibatches hold what is old and what is new
-    assert newest.shape == (16, 4 + 2 + 1 + 1 + 4)
-    rows = {tuple(np.float32(np.concatenate(row))): i for i, row in enumerate(
-        row for parts in run.added for row in zip(*parts))}  # fmt: skip
-    seen = [rows[tuple(row.tolist())] for *_, batch, _ in run.calls for row in torch.cat(batch, 1)]
-    assert max(seen[: 8 * 16]) < len(columns[0]) <= max(seen) and min(seen[-10 * 16 :]) < 20  # the oldest stay
-
-
-@learners
-def test_normalize_reaches_all_observations(recorded, tmp_path, monkeypatch, module):
-    """What is trained on, offline and online, and what acts: less the dataset's mean, over its deviation."""
-    path, columns = recorded
-    acted, act = [], module.act
-    monkeypatch.setattr(module, "act", lambda actor, space, *rest: acted.append(rest) or act(actor, space, *rest))
-    run = trained(module, tmp_path, path, "--online-steps", ONLINE, "--normalize", "--rewards", "return-range")
-    mean, std = columns[0].mean(0), columns[0].std(0) + 1e-3
-    close(run.added[0][0], (columns[0] - mean) / std, 1e-5)
-    close(run.added[0][4], (columns[4] - mean) / std, 1e-5)
     online = [np.concatenate(column) for column in zip(*run.added[1:])]
     close(np.concatenate([obs for obs, scale, _ in acted if isinstance(scale, float)]), online[0], 1e-6)
     steps = np.concatenate([obs for obs, scale, _ in acted if not isinstance(scale, float)])[:, 0] * std[0] + mean[0]
     close(steps, steps.round(), 1e-5)  # of the evaluations' episodes
     online[0], online[4] = ((part * std + mean).round(5) for part in (online[0], online[4]))
-    assert_probed(*online, *own_treatment(columns, "return-range"))
+    assert len(np.unique(online[1])) > ONLINE
+    assert_probed(*online, factor, summand)
     assert_in_order(*online)
-
-
-@learners
-@pytest.mark.parametrize("anneal", [True, False])
-def test_policy_alone_is_annealed(recorded, tmp_path, anneal, module):
-    """By a cosine from the learning rate at the first update to almost 0 at the last offline one; online it is the
-    learning rate again. Critics and value stay. The optimizers are Adam on exactly their part."""
-    flag = [] if anneal else ["--no-anneal-actor"]
-    run = trained(module, tmp_path, recorded[0], "--online-steps", 3, "--learning-rate", 1e-3, *flag)
-    cosine = [1e-3 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)]
-    close(run.rates[:, 0], [*(cosine if anneal else [1e-3] * 8), *[1e-3] * 3], 1e-15)
-    close(run.rates[:, 1:], 1e-3, 1e-15)
-    agent, optimizers, *_ = run.calls[0]
-    for optimizer, part in zip(optimizers, (agent.actor, agent.critics, agent.value)):
+    rows = {tuple(np.float32(np.concatenate(row))): i for i, row in enumerate(
+        row for parts in run.added for row in zip(*parts))}  # fmt: skip
+    agent, optimizers, batch, *_ = run.calls[0]
+    assert torch.cat(batch, 1).shape == (16, 4 + 2 + 1 + 1 + 4)
+    seen = [rows[tuple(row.tolist())] for _, _, batch, *_ in run.calls for row in torch.cat(batch, 1)]
+    assert max(seen[: 8 * 16]) < len(columns[0]) <= max(seen) and min(seen[-10 * 16 :]) < 20  # the oldest stay
+    for name, optimizer in optimizers._asdict().items():
         (group,) = optimizer.param_groups
-        assert [id(x) for x in group["params"]] == [id(x) for x in part.parameters()]
+        assert [id(x) for x in group["params"]] == [id(x) for x in getattr(agent, name).parameters()]
         assert type(optimizer) is torch.optim.Adam
         assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0)
-    for name, tensor in weights(run.folder).items():
-        assert not name.startswith("targets") or not torch.equal(
-            tensor, weights(run.folder)[name.replace("targets", "critics")]
-        )
+    for target, critic in zip(agent.targets.parameters(), agent.critics.parameters()):
+        assert not torch.equal(target, critic)
 
 
 def test_target_critics_begin_as_the_critics():

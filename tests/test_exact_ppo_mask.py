@@ -1,5 +1,5 @@
-"""PPO with action masks: probabilities and gradients of what is allowed, against NumPy and against ppo.py on the
-smaller problem that masks make of a larger one; where masks come from; that they reach every action that is taken."""
+"""PPO with action masks: probabilities and gradients of what is allowed, against NumPy, and whole updates by
+tests/reference/ppo.py; where masks come from; that they reach every action that is taken."""
 
 import itertools
 from types import SimpleNamespace
@@ -15,39 +15,23 @@ from scipy import stats
 from torch import nn
 
 from algos import ppo, ppo_mask
+from tests.reference import ppo as reference
 from utils.control import make_vector, step_vector
 
 MULTI = MultiDiscrete([2, 3])
 TOLL = ["--env-id", "environments:Toll-v0", "--env-kwargs"]
 
 
-def linear_agent(module, obs_size: int, space, masks: int = 0):
+def linear_agent(obs_size: int, space) -> ppo_mask.Agent:
     """In float64, with matrices for networks."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        agent = module.Agent(masks + obs_size, space, 4)
+        agent = ppo_mask.Agent(sum(ppo_mask.choices(space)) + obs_size, space, 4)
         agent.actor = nn.Linear(obs_size, sum(agent.parts), bias=False)
         agent.critic = nn.Linear(obs_size, 1, bias=False)
         for parameter in agent.parameters():
             nn.init.normal_(parameter, 0.0, 0.7)
     return agent.double()
-
-
-def settings(**changes):
-    return ppo.Args(**dict(num_minibatches=1, update_epochs=3, ent_coef=0.1, max_grad_norm=1e9) | changes)
-
-
-def update(module, agent, batch, args, rate: float = 0.5) -> dict[str, float]:
-    optimizer, generator = torch.optim.SGD(agent.parameters(), rate), torch.Generator().manual_seed(0)
-    return module.update(agent, optimizer, batch, generator, args)
-
-
-def random_batch(masks: np.ndarray, actions: np.ndarray, states: int = 4, seed: int = 0) -> ppo.Batch:
-    """Steps x environments in random states, each with its mask in front."""
-    rng, shape = np.random.default_rng(seed), masks.shape[:2]
-    obs, after = (np.concatenate([masks, np.eye(states)[rng.integers(states, size=shape)]], -1) for _ in range(2))
-    ends = rng.random((2, *shape)) < 0.2
-    return ppo.Batch(*map(torch.as_tensor, (obs, actions, rng.normal(size=shape), after, *ends)))
 
 
 @float64()
@@ -58,7 +42,7 @@ def test_every_mask(mask):
     mask = np.array(mask)
     if not (mask[:2].any() and mask[2:].any()):
         return  # no action: the wrapper refuses it
-    agent, obs = linear_agent(ppo_mask, 2, MULTI, 5), torch.tensor([[*map(float, mask), 0.3, -1.2]])
+    agent, obs = linear_agent(2, MULTI), torch.tensor([[*map(float, mask), 0.3, -1.2]])
     logits = (agent.actor.weight.detach().numpy() @ [0.3, -1.2]).copy()
     entropy, logps = 0.0, []
     for part in (slice(0, 2), slice(2, 5)):
@@ -79,7 +63,7 @@ def test_every_mask(mask):
 
 def test_samples_are_of_the_masked_policy():
     """Chi-square of what is allowed; nothing else in 20,000 draws; without noise the likeliest that is allowed."""
-    agent = linear_agent(ppo_mask, 1, Discrete(4), 4)
+    agent = linear_agent(1, Discrete(4))
     obs = torch.tensor([[1.0, 0.0, 1.0, 1.0, 1.0]]).double().expand(20_000, -1)
     logits = agent.actor.weight.detach().numpy()[:, 0]
     pi = np.exp(logits) * [1, 0, 1, 1]
@@ -92,50 +76,27 @@ def test_samples_are_of_the_masked_policy():
 
 
 @float64()
-def test_a_mask_makes_the_smaller_problem():
-    """Whatever is allowed always, update does what ppo.py does with these actions alone: weights, ratios, KL, entropy.
-    The rows of other actions do not move."""
-    allowed, rng = np.array([1, 3]), np.random.default_rng(3)
-    mask, chosen = np.isin(np.arange(5), allowed).astype(float), rng.integers(2, size=(6, 4, 1))
-    batch = random_batch(np.broadcast_to(mask, (6, 4, 5)), allowed[chosen])
-    small = batch._replace(obs=batch.obs[..., 5:], next_obs=batch.next_obs[..., 5:], actions=torch.as_tensor(chosen))
-    ours, theirs = linear_agent(ppo_mask, 4, Discrete(5), 5), linear_agent(ppo, 4, Discrete(2))
-    before = ours.actor.weight.detach().clone()
-    with torch.no_grad():
-        theirs.actor.weight.copy_(before[allowed])
-        theirs.critic.weight.copy_(ours.critic.weight)
-    args = settings(num_minibatches=2, clip_vloss=True)
-    metrics = [update(module, agent, b, args) for module, agent, b in ((ppo_mask, ours, batch), (ppo, theirs, small))]
-    close(list(metrics[0].values()), list(metrics[1].values()))
-    assert metrics[0]["clip_fraction"] > 0.1 and metrics[0]["approx_kl"] > 1e-3
-    close(ours.actor.weight[allowed], theirs.actor.weight)
-    close(ours.critic.weight, theirs.critic.weight)
-    assert torch.equal(ours.actor.weight[[0, 2, 4]], before[[0, 2, 4]])
-    assert (ours.actor.weight[allowed] - before[allowed]).abs().max() > 0.05
+@pytest.mark.parametrize("space", [Discrete(5), MULTI], ids=["discrete", "multi"])
+def test_update_is_the_reference_s(space):
+    """A mask of its own in each row: weights, ratios, KL, entropy are those of what is allowed."""
+    agent, rng, shape = linear_agent(4, space), np.random.default_rng(0), (6, 4)
+    masks = rng.random((*shape, 5)) < 0.5
+    actions = np.stack([rng.integers(n, size=shape) for n in agent.parts], -1)
+    for action, start in zip(np.moveaxis(actions, -1, 0), np.cumsum([0, *agent.parts])):
+        np.put_along_axis(masks, (start + action)[..., None], True, -1)
+    states, after = np.eye(4)[rng.integers(4, size=(2, *shape))]
+    masks, states, after, rewards = map(torch.tensor, (1.0 * masks, states, after, rng.normal(size=shape)))
+    batch = ppo_mask.Batch(torch.cat([masks, states], -1), torch.tensor(actions), rewards,
+                           torch.cat([masks, after], -1), *torch.tensor(rng.random((2, *shape)) < 0.2))  # fmt: skip
 
+    def policy(p, rows):
+        x, mask, chosen = (x.flatten(0, 1)[rows] for x in (states, masks, batch.actions))
+        out = x @ p["actor.weight"].T - 1e9 * (1 - mask)
+        return *reference.policy_of(out, agent.parts, chosen), x @ p["critic.weight"][0]
 
-@float64()
-def test_expected_movement_is_the_policy_gradient_of_what_is_allowed():
-    """One decision in each of two states with masks of their own: over all actions, the mean movement of `update` is
-    the gradient of the expected reward of the masked softmax."""
-    masks, rewards = np.array([[1, 0, 1, 1], [0, 1, 1, 0]]), np.random.default_rng(0).normal(size=(2, 4))
-    agent, moved, expected = linear_agent(ppo_mask, 2, Discrete(4), 4), np.zeros((4, 2)), np.zeros((4, 2))
-    before = {name: p.clone() for name, p in agent.state_dict().items()}
-    start = before["actor.weight"]
-    args = settings(update_epochs=1, ent_coef=0.0, normalize_advantages=False, gae_lambda=1.0)
-    for state in range(2):
-        weight = np.exp(start.numpy()[:, state]) * masks[state]
-        pi = weight / weight.sum()
-        expected[:, state] = pi * (rewards[state] - pi @ rewards[state])
-        for action in np.flatnonzero(masks[state]):
-            obs = torch.as_tensor(np.concatenate([masks[state], np.eye(2)[state]])).expand(1, 2, -1)
-            yes = torch.ones(1, 2, dtype=torch.bool)
-            reward = torch.full((1, 2), rewards[state, action])
-            batch = ppo.Batch(obs, torch.full((1, 2, 1), int(action)), reward, obs, yes, ~yes)
-            update(ppo_mask, agent, batch, args, rate=1.0)
-            moved += pi[action] * (agent.actor.weight.detach() - start).numpy()
-            agent.load_state_dict(before)
-    close(moved, expected)
+    args = ppo_mask.Args(num_minibatches=2, update_epochs=3, ent_coef=0.1, max_grad_norm=1e9, clip_vloss=True)
+    metrics = reference.check(ppo_mask, agent, batch, args, 2.0, policy, lambda p: after @ p["critic.weight"][0])
+    assert metrics["clip_fraction"] > 0.1
 
 
 def test_masks_that_allow_everything_change_nothing(tmp_path):
@@ -181,15 +142,6 @@ def test_statistics_leave_masks_alone():
     close(shown[:, 2:], expected)
     assert np.array_equal(statistics.weights()["obs_mean"], statistics.obs.mean[2:])
     assert np.array_equal(ppo_mask.Statistics(4, 2, 3, 0.99, False).observe(obs), obs.astype(np.float32))
-
-
-def test_the_networks_do_not_see_the_mask():
-    agent, rest = ppo_mask.Agent(9, Discrete(4), 8), torch.randn(6, 5)
-    shown = [torch.cat([mask.expand(6, 4), rest], 1) for mask in (torch.ones(4), torch.tensor([1.0, 0, 1, 0]))]
-    assert torch.equal(*(agent.value(obs) for obs in shown))
-    with torch.no_grad():
-        close(agent.logits(shown[0]), agent.actor(rest))
-        close(agent.logits(shown[1])[:, ::2], agent.actor(rest)[:, ::2])
 
 
 @pytest.mark.parametrize(

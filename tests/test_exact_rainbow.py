@@ -224,17 +224,21 @@ def factors(generator: torch.Generator, sizes) -> list[tuple[np.ndarray, np.ndar
 
 
 @float64()
-@pytest.mark.parametrize("without", ["nothing", "double", "dueling", "noisy"])
-def test_update_equals_a_second_implementation(without):
+@pytest.mark.parametrize("algo, without", [
+    *[("rainbow", [*part]) for part in ((), ("double",), ("dueling",), ("noisy",))],
+    ("c51", ["dueling", "noisy"]), ("c51", ["dueling", "noisy", "double"])], ids=str)  # fmt: skip
+def test_update_equals_a_second_implementation(algo, without):
     """Four updates of rows with 1 to 3 steps and weights: all parameters, metrics and divergences. Both networks have
-    noise of their own, new in each update."""
-    args = rainbow.Args(gamma=GAMMA, hidden_size=H, num_atoms=N, v_min=-2.0, v_max=2.0, target_network_frequency=3,
-                        **({} if without == "nothing" else {without: False}))  # fmt: skip
-    agent = randomise(rainbow.Agent(D, A, args), 3, 0.6, 0.1)
+    noise of their own, new in each update. In c51.py rows have one step and no weight."""
+    module, whole = (rainbow, True) if algo == "rainbow" else (c51, False)
+    parts = dict.fromkeys(("double", "dueling", "noisy"), True) | dict.fromkeys(without, False)
+    args = module.Args(gamma=GAMMA, hidden_size=H, num_atoms=N, v_min=-2.0, v_max=2.0, target_network_frequency=3,
+                       **(parts if whole else {"double": parts["double"]}))  # fmt: skip
+    agent = randomise(module.Agent(D, A, args), 3, 0.6, 0.1)
     optimizer, moments, atoms, differs = torch.optim.Adam(agent.q.parameters(), RATE, fused=True), {}, agent.q.atoms, 0
     p = {name: tensor for name, tensor in named(agent).items() if "atoms" not in name}
     generator, same = (torch.Generator().manual_seed(9) for _ in range(2))
-    layers = ["net.2", "net.4", *(["value.2", "value.4"] if args.dueling else [])]
+    layers = ["net.2", "net.4", *(["value.2", "value.4"] if parts["dueling"] else [])]
     sizes = [(H, H), (H, A * N), (H, H), (H, N)][: len(layers)]
 
     def layer(name, x, noise):
@@ -253,20 +257,22 @@ def test_update_equals_a_second_implementation(without):
             for a, b in zip(layers[::2], layers[1::2])
         ]
         logits = out[0].view(-1, A, N)
-        if args.dueling:
+        if parts["dueling"]:
             logits = logits - logits.sum(1, keepdim=True) / A + out[1][:, None]
         return logits.exp() / logits.exp().sum(2, keepdim=True)
 
     for count in range(1, 5):
         plain, g = rows(B, count), torch.Generator().manual_seed(count)
         steps, w = torch.randint(1, 4, (B, 1), generator=g).double(), torch.rand(B, 1, generator=g)
-        batch = rainbow.Transitions(*plain, steps, w)
-        *found, divergence = rainbow.update(agent, optimizer, batch, count, args, generator)
-        numbers = rainbow.metrics(agent, *found)
-        noises = {net: factors(same, sizes) if args.noisy else None for net in ("q", "target")}
+        steps, w = (steps, w) if whole else (torch.ones(B, 1), torch.ones(B, 1))
+        batch = module.Transitions(*plain, *[steps, w] * whole)
+        found = module.update(agent, optimizer, batch, count, args, *[generator] * whole)
+        numbers = module.metrics(agent, *found[:2])
+        divergences = found[2:]
+        noises = {net: factors(same, sizes) if parts["noisy"] else None for net in ("q", "target")}
         chosen, other = (
             [int((row * atoms).sum(1).argmax()) for row in own_probs(net, batch.next_obs, noises[net])]
-            for net in (("q", "target") if args.double else ("target", "q"))
+            for net in (("q", "target") if parts["double"] else ("target", "q"))
         )
         differs += chosen != other
         kept = own_probs("target", batch.next_obs, noises["target"])
@@ -284,7 +290,9 @@ def test_update_equals_a_second_implementation(without):
                 p[name] = p[name.replace("target", "q", 1)].detach().clone()
         for name, tensor in p.items():
             close(agent.state_dict()[name], tensor.detach())
-        close(divergence, own)
+        assert len(divergences) == whole
+        for divergence in divergences:
+            close(divergence, own)
         close(numbers["q"], q.mean())
         close(numbers["td_error"], np.abs(q.numpy() - means).mean())
         close(numbers["clipped"], (np.abs(means) > 2.001).mean())

@@ -1,19 +1,19 @@
-"""reinflow.py: densities of chains from the noise that made them, whole updates by a second implementation, and what is
-seen, executed and evaluated. Deviations by the formula of the authors' code, aed2819, model/flow/mlp_flow.py."""
+"""reinflow.py: densities of chains from the noise that made them, whole updates by tests/reference/ppo.py, and what is
+seen, executed and evaluated. Deviations by the formula of the authors' code, aed2819, model/flow/mlp_flow.py. What it
+shares with dppo.py: test_exact_dppo.py."""
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import test_exact_dppo
 import torch
-from control import checkpoint, close, float64, mlp, named, randomise
-from helpers import SMALL, command_line, metrics, new_run, user_error
-from small_data import pendulum
-from test_exact_ppo import own_advantages
+from control import close, float64, mlp, named, randomise
+from test_exact_dppo import CHANGES, updated
 
-from algos import flow_bc, ppo, reinflow
+from algos import flow_bc, reinflow
 from utils.control import make_vector
 
-D, A, K, T, N = 3, 2, 3, 4, 6
+D, A, K, N = 3, 2, 3, 6
 SIZES = dict(flow_steps=K, actor_size=8, hidden_size=5, min_std=0.1, max_std=0.4, num_minibatches=1, max_grad_norm=1e9)
 SPACE = gym.spaces.Box(np.float32([-1, -3]), np.float32([2, 5]))
 
@@ -75,61 +75,19 @@ def test_chains_and_their_densities_come_from_the_noise(steps, bounds, scale):
 
 
 @float64()
-@pytest.mark.parametrize("changes", [
-    dict(update_epochs=3, ent_coef=0.3),
-    dict(update_epochs=2, num_minibatches=3, clip_coef=0.05, gamma=0.7, gae_lambda=0.6),
-    dict(update_epochs=2, normalize_advantages=False, max_grad_norm=1.0, clip_vloss=True, clip_coef=0.02),
-    dict(update_epochs=9, target_kl=1e-6, vf_coef=0.8)])  # fmt: skip
-def test_update_equals_a_second_implementation(changes):
-    """Weights after plain gradient descent over several epochs and minibatches, and every metric."""
-    args, rows, twin = reinflow.Args(**SIZES | changes), torch.Generator().manual_seed(3), torch.Generator()
-    agent, own, norms, eps = make_agent(args), make_agent(args), [], args.clip_coef
-    obs, next_obs = torch.randn(2, T, N, D, generator=rows)
-    chains = agent.sample(obs.flatten(0, 1), 1.0, rows).detach()
-    rewards, (ended, cut) = torch.randn(T, N, generator=rows), torch.rand(2, T, N, generator=rows) < 0.2
-    batch = reinflow.Batch(obs, chains.unflatten(0, (T, N)), rewards, next_obs, ended, cut)
-    numbers = reinflow.update(agent, torch.optim.SGD(agent.parameters(), 0.05), batch, twin.clone_state(), args)
-    p, optimizer = dict(own.named_parameters()), torch.optim.SGD(own.parameters(), 0.05)
-    value = lambda obs: obs @ p["critic.weight"][0] + p["critic.bias"][0]  # noqa: E731
-    inputs = [x.detach().numpy() for x in (rewards, value(obs), value(next_obs), ended, cut)]
-    advantages = torch.tensor(own_advantages(*inputs, args.gamma, args.gae_lambda)).flatten()
-    obs, values = obs.flatten(0, 1), torch.tensor(inputs[1]).flatten()
-    returns, old = advantages + values, own_logps(p, obs, chains, args)[0].detach()
-    for _ in range(epochs := numbers["epochs"] if args.target_kl else args.update_epochs):
-        found = []
-        for i in torch.randperm(T * N, generator=twin).split(T * N // args.num_minibatches):
-            logps, entropy = own_logps(p, obs[i], chains[i], args)
-            ratio, a = (logps - old[i]).exp(), advantages[i]
-            a = (a - a.mean()) / (a.std() + 1e-8) if args.normalize_advantages else a
-            errors, moved = (value(obs[i]) - returns[i]) ** 2, value(obs[i]) - values[i]
-            if args.clip_vloss:
-                errors = torch.maximum(errors, (values[i] + moved.clip(-eps, eps) - returns[i]) ** 2)
-            gain = torch.minimum(ratio * a, ratio.clip(1 - eps, 1 + eps) * a).mean() + args.ent_coef * entropy.mean()
-            optimizer.zero_grad()
-            (args.vf_coef / 2 * errors.mean() - gain).backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(own.parameters(), args.max_grad_norm))
-            optimizer.step()
-            outside = ((ratio - 1).abs() > eps).double().mean()
-            found.append([x.item() for x in ((ratio - 1 - ratio.log()).mean(), outside, entropy.mean())])
-    close(torch.nn.utils.parameters_to_vector(agent.parameters()), torch.cat([w.flatten() for w in p.values()]), 1e-9)
-    expected = [1 - (advantages.var() / returns.var()).item(), *np.mean(found, 0), np.mean(norms), epochs]
-    assert list(numbers.values()) == pytest.approx(expected, abs=1e-7) and (eps > 0.1 or expected[2] > 0)
-    assert epochs == (2 if args.target_kl else args.update_epochs)
+@CHANGES
+@pytest.mark.parametrize("ent_coef", [0.0, 0.3])
+def test_update_is_the_reference_s(changes, ent_coef):
+    changes = SIZES | changes | {"ent_coef": ent_coef}
+    args = reinflow.Args(**changes)
+    updated(reinflow, make_agent(args), lambda p, *x: own_logps(p, *x, args), 0.05, changes)
 
 
-class Count(gym.Env):
-    """Observes how many steps were taken in this episode of three, as float64, and earns the action. It writes into one
-    array."""
+class Count(test_exact_dppo.Count):
+    """Of three steps, observed as float64."""
 
     action_space, observation_space = gym.spaces.Box(0, 4, (1,), np.float32), gym.spaces.Box(-9, 9, (1,), np.float64)
-
-    def reset(self, *, seed=None, options=None):
-        self.obs = np.zeros(1)
-        return self.obs, {}
-
-    def step(self, action):
-        self.obs += 1
-        return self.obs, float(action[0]), bool(self.obs == 3), False, {}
+    length = 3
 
 
 def test_what_is_seen_executed_and_evaluated(monkeypatch):
@@ -147,39 +105,11 @@ def test_what_is_seen_executed_and_evaluated(monkeypatch):
     assert batch.obs[:, 1].tolist() == [[0], [1], [2], [0]] and obs.tolist() == [[1], [1]]
     assert batch.next_obs[:, 0].tolist() == [[1], [2], [3], [1]] and batch.obs.dtype == torch.float32
     assert batch.terminated[:, 0].tolist() == [False, False, True, False] and not batch.truncated.any()
-    close(batch.rewards[:, 0], [3, 4, 1, 2]), close(batch.chains[:, 0, 1, 0], ends)
-    assert episodes == [(8, 3)] * 2 and {scale for _, scale in given} == {1.0}
+    close(batch.rewards[:, 0], [6, 8, 2, 4]), close(batch.chains[:, 0, 1, 0], ends)
+    assert episodes == [(16, 3)] * 2 and {scale for _, scale in given} == {1.0}
     scale = torch.tensor([[0.0], [1.0]])
     close(reinflow.act_in_evaluation(agent, np.ones((2, 1)), scale, torch.Generator()), [[3.0]] * 2)
     assert given[-1][1] is scale and space.contains(agent.to_env(torch.full((1, 2, 1), -9.0))[0])
-    ours, theirs, rows = reinflow.Statistics(2, 0.9, True), ppo.Statistics(1, 2, 0.9, True), np.random.default_rng(0)
-    for reward, done in zip(rows.normal(5, 1, (9, 2)), rows.random((9, 2)) < 0.3):
-        close(ours.reward(reward, done), theirs.reward(reward, done))
 
 
 gym.register("Count-v0", Count)
-
-
-def test_a_run_begins_with_the_flow_of_another(tmp_path, monkeypatch, capsys):
-    """Of Pendulum, with its sizes and another number of steps. A resumed run does not need the other any more. What
-    does not fit is said before anything is written."""
-    how, ours = (*SMALL["flow_bc"], "--dataset", pendulum(tmp_path / "d.hdf5")), SMALL["reinflow"][:-2]
-    start, before, update = new_run(flow_bc, tmp_path, *how), [], reinflow.update
-    monkeypatch.setattr(reinflow, "update", lambda agent, *x: before.append(named(agent)) or update(agent, *x))
-    run = new_run(reinflow, tmp_path / "runs", *ours, "--init", start)
-    rates = [row["learning_rate"] for row in metrics(run)]
-    close(rates, [3e-4 * (1 - i / len(rates)) for i in range(len(rates))])
-    command_line(reinflow, "--resume", run, "--init", "gone", "--total-timesteps", 192)
-    theirs, now = (checkpoint(folder)["agent"] for folder in (start, run))
-    assert theirs
-    for name, weight in theirs.items():
-        assert torch.equal(before[0][name], weight) and not torch.equal(now[name], weight)
-    wrong = {"nowhere is not": ["nowhere"], "a run of reinflow.py, not of flow_bc.py": [run], "has 16": [
-        start, "--actor-size", 9], "other observations": [start, "--env-id", "MountainCarContinuous-v0"],
-        "has no model": [start]}  # fmt: skip
-    for words, args in wrong.items():
-        if "model" in words:
-            (start / "model/model.safetensors").unlink()
-        with user_error(capsys, words):
-            command_line(reinflow, *ours, "--output-dir", tmp_path / "no", "--init", *args)
-    assert not (tmp_path / "no").exists()

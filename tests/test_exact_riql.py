@@ -1,65 +1,29 @@
-"""riql.py: iql.py as the limit, Huber's loss and the quantile in closed form, and what is spoilt in the data. Whole
-updates: test_parity_riql.py; what it shares with iql.py: test_exact_iql.py."""
+"""riql.py: whole updates by tests/reference/iql.py, and what is spoilt in the data. The authors' updates:
+test_parity_riql.py; what it shares with iql.py: test_exact_iql.py."""
 
 import numpy as np
 import pytest
 import torch
-from control import close, float64, minibatch, mlp, named, randomise
+from control import close, float64
 from scipy import stats
-from test_exact_iql import ONLINE, A, D, H, recorded, trained  # noqa: F401
+from test_exact_iql import EXPECTILE, ONLINE, SETTINGS, recorded, trained, updated  # noqa: F401
 
-from algos import iql, riql
+from algos import riql
 from utils.offline import Dataset
 
 
-def agent_of(module, **flags):
-    args = module.Args(hidden_size=H, dropout=0.0, expectile=0.8, temperature=3.0, gamma=0.9, tau=0.1, **flags)
-    agent = randomise(module.Agent(D, A, args), 50, 0.5, 0.2)
-    parts = (agent.actor, agent.critics, agent.value)
-    return agent, module.Optimizers(*(torch.optim.Adam(part.parameters(), 1e-2, fused=True) for part in parts)), args
-
-
 @float64()
-def test_with_two_critics_their_minimum_and_squared_errors_it_is_iql():
-    """Bit for bit, with weights on both sides of 100."""
-    plain, robust, clipped = agent_of(iql), agent_of(riql, num_critics=2, quantile=0.0, huber_delta=0.0), []
-    for step in range(5):
-        batch = minibatch(iql.Transitions, step)
-        theirs, ours = iql.update(*plain[:2], batch, plain[2]), riql.update(*robust[:2], batch, robust[2])
-        assert theirs == {name: ours[name] for name in theirs}
-        clipped.append(ours["clipped"])
-    assert 0 < sum(clipped) < 5
-    assert all(torch.equal(robust[0].state_dict()[name], x) for name, x in plain[0].state_dict().items())
+@pytest.mark.parametrize("delta, quantile, count", [(0.0, 0.0, 2), (0.5, 0.3, 4), (2.0, 0.25, 5)])
+def test_update_is_the_reference_s(delta, quantile, count):
+    """Huber's loss is a parabola up to delta, and lines of slope 1 beyond. Without it, and of the smaller of two
+    critics, it is iql.py's."""
+    own = dict(num_critics=count, quantile=quantile, huber_delta=delta, temperature=9.0 if delta else 3.0)
+    args = riql.Args(**SETTINGS | own, expectile=EXPECTILE)
+    hooks = dict(q_of=lambda q, args: np.quantile(q, quantile, 0), td=lambda e, args: np.clip(e / delta, -1, 1))
+    updated(riql, args, **hooks if delta else {})
 
 
-@float64()
-@pytest.mark.parametrize("delta", [0.5, 2.0])
-def test_the_critics_loss_by_hand(delta):
-    """A parabola up to delta, lines of slope 1 beyond: the pull on Q is the error over delta, clipped at 1. The loss is
-    the sum over critics of means over rows."""
-    errors = torch.tensor([[-7.0, -1.0, -0.2], [0.0, 0.6, 9.0]])
-    q = (errors + 3.0)[..., None].requires_grad_()
-    batch = riql.Transitions(*[torch.zeros(3, 1)] * 2, torch.full((3, 1), 3.0), torch.ones(3, 1), torch.zeros(3, 1))
-    args = riql.Args(huber_delta=delta)
-    loss, td_errors, targets = riql.critic_loss(lambda *_: q, batch, torch.full((3, 1), 50.0), args)
-    loss.backward()
-    close(q.grad[..., 0], (errors / delta).clamp(-1, 1) / 3)
-    size = errors.abs().numpy()
-    close(loss, np.where(size < delta, size**2 / 2 / delta, size - delta / 2).sum() / 3)
-    close(td_errors[:, 0], size[0])
-    close(targets, 3.0)
-
-
-@float64()
-def test_metrics_are_those_of_the_quantile_and_of_the_targets():
-    agent, optimizers, args = agent_of(riql, num_critics=4, quantile=0.3)
-    p, batch = named(agent), minibatch(riql.Transitions)
-    both = torch.hstack([batch.obs, batch.actions])
-    q = np.quantile([mlp(p, f"targets.q{i}", both).detach() for i in range(1, 5)], 0.3, axis=0)
-    numbers = riql.update(agent, optimizers, batch, args)
-    close(numbers["q"], q.mean())
-    y = batch.rewards + 0.9 * (1 - batch.terminated) * mlp(named(agent), "value", batch.next_obs).detach()
-    close(numbers["kurtosis"], stats.kurtosis(y, fisher=False)[0])
+def test_kurtosis_of_the_normal_distribution():
     close(riql.kurtosis(torch.tensor(stats.norm.ppf((np.arange(100_000) + 0.5) / 100_000))), 3.0, 0.01)
 
 

@@ -18,7 +18,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 import utils.lm
 import utils.rewards
 from algos import grpo, ppo_lm, sac, sft, vineppo
-from utils.core import Run, choose_precision, crosses, plot
+from utils.core import Run, choose_precision, crosses, plot, preset
 from utils.data import load_task
 from utils.lm import TINY_MODEL, completion_logps, load_model, resolve, sample
 from utils.rewards import evaluate, make_scorer
@@ -260,6 +260,15 @@ def test_plot_draws_what_is_there(tmp_path):
     """A column that no row has, and rows without a column, are no reason to fail at the end of a run."""
     plot([{"step": 0, "a": 1.0}, {"step": 1}], {"one": ("a", "absent"), "two": ()}, "title", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+def test_a_preset_fills_in_what_is_none():
+    """And leaves what was given, also 0, False and an empty text. It says what it has filled in."""
+    given = dict(zero=0, fraction=0.0, no=False, empty="")
+    args = SimpleNamespace(**given, asked=None, rest=None)
+    row = dict.fromkeys(given, 7) | dict(asked=0.5)
+    assert preset(args, {"other": dict(rest=1), "this": row}, "this") == "settings for this: {'asked': 0.5}"
+    assert vars(args) == given | dict(asked=0.5, rest=None) and preset(args, {"this": row}, "this") == ""
 
 
 @pytest.mark.parametrize("size, lora_rank, row", [(9_999_999, 0, "tiny"), (10_000_000, 0, "full"), (9, 4, "lora")])

@@ -26,7 +26,8 @@ from utils.lm import TINY_MODEL, load_model, sample
 from utils.rewards import decode
 
 LANGUAGE = [algo for algo in NAMES if "lora_rank" in options(algo)]
-WITH_ENVIRONMENTS = [algo for algo in NAMES if hasattr(importlib.import_module(f"algos.{algo}"), "step_vector")]
+MODULES = {algo: importlib.import_module(f"algos.{algo}") for algo in NAMES}
+WITH_ENVIRONMENTS = [algo for algo in NAMES if hasattr(MODULES[algo], "step_vector")]
 
 
 @pytest.mark.parametrize("algo", LANGUAGE)
@@ -84,6 +85,53 @@ def test_every_optimizer_follows_the_schedule(algo, tmp_path):
     for found in rates.values():
         shares = torch.tensor(found) / found[0]
         torch.testing.assert_close(shares.view(4, -1)[:, 0], torch.tensor([1, 0.75, 0.5, 0.25]))
+
+
+RATES = {  # a flag -> the share of the rate that update k of n has, from 0 on
+    "anneal_lr": lambda k, n: 1 - k / n,
+    "anneal_actor": lambda k, n: (1 + math.cos(math.pi * k / n)) / 2,
+    "rtg_scale": lambda k, n: min((k + 1) / 3, 1),  # --warmup-steps 3
+}
+
+
+@pytest.mark.parametrize("algo, flag", [(algo, flag) for flag in RATES for algo in NAMES if flag in options(algo)])
+def test_the_rate_follows_the_run(algo, flag, tmp_path, monkeypatch):
+    """Of the policy alone, where it has an optimizer of its own; online and without the flag it is constant. Adam of
+    ppo.py and its children has baselines' epsilon. Rows tell the rate."""
+    module, groups = importlib.import_module(f"algos.{algo}"), []
+
+    def noted(agent, optimizers, *rest, function=module.update):
+        several = optimizers if isinstance(optimizers, tuple) else [optimizers]
+        groups.append([{**optimizer.param_groups[0]} for optimizer in several])
+        return function(agent, optimizers, *rest)
+
+    monkeypatch.setattr(module, "update", noted)
+    settings = {"learning_rate": 0.01, "warmup_steps": 3, "max_steps": 5, "online_steps": 2, "num_steps": 4}
+    settings |= {"total_timesteps": 97, "num_envs": 2}
+    for shares in [RATES[flag]] + [lambda k, n: 1] * flag.startswith("anneal"):
+        groups.clear()
+        more = {flag: shares is RATES[flag]} if flag.startswith("anneal") else {}
+        history, args, _ = train(algo, SPECS[algo].flags | settings | more, tmp_path)
+        online = args.get("online_steps", 0)
+        n = len(groups) - online
+        wanted = [0.01 * shares(k, n) for k in range(n)] + [0.01] * online
+        assert [first["lr"] for first, *_ in groups] == pytest.approx(wanted) and n >= 5
+        assert {group["lr"] for _, *others in groups for group in others} <= {0.01}
+        assert flag != "anneal_lr" or {first["eps"] for first, *_ in groups} == {1e-5}
+        told = [row["learning_rate"] for row in history if "learning_rate" in row]
+        assert told == ([first["lr"] for first, *_ in groups] if told else [])
+
+
+@pytest.mark.parametrize("algo, name", [(algo, name) for name in ("exploration", "weight_at", "ema_decay")
+                                        for algo in NAMES if hasattr(MODULES[algo], name)])  # fmt: skip
+def test_schedules_are_handed_the_step(algo, name, tmp_path, monkeypatch):
+    """Of the environment, or the number of updates before: from 0 on. gkd.py counts its steps from 1 on."""
+    module, steps = importlib.import_module(f"algos.{algo}"), []
+    schedule = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda step, *rest: steps.append(step) or schedule(step, *rest))
+    _, args, _ = train(algo, SPECS[algo].flags | {"num_envs": 2, "max_steps": 4}, tmp_path)
+    total, each = (args["total_timesteps"], 2) if name == "exploration" else (4, 1)
+    assert steps == [*range(algo == "gkd", total + (algo == "gkd"), each)]
 
 
 @pytest.mark.parametrize("algo", ONLINE)
