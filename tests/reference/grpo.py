@@ -1,7 +1,7 @@
 """A second implementation of grpo.py's `update`, in NumPy, on the tabular policy of tests/tabular.py.
 
-It knows nothing of algos/ and utils/. A script of the family says in a `Rule` what it changes of grpo.py: a hook of 5 to
-15 lines. `twice` in tests/groups.py compares the two.
+It knows nothing of algos/ and utils/. A script of the family says in a `Rule` what it changes of grpo.py, in 5 to 15
+lines. `twice` in tests/groups.py compares the two.
 """
 
 import math
@@ -38,8 +38,6 @@ def clipped(d, a, s) -> tuple[np.ndarray, np.ndarray]:
     return np.where(cut, 0.0, ratio * a), cut
 
 
-
-
 def all_tokens(row, s) -> np.ndarray:
     return np.full(len(row.c), EOS in row.c or not getattr(s, "mask_truncated_completions", False))
 
@@ -62,13 +60,13 @@ class Rule:
     ratio_to: str = "sampler"  # or "start"
     kl_to: str = "sampler"
     counts: str = "clip_fraction"
+    norm: Callable = np.mean  # of the norms of all steps
     different: tuple = ()  # metrics that mean something else
 
 
 def update(rule, groups, rewards, table, s, old, ref=None, rate=1.0, order=None) -> tuple[np.ndarray, dict]:
-    """The table after every step of plain gradient ascent, and metrics. old, ref: tables of the sampler and of the
-    reference. order: for each epoch the prompts of its minibatches. What the table has beyond VOCAB is not the policy's.
-    """
+    """The table after all steps of plain gradient ascent, and metrics. old, ref: tables of sampler and reference.
+    order: for each epoch the prompts of its minibatches. Columns of the table behind VOCAB are not the policy's."""
     s = SimpleNamespace(**vars(s) | rule.fixed)
     divisor = getattr(s, "temperature", 1.0)
     rows = [SimpleNamespace(p=p, c=c, reward=r) for p, group in enumerate(groups) for c, r in zip(group, rewards[p])]
@@ -99,8 +97,8 @@ def update(rule, groups, rewards, table, s, old, ref=None, rate=1.0, order=None)
                 gradient[..., :VOCAB] = slope[:, None, None, None] * gradients(policy, row.p, row.c)[own] / divisor
                 if rule.extra:
                     gradient += rule.extra(row, table, s)
-                weight = {"sequence": 1 / len(counted) / own.sum(), "token": 1 / max(tokens, 1), "row": 1 / len(counted),
-                          "constant": 1 / len(counted) / s.max_completion_length}[s.aggregation]  # fmt: skip
+                sizes = {"sequence": len(counted) * own.sum(), "token": tokens, "row": len(counted)}
+                weight = 1 / max(1, sizes.get(s.aggregation, len(counted) * s.max_completion_length))
                 step += weight * rule.counted(row, s) * gradient.sum(0)
                 logp = log_softmax(policy[row.p, [PREFIXES.index(row.c[:t]) for t in np.flatnonzero(own)]])
                 gap = (now - getattr(row, rule.kl_to))[own]
@@ -113,4 +111,4 @@ def update(rule, groups, rewards, table, s, old, ref=None, rate=1.0, order=None)
             norms.append(np.linalg.norm(step))
             table += rate * min(1, s.max_grad_norm / (norms[-1] + 1e-6)) * step
     means = {name: np.mean(values) for name, values in seen.items() if values}
-    return table, means | {"sampler_gap": gaps.mean(), "grad_norm": np.mean(norms)}
+    return table, means | {"sampler_gap": gaps.mean(), "grad_norm": rule.norm(norms)}
