@@ -41,8 +41,8 @@ def test_updates_equal_the_reference_s(case, omega, neg_weight, epsilon):
     """Also in part right answers."""
     part = [[0.0, 0.25, 1.0, 0.5, 0.0, 0.75, 0.0], [0.5] * 7]
     for rewards, old in (RIGHT, TABLE + 1.5 * random_table(6)), (part, TABLE + random_table(6)):
-        metrics = twice(nft, Rule(outcomes, likelihood), case, rewards=rewards, old=old, omega=omega, beta=0.1, rate=0.2,
-                        neg_weight=neg_weight, epsilon=epsilon)  # fmt: skip
+        metrics = twice(nft, Rule(outcomes, likelihood), case, rewards=rewards, old=old, rate=0.2, beta=0.1,
+                        omega=omega, neg_weight=neg_weight, epsilon=epsilon)  # fmt: skip
         assert rewards == part or case != "minibatches" or 0 < metrics["clip_fraction"] < 1
 
 
