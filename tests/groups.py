@@ -70,9 +70,10 @@ STALE, NAN = TABLE + 0.3 * random_table(6), math.nan
 CASES = {  # of steps on what another policy sampled; what a script does not know is left out
     "minibatches": dict(aggregation="sequence", num_iterations=2, num_minibatches=P),
     "masked": dict(aggregation="token", num_iterations=2, num_minibatches=P, mask_truncated_completions=True),
-    "unknown": dict(aggregation="token", num_iterations=2, pad=EOS, unknown=[[0, 3], [0, 1, 2, 3, 4, 6]]),
-    "temperature": dict(aggregation="constant", num_iterations=3, temperature=0.7, max_grad_norm=0.05),
-}
+    "unknown": dict(aggregation="token", num_iterations=2, pad=EOS, unknown=[[2, 3], [0, 1, 2, 3, 4, 6]]),
+    "temperature": dict(aggregation="constant", num_iterations=3, temperature=0.7, max_grad_norm=0.05,
+                        unknown=[[], list(range(7))]),
+}  # fmt: skip
 stale = pytest.mark.parametrize("case", CASES)
 
 
