@@ -83,7 +83,7 @@ def distilled(beta: float, values: list) -> Rule:
             value, gradient[t][place] = full if s.estimator == "full" else (gaps[t], gaps[t] * score[place])
             values.append(value)
 
-    return -beta * gradient / s.temperature
+        return -beta * gradient / s.temperature
 
     return Rule(slope=lambda d, a, s: [s.reward_weight * clipped(d, a, s)[0], clipped(d, a, s)[1]], extra=extra)
 
