@@ -149,14 +149,6 @@ def test_both_leave_out_what_a_token_does_to_later_states():
     assert abs(later).max() > 0.005
 
 
-@float64
-@pytest.mark.parametrize("settings", [*(dict(divergence=kind) for kind in KINDS), dict(estimator="sampled")])
-def test_a_student_like_its_teacher_stands_still(settings):
-    moved, found = run_update(make_batch(GROUPS, [[0.0] * 3] * P), teacher=TABLE, **settings)
-    close(moved, 0.0)
-    close(found["divergence"], 0.0)
-
-
 def test_divergences_by_hand():
     """The generalised Jensen-Shannon divergence goes to 0 at both ends. Over b or 1 - b it goes to a KL, which TRL has
     there."""
@@ -176,19 +168,6 @@ def test_divergences_by_hand():
         assert 0 < value("jsd", b) < 2e-6
     assert value("jsd", 1e-6) / 1e-6 == pytest.approx(forward, rel=1e-4)
     assert value("jsd", 1 - 1e-6) / 1e-6 == pytest.approx(reverse, rel=1e-4)
-
-
-@float64
-def test_the_gradient_of_k2_is_the_reverse_divergence_s_and_that_of_k3_is_not():
-    theta = torch.tensor([0.3, -1.0, 0.8], requires_grad=True)
-    logp, teacher = theta.log_softmax(0), torch.tensor([1.0, 0.2, -0.5]).log_softmax(0)
-    slopes = [
-        torch.autograd.grad((logp.detach().exp() * estimate(logp, teacher)).sum(), theta, retain_graph=True)[0]
-        for estimate in (gkd.k2, gkd.k3)
-    ]
-    (expected,) = torch.autograd.grad(gkd.kl(logp[None], teacher[None]).sum(), theta)
-    close(slopes[0], expected)
-    assert (slopes[1] - expected).abs().max() > 0.1
 
 
 @float64

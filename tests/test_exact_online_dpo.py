@@ -11,13 +11,11 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from groups import OTHER, REWARDS, TABLE, P, args_of, close, make_batch, rewards_of, stale, stepping, twice
+from groups import OTHER, REWARDS, TABLE, P, close, make_batch, rewards_of, stale, stepping, twice
 from reference.grpo import Rule
-from reference.grpo import update as second_update
 from tabular import (
     COMPLETIONS,
     EOS,
-    OUTSIDE,
     PREFIXES,
     PROMPTS,
     TabularLM,
@@ -79,27 +77,6 @@ def expected(reward_table, table=TABLE, ref=OTHER, second=None, **settings) -> n
     return total
 
 
-def own_expected(reward_table, table=TABLE, ref=OTHER, second=None, **settings) -> np.ndarray:
-    """The same of the reference's."""
-    total, args = np.zeros_like(table), args_of(online_dpo, 2, **dict(beta=BETA) | settings)
-    for a, b in zip(PAIRS, reversed(PAIRS)):
-        step = second_update(RULE, (a, b), rewards_of((a, b), reward_table), table, args, table, ref)[0] - table
-        for p, pair in enumerate((a, b)):
-            of = (table, table if second is None else second)
-            total[p] += math.prod(probability(t, p, c) for t, c in zip(of, pair)) * step[p]
-    return total
-
-
-@pytest.mark.parametrize("rewards", [REWARDS, TIED, BINARY], ids=["real", "tied", "binary"])
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
-@pytest.mark.parametrize("ref", [TABLE, OTHER], ids=["at the reference", "away from it"])
-def test_expected_gradient(ref, loss, rewards):
-    ours = expected(rewards, ref=ref, loss=loss)
-    assert np.abs(ours).max() > 1e-3
-    close(ours, own_expected(rewards, ref=ref, loss=loss))
-    close(ours[:, OUTSIDE], 0.0)
-
-
 def wins(table, against, reward_table) -> float:
     """Probability that a completion of `table` has a higher reward than one of `against`; equal rewards count half."""
     return sum(
@@ -126,14 +103,6 @@ def test_with_binary_rewards_the_first_step_is_reinforce():
 
 
 # XPO: the second completion is the reference's
-
-
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
-@pytest.mark.parametrize("ref", [TABLE, OTHER], ids=["at the reference", "away from it"])
-def test_xpo_expected_gradient(ref, loss):
-    ours = expected(TIED, ref=ref, second=ref, loss=loss, xpo_alpha=ALPHA)
-    close(ours, own_expected(TIED, ref=ref, second=ref, loss=loss, xpo_alpha=ALPHA))
-    assert np.abs(ours).max() > 1e-3
 
 
 def divergence(table) -> float:

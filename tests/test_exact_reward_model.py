@@ -67,15 +67,6 @@ def by_reference(table, picks, c: float):
     return second_update(table, [(p, (i, j), m) for p, i, j, m in picks], partial(loss, c=c), one_number)
 
 
-def test_loss_is_the_formula():
-    w, l, m = (np.random.default_rng(s).normal(size=50) * 3 for s in range(3))  # noqa: E741
-    for c in (0.0, 0.01, 0.7):
-        ours = reward_model.reward_loss(torch.tensor(np.stack([w, l], 1)), torch.tensor(m), c).numpy()
-        np.testing.assert_allclose(ours, loss(w, l, m, c), rtol=1e-12, atol=1e-14)
-    at_zero = reward_model.reward_loss(torch.zeros(1, 2), torch.zeros(1), 1.0).item()
-    assert at_zero == pytest.approx(math.log(2), rel=1e-12)
-
-
 @pytest.mark.parametrize("far", [-500.0, 500.0])
 def test_far_scores_stay_finite_in_float32(far):
     scores = torch.tensor([[far, -far]], dtype=torch.float32, requires_grad=True)

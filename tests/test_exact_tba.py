@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from groups import (
-    GROUPS,
     OTHER,
     REWARDS,
     STALE,
@@ -88,17 +87,6 @@ def test_expected_update_on_policy(size, beta):
     close(total[:, OUTSIDE], 0.0)
 
 
-@pytest.mark.parametrize("beta", [0.1, BETA])
-def test_on_fresh_samples_it_is_rloo(beta):
-    """On every batch: its baseline has the answer itself, hence (K - 1) / K. On stale samples, whose penalty rloo.py
-    takes from the policy that sampled, it is not."""
-    for old, equal in (TABLE, True), (OTHER, False):
-        batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS), old=old, ref=OTHER)
-        theirs, _ = run_update(batch, rloo, beta=beta)
-        ours, _ = run_update(batch._replace(ref_logps=batch.ref_logps.sum(1)), beta=beta)
-        assert (abs(ours - 2 / 3 * theirs).max() < 1e-10) == equal
-
-
 def distance(table: np.ndarray, beta: float) -> float:
     """Largest difference of a probability from pi_ref exp(R / beta) / Z."""
     gaps = []
@@ -119,17 +107,6 @@ def test_the_minimum_from_any_data_is_the_target(data):
     batch = make_batch(groups, rewards, ref=OTHER)
     other = minimised(rloo.update, TabularLM(TABLE), batch, rloo.Args(**common), 200, 0.2)
     assert distance(other, BETA) > 0.1
-
-
-def test_loss_by_hand():
-    """Two groups, one reward unknown: its completion has no loss and no part in the mean of the others."""
-    logps = torch.tensor([[-1.0, -2.0, -4.0], [-3.0, -1.0, -2.0]], requires_grad=True)
-    ref, rewards = torch.tensor([[-1.5, -2.0, -3.0], [-1.0, -1.0, -1.0]]), torch.tensor([[1.0, 0.0, 0.5], [NAN, 1, 0]])
-    loss = tba.balance_loss(logps, ref, rewards, 0.5)
-    # errors before log Z: -1.5, 0, -2 with mean -7/6; -2 and -1 with mean -1.5
-    close(loss.detach(), [[1 / 36, 49 / 144, 25 / 144], [0, 1 / 16, 1 / 16]])
-    loss.sum().backward()
-    close(logps.grad, 0.5 * np.array([[-1 / 3, 7 / 6, -5 / 6], [0, -0.5, 0.5]]))  # no slope through log Z
 
 
 def numbered(first: int, number: int, size: int = 2) -> tba.Batch:
