@@ -14,14 +14,12 @@ from groups import (
     CASES,
     GROUPS,
     OTHER,
-    REWARDS,
     TABLE,
     P,
     batches,
     close,
     expectation,
     make_batch,
-    rewards_of,
     stale,
     stepping,
     twice,
@@ -33,7 +31,7 @@ from test_invariance import llama
 from tiny_runs import result
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from algos import gkd, grpo
+from algos import gkd
 from tests.specs import SPECS
 from utils.data import load_task
 from utils.dist import pad_left
@@ -45,14 +43,10 @@ PAIR = [torch.tensor([[0.5, 0.4, 0.1]]).log(), torch.tensor([[0.25, 0.25, 0.5]])
 float64 = pytest.mark.usefixtures("float64")
 
 
-def run_update(batch, beta=1.0, teacher=OTHER, module=gkd, **settings) -> tuple[np.ndarray, dict]:
-    """The table's change in one call of update, over the rate; and its metrics. teacher: a table, or None."""
-    settings = dict(aggregation="constant") | settings
-    if module is grpo:
-        return stepping(grpo)(batch, **settings)
-    batch = gkd.Batch(batch.samples, batch.rewards, beta)
-    teacher = None if teacher is None else TabularLM(teacher).requires_grad_(False)
-    return stepping(gkd)(batch, given=dict(teacher=teacher), **dict(jsd_beta=B) | settings)
+def run_update(batch, beta=1.0, teacher=OTHER, **settings) -> tuple[np.ndarray, dict]:
+    """The table's change in one call of update, over the rate; and its metrics."""
+    given = dict(teacher=TabularLM(teacher).requires_grad_(False))
+    return stepping(gkd, aggregation="constant", jsd_beta=B)(gkd.Batch(*batch[:2], beta), given=given, **settings)
 
 
 def kl(first: np.ndarray, second: np.ndarray) -> float:
@@ -160,10 +154,6 @@ def test_divergences_by_hand():
         return gkd.divergence(student, teacher, kind, b).item()
 
     assert value("forward") == pytest.approx(forward) and value("reverse") == pytest.approx(reverse)
-    mixture = [0.25 * q + 0.75 * p for p, q in [(0.5, 0.25), (0.4, 0.25), (0.1, 0.5)]]
-    parts = [(0.25, q, 0.75, p, m) for (p, q), m in zip([(0.5, 0.25), (0.4, 0.25), (0.1, 0.5)], mixture)]
-    by_hand = sum(b * q * math.log(q / m) + a * p * math.log(p / m) for b, q, a, p, m in parts)
-    assert value("jsd", 0.25) == pytest.approx(by_hand)
     for b in (1e-6, 1 - 1e-6):
         assert 0 < value("jsd", b) < 2e-6
     assert value("jsd", 1e-6) / 1e-6 == pytest.approx(forward, rel=1e-4)
@@ -186,13 +176,10 @@ def test_at_tokens_cuts_a_padded_vocabulary():
 
 
 @float64
-@pytest.mark.parametrize("settings", [{}, dict(num_iterations=2, num_minibatches=P), dict(scale_rewards="none")])
-def test_without_a_teacher_it_is_grpo_bit_for_bit(settings):
-    batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS))
-    settings = dict(aggregation="token", micro_batch_size=3) | settings
-    moved, found = run_update(batch, 0.0, None, reward_weight=1.0, rate=3.0, **settings)
-    theirs, expected = run_update(batch, module=grpo, rate=3.0, **settings)
-    assert (moved == theirs).all() and found == expected and abs(moved).max() > 0.01
+@stale
+def test_without_a_teacher_it_is_grpo(case):
+    twice(gkd, Rule(), case, ref=None, made=lambda batch, _: gkd.Batch(*batch[:2], 0.0), given=dict(teacher=None),
+          reward_weight=1.0)  # fmt: skip
 
 
 @float64

@@ -1,6 +1,7 @@
 """grpo_multiturn.py: two turns by enumeration, nothing learnt from observations, one turn is grpo.py bit for bit, and
 what happens between two turns."""
 
+import copy
 import itertools
 import math
 import sys
@@ -36,7 +37,7 @@ from algos.grpo_multiturn import (
 from tests.specs import SPECS
 from utils.builtin import countdown_score
 from utils.core import UserError
-from utils.dist import Samples, pad_left
+from utils.dist import Samples
 from utils.lm import TINY_MODEL, completion_logps
 
 SINGLE = tuple("0123456789+-*/=,:CS")  # every token but the special ones ends a turn
@@ -69,33 +70,6 @@ def arguments(**more) -> Args:
     return Args(**defaults | more)
 
 
-def batch_of(model, episodes: list[tuple[list[int], list[int], list[bool]]], rewards: list[float]):
-    """Batch and own mask of episodes (prompt, tokens, own), one for each prompt's row; log-probabilities of the model,
-    one episode at a time."""
-    width = max(len(tokens) for _, tokens, _ in episodes)
-    prompts = [list(prompt) for prompt, _ in itertools.groupby(episodes, lambda e: tuple(e[0]))]
-    padded = lambda rows, fill: torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])  # noqa: E731
-    logps = []
-    for prompt, tokens, own in episodes:
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
-        logps.append([logits[len(prompt) + t - 1, token].item() * own[t] for t, token in enumerate(tokens)])
-    samples = Samples(*pad_left(prompts, "cpu"), padded([t for _, t, _ in episodes], 0),
-                      padded([[True] * len(t) for _, t, _ in episodes], False),
-                      padded(logps, 0.0).to(model.dtype), torch.ones(len(episodes), dtype=torch.bool))  # fmt: skip
-    return Batch(samples, torch.tensor(rewards, dtype=model.dtype), None), padded([o for *_, o in episodes], False)
-
-
-def gradient_of_update(model, batch, own, **more) -> torch.Tensor:
-    """What one update by gradient ascent at rate 1 adds to the weights."""
-    before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
-    update(model, torch.optim.SGD(model.parameters(), 1.0), batch, own, arguments(**more))
-    after = torch.cat([p.detach().flatten() for p in model.parameters()])
-    model.load_state_dict(saved)
-    return after - before
-
-
 @pytest.mark.usefixtures("float64")
 def test_two_turns_by_enumeration():
     """A policy over two tokens, two turns of one token, an observation between them that depends on the first. The
@@ -110,24 +84,27 @@ def test_two_turns_by_enumeration():
     def episode(first: int, second: int) -> list[int]:
         return [first, PLUS if first == A else MINUS, second]
 
-    def probabilities() -> dict[tuple[int, int], torch.Tensor]:
-        found = {}
-        for pair in itertools.product(tokens, repeat=2):
-            logp = model(input_ids=torch.tensor([prompt + episode(*pair)])).logits[0].log_softmax(-1)
-            found[pair] = (logp[0, pair[0]] + logp[2, pair[1]]).exp()
-        return found
+    own = torch.tensor([True, False, True])
 
-    chances, own, moved = probabilities(), [True, False, True], 0.0
-    assert sum(chances.values()).item() == pytest.approx(1.0, abs=1e-12)
-    expected = torch.autograd.grad(sum(chances[pair] * reward[pair] for pair in chances), list(model.parameters()))
+    def scored(pairs) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.tensor([episode(*pair) for pair in pairs])
+        return ids, plain_logps(model, torch.tensor([prompt]), None, ids, None, 1.0)[0] * own
+
+    found, moved = dict(zip(reward, scored(reward)[1].sum(1).exp())), 0.0
+    assert sum(found.values()).item() == pytest.approx(1.0, abs=1e-12)
+    weights = list(model.parameters())
+    expected = torch.autograd.grad(sum(found[pair] * reward[pair] for pair in found), weights)
+    args = arguments(num_generations=2, max_turns=2, max_completion_length=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo_multiturn, "completion_logps", plain_logps)  # which calls the head, and so its hook
-        for one, other in itertools.product(chances, repeat=2):
-            batch, mask = batch_of(model, [(prompt, episode(*pair), own) for pair in (one, other)],
-                                   [reward[one], reward[other]])  # fmt: skip
-            weight = (chances[one] * chances[other]).item()
-            moved += weight * gradient_of_update(model, batch, mask, num_generations=2, max_turns=2,
-                                                 max_completion_length=1)  # fmt: skip
+        for pairs in itertools.product(found, repeat=2):
+            (ids, logps), mask = scored(pairs), own.expand(2, 3)
+            samples = Samples(torch.tensor([prompt]), own[None, :1], ids, ids >= 0, logps.detach(), mask[:, 0])
+            other = copy.deepcopy(model)
+            batch = Batch(samples, torch.tensor([reward[pair] for pair in pairs]), None)
+            update(other, torch.optim.SGD(other.parameters(), 1.0), batch, mask, args)
+            step = [after.detach() - before.detach() for after, before in zip(other.parameters(), weights)]
+            moved += math.prod(found[pair].item() for pair in pairs) * torch.cat([x.flatten() for x in step])
     torch.testing.assert_close(moved, torch.cat([g.flatten() for g in expected]) / 2 / 2, rtol=0, atol=1e-12)
     assert moved.norm() > 0.01
 
