@@ -6,11 +6,12 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from groups import TABLE, P, make_batch, rewards_of
-from tabular import COMPLETIONS, TabularLM, gradients, probability, random_table
+from groups import TABLE, P, make_batch, rewards_of, stale, stepping, twice
+from reference.grpo import Rule
+from tabular import COMPLETIONS, gradients, probability, random_table
 from tiny_runs import result
 
-from algos import dapo, grpo
+from algos import dapo
 from tests.specs import SPECS
 from utils.core import UserError
 from utils.data import load_task
@@ -25,29 +26,15 @@ def batch_of(groups, old=TABLE) -> dapo.Batch:
     return make_batch(groups, rewards_of(groups, REWARDS), old)
 
 
-def run_update(batch, module=dapo, **settings) -> tuple[np.ndarray, dict]:
-    """The table's change in one call of update with plain gradient ascent at rate 1; and its metrics."""
-    model = TabularLM(TABLE)
-    args = module.Args(num_generations=G, micro_batch_size=P * G, max_completion_length=L_MAX, precision="float32",
-                       max_grad_norm=1e9, **settings)  # fmt: skip
-    metrics = module.update(model, torch.optim.SGD(model.parameters(), 1.0), batch, args)
-    return model.table.detach().numpy() - TABLE, metrics
+run_update = stepping(dapo)
 
 
-def some_batches():
-    """Some pairs of groups with different rewards, which is what is left after refilling."""
-    kept = [[g for g in product(COMPLETIONS, repeat=G) if len({REWARDS[p][c] for c in g}) > 1] for p in range(P)]
-    return list(product(*kept))[::23]
-
-
-def test_it_is_grpo_with_other_settings(float64):
-    """The defaults are token aggregation, a clip at 1.28 and no KL penalty. With them, update is that of grpo.py."""
-    for groups in some_batches()[::4]:
-        ours, our_metrics = run_update(batch_of(groups, OLD), num_minibatches=P)
-        theirs, metrics = run_update(batch_of(groups, OLD), grpo, num_minibatches=P, aggregation="token",
-                                     epsilon_high=0.28, beta=0.0)  # fmt: skip
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
-        assert our_metrics == pytest.approx(metrics, abs=1e-12)
+@stale
+def test_updates_equal_the_reference_s(float64, case):
+    """Update is grpo.py's; what its defaults are."""
+    twice(dapo, Rule(), case, old=TABLE + 0.7 * random_table(2))
+    args = dapo.Args()
+    assert (args.aggregation, args.epsilon, args.epsilon_high, args.beta) == ("token", 0.2, 0.28, 0.0)
 
 
 def test_kept_groups_scale_the_policy_gradient(float64):

@@ -5,12 +5,16 @@ learns from all pairs, repeated so often that labels have the probabilities of a
 """
 
 import math
-from itertools import combinations
+from functools import partial
+from itertools import combinations, product
 
 import numpy as np
 import pytest
 import torch
-from tabular import COMPLETIONS, OUTSIDE, PROMPTS, TabularLM, gradients, log_probs, minimised, random_table, sigma
+from pairs import PICKS, REF, TABLE, N, P, descends, items_of, logps_of, probabilities, samples_of
+from reference.dpo import log_ratio, preferences
+from reference.dpo import update as second_update
+from tabular import TabularLM, minimised, sigma
 
 from algos import dpo
 from algos.dpo import LOSSES
@@ -18,8 +22,6 @@ from utils.dist import as_samples
 from utils.lm import load_model
 
 pytestmark = pytest.mark.usefixtures("float64")
-P, N = len(PROMPTS), len(COMPLETIONS)
-REF = random_table(0)
 SETTINGS = dict(beta=0.3, label_smoothing=0.1, dpop_lambda=5.0, discopop_tau=0.4)
 # log-ratios of both signs, so that every branch of every loss is taken
 CHOSEN = np.array([0.0, 1.7, -2.1, -0.4, 6.0, -5.0, 3.0])
@@ -85,66 +87,22 @@ def test_robust_is_unbiased_under_flipped_labels():
 # through update
 
 
-def pair(prompt: int, chosen: tuple, rejected: tuple) -> tuple:
-    return PROMPTS[prompt], list(chosen), list(rejected)
-
-
-def batch_of(pairs: list[tuple], ref=REF) -> dpo.Batch:
-    """Log-probabilities of the reference are numpy's."""
-    samples = as_samples(pairs, 64, "cpu")
-    ref_logps = torch.zeros_like(samples.logps)
-    rows = [(PROMPTS.index(prompt), tuple(tokens)) for prompt, *both in pairs for tokens in both]
-    for row, (prompt, tokens) in zip(ref_logps, rows):
-        row[: len(tokens)] = torch.tensor(log_probs(ref, prompt, tokens))
-    return dpo.Batch(samples, ref_logps)
-
-
-def some_pairs() -> list[tuple]:
-    """Both prompts, completions of one and of two tokens on either side, one pair of equal ones, one pair twice."""
-    picks = [(0, 0, 3), (1, 4, 0), (0, 5, 2), (1, 6, 1), (1, 2, 2), (0, 5, 2), (0, 3, 6)]
-    return [pair(p, COMPLETIONS[i], COMPLETIONS[j]) for p, i, j in picks]
-
-
-def movement(batch, table=None, **settings) -> np.ndarray:
-    """What one update by plain gradient descent with rate 1 subtracts from the table."""
-    table = random_table(1) if table is None else table
-    model = TabularLM(table)
-    defaults = SETTINGS | dict(
-        micro_batch_size=2 * len(batch), micro_batch_tokens=0, max_grad_norm=1e9, precision="float32"
-    )
-    dpo.update(model, torch.optim.SGD(model.parameters(), 1.0), batch_of(batch), dpo.Args(**defaults | settings))
-    return table - model.table.detach().numpy()
-
-
-def own_gradient(batch, table, name, sft_coef=0.0, average=False, **settings) -> np.ndarray:
-    """The same in numpy: derivative of the formula by central differences times the gradient of log pi by hand."""
-    total = np.zeros_like(table)
-    for prompt, *completions in batch:
-        p, sides, h = PROMPTS.index(prompt), [], []
-        for completion in map(tuple, completions):
-            size = len(completion) if average else 1
-            sides.append(gradients(table, p, completion).sum(0) / size)
-            h.append((log_probs(table, p, completion).sum() - log_probs(REF, p, completion).sum()) / size)
-        step = 1e-5
-        for side, (dw, dl) in zip(sides, ((step, 0), (0, step))):
-            up, down = (by_formula(name, h[0] + s * dw, h[1] + s * dl, **settings) for s in (1, -1))
-            total += (up - down) / (2 * step) * side / len(batch)
-        chosen = tuple(completions[0])
-        total -= sft_coef * gradients(table, p, chosen).sum(0) / len(chosen) / len(batch)
-    return total
+def batch_of(picks) -> dpo.Batch:
+    return dpo.Batch(samples_of(picks), logps_of(picks, REF))
 
 
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_update_descends_the_formula(name, average):
     """The wiring: shift, mask, reference, sums or means over tokens with the EOS, sign, mean over pairs, SFT term."""
-    batch, table = some_pairs(), random_table(1)
+    items = items_of(PICKS)
+    expected, _, scores = second_update(TABLE, items, partial(by_formula, name), log_ratio(REF, average))
+    imitation, *_ = second_update(TABLE, [(p, c[:1]) for p, c in items], lambda w: -w, log_ratio(average=True))
     for sft_coef in (0.0, 0.7):
-        expected = own_gradient(batch, table, name, sft_coef, average)
-        ours = movement(batch, loss=name, sft_coef=sft_coef, average_logps=average)
-        assert np.abs(expected).max() > 1e-3
-        np.testing.assert_allclose(ours, expected, atol=1e-7)
-        assert not ours[:, OUTSIDE].any(), "something after an EOS was trained"
+        metrics = descends(dpo, batch_of(PICKS), expected + sft_coef * imitation, loss=name, sft_coef=sft_coef,
+                           average_logps=average, **SETTINGS)  # fmt: skip
+        found = preferences(scores, SETTINGS["beta"] * (scores @ [1, -1]), "logratio")
+        assert {key: metrics[key] for key in found} == pytest.approx(found)
 
 
 def test_prompt_is_not_trained():
@@ -169,32 +127,12 @@ def test_prompt_is_not_trained():
     assert [t.tolist() for t in trained] == [[[False, False, False, True]], [[True, True], [True, False]]]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 14, 100])
-@pytest.mark.parametrize("name", LOSSES)
-def test_micro_batches_change_nothing(name, size):
-    """Pairs stay together, also where rows are sorted by length."""
-    settings = dict(loss=name, sft_coef=0.5)
-    np.testing.assert_allclose(movement(some_pairs(), micro_batch_size=size, micro_batch_tokens=size % 3 * 8,
-                                        **settings),
-                               movement(some_pairs(), **settings), atol=1e-10)  # fmt: skip
-
-
-def test_metrics_by_hand():
-    ratios = torch.tensor([[2.0, 1.0], [0.0, 3.0], [-1.0, -1.0], [-2.0, -6.0]])
-    columns = dpo.preference_metrics(ratios, 0.5)
-    assert {name: values.mean().item() for name, values in columns.items()} == {
-        "accuracy": (1 + 0 + 0.5 + 1) / 4, "margin": 0.5 * (1 - 3 + 0 + 4) / 4, "chosen_logratio": -0.25,
-        "rejected_logratio": -0.75,
-    }  # fmt: skip
-
-
 # what the losses converge to
 
 
 def all_pairs(wins) -> list[tuple]:
     """wins(p, i, j) copies of each ordered pair, i preferred."""
-    return [item for p in range(P) for i in range(N) for j in range(N) if i != j
-            for item in [pair(p, COMPLETIONS[i], COMPLETIONS[j])] * wins(p, i, j)]  # fmt: skip
+    return [pick for pick in product(range(P), range(N), range(N)) for _ in range(pick[1] != pick[2] and wins(*pick))]
 
 
 def trained(batch, steps: int, **settings) -> np.ndarray:
@@ -204,14 +142,9 @@ def trained(batch, steps: int, **settings) -> np.ndarray:
     return minimised(dpo.update, TabularLM(REF), batch_of(batch), args, steps, 0.05)
 
 
-def distributions(table) -> np.ndarray:
-    """pi(y | x) of every completion, (P, N)."""
-    return np.exp([[log_probs(table, p, c).sum() for c in COMPLETIONS] for p in range(P)])
-
-
 def tilted(scores: np.ndarray) -> np.ndarray:
     """pi_ref exp(scores) / Z for each prompt, (P, N)."""
-    weights = distributions(REF) * np.exp(scores)
+    weights = probabilities(REF) * np.exp(scores)
     return weights / weights.sum(1, keepdims=True)
 
 
@@ -230,8 +163,8 @@ def test_dpo_converges_to_the_tilted_reference():
     beta = 0.5
     table = trained(all_pairs(wins), 500, beta=beta)
     target = tilted(np.log(STRENGTHS) / beta)
-    assert total_variation(distributions(REF), target) > 0.1
-    assert total_variation(distributions(table), target) < 1e-4
+    assert total_variation(probabilities(REF), target) > 0.1
+    assert total_variation(probabilities(table), target) < 1e-4
 
 
 def test_ipo_converges_to_its_own_target():
@@ -249,8 +182,8 @@ def test_ipo_converges_to_its_own_target():
     table = trained(batch, 400, loss="ipo", beta=tau)
     preferred = quarters / 4 + np.eye(N) / 2
     scores = np.einsum("pij,pj->pi", preferred, mu / mu.sum(1, keepdims=True)) / tau
-    assert total_variation(distributions(REF), tilted(scores)) > 0.1
-    assert total_variation(distributions(table), tilted(scores)) < 1e-4
+    assert total_variation(probabilities(REF), tilted(scores)) > 0.1
+    assert total_variation(probabilities(table), tilted(scores)) < 1e-4
 
 
 # the reference
@@ -259,9 +192,9 @@ def test_ipo_converges_to_its_own_target():
 @pytest.mark.parametrize("size, tokens", [(1, 0), (4, 0), (8, 20), (100, 0)])
 def test_the_reference_scores_every_token(size, tokens):
     """In the order of the rows, whatever rows share a micro-batch with them."""
-    samples, expected = batch_of(some_pairs())
+    samples, expected = batch_of(PICKS)
     args = dpo.Args(micro_batch_size=size, micro_batch_tokens=tokens, precision="float32")
-    ours = dpo.reference_logps(TabularLM(random_table(1)), TabularLM(REF), samples, args)
+    ours = dpo.reference_logps(TabularLM(TABLE), TabularLM(REF), samples, args)
     torch.testing.assert_close(ours, expected)
 
 

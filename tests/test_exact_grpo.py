@@ -13,18 +13,31 @@ import numpy as np
 import pytest
 import torch
 from every_script import stand_in, with_function
-from groups import GROUPS, OTHER, REWARDS, TABLE, P, batches, close, expectation, make_batch, rewards_of
+from groups import (
+    OTHER,
+    REWARDS,
+    TABLE,
+    P,
+    batches,
+    close,
+    expectation,
+    make_batch,
+    rewards_of,
+    stale,
+    stepping,
+    twice,
+)
+from reference.grpo import Rule
+from reference.grpo import update as second_update
 from tabular import (
     COMPLETIONS,
     EOS,
-    OUTSIDE,
     PREFIXES,
     TabularLM,
     gradients,
     log_probs,
     log_softmax,
     probability,
-    random_table,
 )
 
 from algos import grpo
@@ -38,15 +51,9 @@ L_MAX = 5  # what Args say, longer than any completion
 BINARY = [{c: float((i + p) % 3 == 0) for i, c in enumerate(COMPLETIONS)} for p in range(P)]
 
 
-def run_update(batch, table=TABLE, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
-    """The table's change in one call of update, over `rate`; and its metrics."""
-    model = TabularLM(table)
-    group_size = len(batch.rewards) // P
-    defaults = dict(num_generations=group_size, micro_batch_size=len(batch.rewards), max_completion_length=L_MAX,
-                    precision="float32", max_grad_norm=1e9, beta=0.0, scale_rewards="none", num_minibatches=1,
-                    aggregation="constant")  # fmt: skip
-    metrics = grpo.update(model, torch.optim.SGD(model.parameters(), rate), batch, grpo.Args(**defaults | settings))
-    return (model.table.detach().numpy() - table) / rate, metrics
+def run_update(batch, **settings) -> tuple[np.ndarray, dict]:
+    """The table's change in one call of update, over the rate; and its metrics."""
+    return stepping(grpo, scale_rewards="none", aggregation="constant")(batch, **settings)
 
 
 def expected_movement(group_size, joint, reward_table, ref=None, temperature=1.0, **settings) -> np.ndarray:
@@ -55,35 +62,6 @@ def expected_movement(group_size, joint, reward_table, ref=None, temperature=1.0
         batch = make_batch(groups, rewards_of(groups, reward_table), ref=ref, temperature=temperature)
         total += weight * run_update(batch, temperature=temperature, **settings)[0]
     return total
-
-
-def own_movement(groups, rewards, aggregation="constant", scale="none", table=TABLE, old=TABLE, low=0.2, high=0.2,
-                 ref=None, beta=0.0, mask_truncated=False) -> np.ndarray:  # fmt: skip
-    """The same movement for one batch in numpy, written from the formulas."""
-
-    def std(values):
-        known = [r for r in values if not math.isnan(r)]
-        return np.std(known, ddof=1) if len(known) > 1 else 0.0
-
-    rows = [(p, i, c) for p, group in enumerate(groups) for i, c in enumerate(group)]
-    kept = {(p, i) for p, i, c in rows if EOS in c or not mask_truncated}
-    tokens = sum(len(c) for p, i, c in rows if (p, i) in kept)
-    result = np.zeros_like(table)
-    for p, i, c in rows:
-        if (p, i) not in kept:
-            continue
-        advantage = 0.0 if math.isnan(rewards[p][i]) else rewards[p][i] - np.nanmean(rewards[p])
-        if scale != "none":
-            advantage /= std(rewards[p] if scale == "group" else sum(map(list, rewards), [])) + 1e-4
-        weight = {"sequence": 1 / (len(rows) * len(c)), "token": 1 / tokens, "constant": 1 / (len(rows) * L_MAX)}
-        logps = log_probs(table, p, c)
-        ratio = np.exp(logps - log_probs(old, p, c))
-        cut = ratio > 1 + high if advantage > 0 else ratio < 1 - low
-        per_token = np.where(cut, 0.0, ratio * advantage)
-        if ref is not None:
-            per_token += beta * (np.exp(log_probs(ref, p, c) - logps) - 1)
-        result += weight[aggregation] * np.einsum("t,tprv->prv", per_token, gradients(table, p, c))
-    return result
 
 
 def mean_reward(p: int, table=TABLE) -> float:
@@ -125,25 +103,25 @@ def test_sequence_aggregation_has_its_own_closed_form():
     assert np.linalg.norm(moved - along) > 0.05 * np.linalg.norm(moved)
 
 
-@pytest.mark.parametrize("script", ["grpo"], indirect=True)  # seconds; the others' weights are tested below
-@pytest.mark.parametrize(
-    "aggregation, scale, group_size, joint",
-    [
-        ("constant", "group", 3, False),
-        ("sequence", "group", 3, False),
-        ("token", "none", 2, True),
-        ("token", "group", 2, True),
-        ("sequence", "batch", 2, True),
-    ],
-)
-def test_biased_settings_have_the_expectation_of_the_formula(aggregation, scale, group_size, joint):
-    moved = expected_movement(group_size, joint, REWARDS, aggregation=aggregation, scale_rewards=scale)
-    expected = sum(
-        weight * own_movement(groups, rewards_of(groups, REWARDS), aggregation, scale)
-        for groups, weight in batches(group_size, joint)
-    )
-    close(moved, expected)
-    close(moved[:, OUTSIDE], 0.0)
+@with_function("grpo", "update", "advantages", "token_weights", "policy_loss")
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+@stale
+def test_updates_equal_the_reference_s(case, scale):
+    """The advantages are those of the whole batch, denominators those of a minibatch, and all ratios are to the policy
+    that sampled. Completions that are cut off or have no reward stay in the number of completions."""
+    metrics = twice(grpo, Rule(), case, scale_rewards=scale, epsilon=0.1, epsilon_high=0.3, beta=0.05)
+    assert 0 < metrics["clip_fraction"] < 1
+
+
+@pytest.mark.parametrize("script", ["grpo"], indirect=True)  # seconds
+@pytest.mark.parametrize("aggregation, scale", [("sequence", "group"), ("token", "batch"), ("constant", "group")])
+def test_every_group_equals_the_reference_s(aggregation, scale):
+    """Also groups of equal completions, without a deviation."""
+    args = grpo.Args(aggregation=aggregation, scale_rewards=scale, max_completion_length=L_MAX, beta=0.0)
+    for groups, _ in batches(3, False):
+        rewards = rewards_of(groups, REWARDS)
+        expected = second_update(Rule(), groups, rewards, TABLE, args, TABLE)[0] - TABLE
+        close(run_update(make_batch(groups, rewards), aggregation=aggregation, scale_rewards=scale)[0], expected)
 
 
 def test_binary_reward_without_epsilon(monkeypatch):
@@ -178,137 +156,6 @@ def test_kl_penalty_follows_the_reverse_divergence():
             difference = np.exp(log_softmax(TABLE[p, i])) - np.exp(log_softmax(OTHER[p, i]))
             expected[p, i] = -0.7 * probability(TABLE, p, prefix) * difference / (P * L_MAX)
     close(moved, expected)
-
-
-@pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
-def test_truncated_completions_are_masked(aggregation):
-    """Cut-off completions get no gradient and no token counts, but stay in mean, std and the number of completions."""
-    rewards = rewards_of(GROUPS, REWARDS)
-    own = own_movement(GROUPS, rewards, aggregation, "group", mask_truncated=True)
-    batch = make_batch(GROUPS, rewards)
-    close(run_update(batch, aggregation=aggregation, scale_rewards="group", mask_truncated_completions=True)[0], own)
-    assert abs(own - own_movement(GROUPS, rewards, aggregation, "group")).max() > 1e-3
-
-
-@pytest.mark.parametrize("scale", ["none", "group", "batch"])
-def test_skipped_rewards_teach_nothing(scale):
-    """A NaN reward leaves mean and std, gets advantage 0, and a group with one known reward or none stands still."""
-    rewards = [[0.3, math.nan, 1.0], [math.nan, 0.2, math.nan]]
-    moved, _ = run_update(make_batch(GROUPS, rewards), scale_rewards=scale)
-    close(moved, own_movement(GROUPS, rewards, scale=scale))
-    assert np.isfinite(moved).all() and abs(moved[0]).max() > 1e-3
-    close(moved[1], 0.0)
-
-
-@with_function("grpo", "update", "advantages", "token_weights", "policy_loss")
-@pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
-def test_second_epoch_is_clipped(aggregation):
-    """Two epochs equal two numpy steps with ratios to the same old policy, a lower and a wider upper clip, and k3."""
-    groups = [COMPLETIONS] * P
-    rewards, rate = rewards_of(groups, REWARDS), 2.0
-    old = TABLE + 0.3 * random_table(6)
-    settings = dict(aggregation=aggregation, scale="group", old=old, low=0.1, high=0.3, ref=OTHER, beta=0.05)
-    middle = TABLE + rate * own_movement(groups, rewards, table=TABLE, **settings)
-    end = middle + rate * own_movement(groups, rewards, table=middle, **settings)
-    batch = make_batch(groups, rewards, old=old, ref=OTHER)
-    moved, metrics = run_update(batch, rate=rate, num_iterations=2, aggregation=aggregation, scale_rewards="group",
-                                micro_batch_size=len(COMPLETIONS),
-                                epsilon=0.1, epsilon_high=0.3, beta=0.05)  # fmt: skip
-    close(TABLE + rate * moved, end)
-
-    rows = [(p, i, c) for p in range(P) for i, c in enumerate(COMPLETIONS)]
-    now, before = (np.concatenate([log_probs(t, p, c) for p, _, c in rows]) for t in (middle, old))
-    first, ref = (np.concatenate([log_probs(t, p, c) for p, _, c in rows]) for t in (TABLE, OTHER))
-    sign = np.concatenate([[np.sign(rewards[p][i] - np.mean(rewards[p]))] * len(c) for p, i, c in rows])
-    ratio = np.exp(now - before)
-    cut = np.where(sign > 0, ratio > 1.3, ratio < 0.9)
-    assert cut[sign > 0].any() and cut[sign < 0].any() and ((ratio > 1.12) & (ratio < 1.28) & (sign > 0)).any()
-    close(metrics["clip_fraction"], cut.mean())
-    close(metrics["approx_kl"], (ratio - np.log(ratio) - 1).mean())
-    close(metrics["kl"], (np.exp(ref - now) - (ref - now) - 1).mean())
-    close(metrics["sampler_gap"], abs(first - before).mean())
-    close(metrics["grad_norm"], (np.linalg.norm(middle - TABLE) + np.linalg.norm(end - middle)) / rate / 2)
-
-
-@with_function("grpo", "update", "advantages", "token_weights", "policy_loss")
-@pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
-def test_a_minibatch_is_an_optimizer_step(aggregation):
-    """Two epochs of one step for each prompt: advantages of the whole batch, denominators of the prompt's rows, and all
-    ratios to the policy that sampled. The gap to the sampler is that before the first step."""
-    groups, rate = [COMPLETIONS] * P, 2.0
-    rewards, old = rewards_of(groups, REWARDS), TABLE + 0.3 * random_table(6)
-    settings = dict(aggregation=aggregation, scale="batch", old=old, low=0.1, high=0.3, ref=OTHER, beta=0.05)
-    now, norms = TABLE, []
-    for p in [*range(P)] * 2:
-        step = own_movement([groups[q] if q == p else () for q in range(P)], rewards, table=now, **settings)
-        now = now + rate * step
-        norms.append(np.linalg.norm(step))
-    batch = make_batch(groups, rewards, old=old, ref=OTHER)
-    moved, metrics = run_update(batch, rate=rate, num_iterations=2, num_minibatches=P, aggregation=aggregation,
-                                scale_rewards="batch", beta=0.05, epsilon=0.1, epsilon_high=0.3,
-                                micro_batch_size=len(COMPLETIONS))  # fmt: skip
-    close(TABLE + rate * moved, now)
-    close(metrics["grad_norm"], np.mean(norms))
-    gaps = np.concatenate([abs(log_probs(TABLE, 0, c) - log_probs(old, 0, c)) for c in COMPLETIONS])
-    close(metrics["sampler_gap"], gaps.mean())
-
-
-def test_gradient_is_clipped_by_its_global_norm():
-    """With max_grad_norm c, the movement has norm c and keeps its direction; the metric is the norm before."""
-    batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS))
-    free, metrics = run_update(batch)
-    clipped, _ = run_update(batch, max_grad_norm=0.01)
-    np.testing.assert_allclose(clipped, 0.01 / metrics["grad_norm"] * free, rtol=1e-3)
-
-
-@pytest.mark.parametrize("pad", [0, EOS])
-def test_first_eos_is_trained_and_nothing_after_it(pad):
-    """Also where padding is the EOS id: the EOS logit gets its exact gradient, the table after EOS none."""
-    groups = [((1,), (0, 2)), ((2, 1), (1,))]
-    rewards = [[1.0, 0.0], [0.0, 1.0]]
-    moved, _ = run_update(make_batch(groups, rewards, pad=pad))
-    close(moved, own_movement(groups, rewards))
-    close(moved[:, OUTSIDE], 0.0)
-    assert moved[0, 0, EOS] > 0.01 and moved[1, 0, EOS] > 0.01 and moved[1, PREFIXES.index((2,)), EOS] < -0.001
-
-
-@with_function("grpo", "policy_loss")
-@pytest.mark.parametrize(
-    "advantage, ratio, loss, slope",
-    [
-        (2.0, 1.5, -2.56, 0.0),  # better and already 1.28 times as likely: cut
-        (2.0, 1.25, -2.5, -2.5),
-        (2.0, 0.5, -1.0, -1.0),
-        (-2.0, 1.5, 3.0, 3.0),
-        (-2.0, 0.9, 1.8, 1.8),
-        (-2.0, 0.5, 1.6, 0.0),  # worse and already 0.8 times as likely: cut
-    ],
-)
-def test_clipped_surrogate_by_hand(advantage, ratio, loss, slope):
-    """Value and gradient of policy_loss at epsilon 0.2, epsilon_high 0.28, on both sides of each clip."""
-    logps = torch.tensor([[math.log(0.4 * ratio)]], requires_grad=True)
-    old = torch.tensor([[math.log(0.4)]])
-    value, cut = grpo.policy_loss(logps, old, torch.tensor([[advantage]]), 0.2, 0.28)
-    value.sum().backward()
-    close([value.item(), logps.grad.item()], [loss, slope])
-    assert cut.item() == (slope == 0.0)
-
-
-@with_function("grpo", "k3")
-def test_kl_estimators():
-    """E k1 = E k3 = KL(theta || ref); E grad of k1 is 0, of k2 grad KL(theta || ref), of k3 grad KL(ref || theta)."""
-    theta = torch.tensor([0.3, -1.0, 0.8, 0.1, 1.5], requires_grad=True)
-    logp, ref = theta.log_softmax(0), torch.tensor([1.0, 0.2, -0.5, 0.0, 0.7]).log_softmax(0)
-    pi, k1 = logp.exp().detach(), logp - ref
-    kinds = {"k1": k1, "k2": k1**2 / 2, "k3": grpo.k3(logp, ref)}
-    slopes = {name: torch.autograd.grad((pi * k).sum(), theta, retain_graph=True)[0] for name, k in kinds.items()}
-    forward_kl, reverse_kl = (logp.exp() * k1).sum(), -(ref.exp() * k1).sum()
-    close((pi * k1).sum().item(), forward_kl.item())
-    close((pi * kinds["k3"]).sum().item(), forward_kl.item())
-    close(slopes["k1"], 0.0)
-    close(slopes["k2"], torch.autograd.grad(forward_kl, theta, retain_graph=True)[0])
-    close(slopes["k3"], torch.autograd.grad(reverse_kl, theta)[0])
-    close(slopes["k3"], pi - ref.exp())
 
 
 @with_function("grpo", "advantages")

@@ -8,8 +8,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from pairs import PICKS, TABLE, descends, items_of, probabilities, samples_of
+from reference.dpo import log_ratio, preferences
+from reference.dpo import update as second_update
 from scipy.optimize import minimize
-from tabular import COMPLETIONS, OUTSIDE, PREFIXES, PROMPTS, TabularLM, log_probs, minimised, random_table, sigma, slope
+from tabular import COMPLETIONS, PREFIXES, PROMPTS, TabularLM, minimised, random_table, sigma
 
 from algos import orpo, simpo
 from utils.dist import as_samples
@@ -61,55 +64,20 @@ def test_certain_and_impossible_completions_stay_finite_in_float32(name, w, l): 
 # through update
 
 
-def samples_of(module, picks):
-    pairs = [(PROMPTS[p], list(COMPLETIONS[i]), list(COMPLETIONS[j])) for p, i, j in picks]
-    return as_samples(pairs, 64, "cpu")
-
-
-# both prompts, completions of one and of two tokens on either side, one pair of equal ones, one pair twice
-PICKS = [(0, 0, 3), (1, 4, 0), (0, 5, 2), (1, 6, 1), (1, 2, 2), (0, 5, 2), (0, 3, 6)]
-
-
-def movement(module, table=None, **settings) -> np.ndarray:
-    """What one update by plain gradient descent with rate 1 subtracts from the table."""
-    table = random_table(1) if table is None else table
-    model = TabularLM(table)
-    name = module.__name__.rpartition(".")[2]
-    defaults = SETTINGS[name] | dict(micro_batch_size=2 * len(PICKS), max_grad_norm=1e9, precision="float32")
-    args = module.Args(**defaults | settings)
-    module.update(model, torch.optim.SGD(model.parameters(), 1.0), samples_of(module, PICKS), args)
-    return table - model.table.detach().numpy()
-
-
-def average(table, prompt: int, completion: int) -> float:
-    return log_probs(table, prompt, COMPLETIONS[completion]).mean()
-
-
-def objective(name, table, picks=PICKS, sft_coef=0.0, **settings) -> float:
-    """Mean over pairs of the formula, in numpy."""
-    losses = []
-    for p, i, j in picks:
-        w, l = average(table, p, i), average(table, p, j)  # noqa: E741
-        losses.append(by_formula(name, w, l, **settings) - sft_coef * w)
-    return float(np.mean(losses))
+def by_reference(name, table, picks=PICKS, sft_coef=0.0, **settings):
+    """Gradient and mean of the formula, and the scores, which are averages over tokens."""
+    loss = lambda w, l: by_formula(name, w, l, **settings) - sft_coef * w  # noqa: E731, E741
+    return second_update(table, items_of(picks), loss, log_ratio(average=True))
 
 
 @pytest.mark.parametrize("name, settings", [("simpo", {}), ("simpo", dict(sft_coef=0.7)), ("orpo", {})])
 def test_update_descends_the_formula(name, settings):
     """The wiring: shift, mask, averages over tokens with the EOS, sign, mean over pairs, SFT term."""
-    expected = slope(lambda table: objective(name, table, **settings), random_table(1))
-    ours = movement(MODULES[name], **settings)
-    assert np.abs(expected).max() > 1e-2
-    np.testing.assert_allclose(ours, expected, atol=1e-8)
-    assert not ours[:, OUTSIDE].any(), "something after an EOS was trained"
-
-
-@both
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 100])
-def test_micro_batches_change_nothing(name, size):
-    module, settings = MODULES[name], dict(sft_coef=0.5) if name == "simpo" else {}
-    ours = movement(module, micro_batch_size=size, micro_batch_tokens=size % 3 * 8, **settings)
-    np.testing.assert_allclose(ours, movement(module, **settings), atol=1e-10)
+    expected, _, scores = by_reference(name, TABLE, **settings)
+    metrics = descends(MODULES[name], samples_of(PICKS), expected, **SETTINGS[name], **settings)
+    margins = (scores if name == "simpo" else np.log(np.exp(scores) / (1 - np.exp(scores)))) @ [1, -1]
+    found = preferences(scores, margins * (SIMPO["beta"] if name == "simpo" else 1), "logp")
+    assert {key: metrics[key] for key in found} == pytest.approx(found)
 
 
 @both
@@ -134,18 +102,6 @@ def test_padding_changes_nothing(name):
     np.testing.assert_allclose(alone.flatten().numpy(), by_hand, atol=1e-6)
 
 
-def test_metrics_by_hand():
-    logps = torch.tensor([[0.75, 0.5], [0.5, 0.75], [0.5, 0.5], [0.2, 0.1]]).log()
-    log = math.log
-    chosen, rejected = (log(0.75) + 2 * log(0.5) + log(0.2)) / 4, (2 * log(0.5) + log(0.75) + log(0.1)) / 4
-    common = {"accuracy": 2.5 / 4, "chosen_logp": pytest.approx(chosen), "rejected_logp": pytest.approx(rejected)}
-    mean = lambda columns: {name: values.mean().item() for name, values in columns.items()}  # noqa: E731
-    ours = mean(simpo.preference_metrics(logps, 2.0))
-    assert ours == common | {"margin": pytest.approx(2 * (chosen - rejected))}
-    # odds 3, 1, 1, 1/4 against 1, 3, 1, 1/9
-    assert mean(orpo.preference_metrics(logps)) == common | {"margin": pytest.approx(log(9 / 4) / 4)}
-
-
 # what they converge to
 
 WINS = np.array([[3, 1], [1, 2], [2, 1], [1, 3], [2, 1], [1, 1], [4, 1]])  # i over j, and j over i, in a ring
@@ -168,22 +124,23 @@ def test_training_reaches_the_optimum(name):
     settings = dict(sft_coef=0.2) if name == "simpo" else {}
     free = start[:, : len(PREFIXES)].shape
 
-    def value(x):
+    def with_free(x):
         table = start.copy()
         table[:, : len(PREFIXES)] = x.reshape(free)
-        return objective(name, table, picks, **settings)
+        return table
 
-    found = minimize(value, start[:, : len(PREFIXES)].ravel(), method="BFGS", options=dict(gtol=1e-7, maxiter=400))
+    def value(x):
+        gradient, loss, _ = by_reference(name, with_free(x), picks, **settings)
+        return loss, gradient[:, : len(PREFIXES)].ravel()
+
+    begun = start[:, : len(PREFIXES)].ravel()
+    found = minimize(value, begun, jac=True, method="BFGS", options=dict(gtol=1e-7, maxiter=400))
     args = module.Args(**SETTINGS[name], **settings, micro_batch_size=2 * len(picks), max_grad_norm=1e9,
                        precision="float32")  # fmt: skip
-    table = minimised(module.update, TabularLM(start), samples_of(module, picks), args, 400, 0.1)
-    assert value(start[:, : len(PREFIXES)].ravel()) - found.fun > 0.02, "there was nothing to learn"
-    assert objective(name, table, picks, **settings) == pytest.approx(found.fun, abs=1e-6)
-    ours = np.exp([[log_probs(table, p, c).sum() for c in COMPLETIONS] for p in range(len(PROMPTS))])
-    table = start.copy()
-    table[:, : len(PREFIXES)] = found.x.reshape(free)
-    theirs = np.exp([[log_probs(table, p, c).sum() for c in COMPLETIONS] for p in range(len(PROMPTS))])
-    np.testing.assert_allclose(ours, theirs, atol=2e-3)
+    table = minimised(module.update, TabularLM(start), samples_of(picks), args, 400, 0.1)
+    assert value(begun)[0] - found.fun > 0.02, "there was nothing to learn"
+    assert by_reference(name, table, picks, **settings)[1] == pytest.approx(found.fun, abs=1e-6)
+    np.testing.assert_allclose(probabilities(table), probabilities(with_free(found.x)), atol=2e-3)
 
 
 @pytest.mark.parametrize("distance", [1e-2, 1e-4, 1e-6, 0.5, 70.0])

@@ -1,4 +1,4 @@
-"""tba.py: its gradient and its minimum by enumeration, steps of `update` against numpy, and the buffer by hand."""
+"""tba.py: its gradient and its minimum by enumeration, updates against the reference, and the buffer by hand."""
 
 import math
 from collections import Counter
@@ -7,19 +7,29 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from groups import GROUPS, OTHER, REWARDS, TABLE, P, batches, close, make_batch, rewards_of, stepping
+from groups import (
+    OTHER,
+    REWARDS,
+    STALE,
+    TABLE,
+    P,
+    batches,
+    close,
+    make_batch,
+    rewards_of,
+    stale,
+    stepping,
+    twice,
+)
 from helpers import SMALL, command_line, metrics, new_run, user_error
+from reference.grpo import Rule
 from tabular import (
     COMPLETIONS,
-    EOS,
     OUTSIDE,
-    PREFIXES,
     TabularLM,
-    gradients,
     log_probs,
     minimised,
     probability,
-    random_table,
     slope,
 )
 
@@ -28,8 +38,6 @@ from algos import rloo, tba
 pytestmark = pytest.mark.usefixtures("float64")
 BETA = 0.7
 NAN = math.nan
-UNEQUAL = [((1,), (0, 2), (2, 1), (0, 0)), ((0, 1), (2, 0), (1,), (1,))]
-SOME = [[0.3, NAN, 1.0, -0.5], [0.0, 0.2, 2.0, NAN]]
 
 
 def whole(table: np.ndarray, p: int, c: tuple) -> float:
@@ -44,16 +52,22 @@ def make(groups, rewards, old=TABLE, ref=OTHER, **more) -> tba.Batch:
 run_update = stepping(tba, beta=BETA)
 
 
-def own_step(groups, rewards, table=TABLE, beta=BETA) -> np.ndarray:
-    """-beta / 2 times the gradient of L, mean over all completions, in numpy: log Z is a constant in it."""
-    result = np.zeros_like(table)
-    for p, group in enumerate(groups):
-        ratios = np.array([whole(table, p, c) - whole(OTHER, p, c) for c in group])
-        errors = ratios - np.array(rewards[p]) / beta
-        for c, error in zip(group, errors - np.nanmean(errors)):
-            if not math.isnan(error):
-                result -= beta / 2 * 2 * error * gradients(table, p, c).sum(0) / (P * len(group))
-    return result
+def balanced(rows, s) -> list[float]:
+    """-beta / 2 times the slope of the squared error, log Z a constant in it; of the policy before its one step."""
+    errors = [(row.start - row.ref).sum() - row.reward / s.beta for row in rows]
+    groups = [[e for e, other in zip(errors, rows) if other.p == row.p] for row in rows]
+    return np.nan_to_num([-s.beta * (e - np.nanmean(group)) for e, group in zip(errors, groups)])
+
+
+@stale
+def test_updates_equal_the_reference_s(case):
+    """Without a ratio: what the sampler said is in metrics only. Micro-batches keep groups whole."""
+    rule = Rule(balanced, lambda d, a, s: (np.full(len(d), a), []), lambda d, s: 0 * d, different=("kl",),
+                fixed=dict(aggregation="row"))  # fmt: skip
+    for sizes in dict(micro_batch_size=7), dict(micro_batch_tokens=14, micro_batch_size=8), {}:
+        found = twice(tba, rule, case, made=lambda b, _: b._replace(ref_logps=b.ref_logps.sum(1)), beta=BETA, **sizes)
+    hot = STALE / (0.7 if case == "temperature" else 1), OTHER / (0.7 if case == "temperature" else 1)
+    close(found["kl"], np.mean([whole(hot[0], p, c) - whole(hot[1], p, c) for p in range(P) for c in COMPLETIONS]))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -71,17 +85,6 @@ def test_expected_update_on_policy(size, beta):
         total += weight * run_update(make(groups, rewards_of(groups, REWARDS)), beta=beta)[0]
     np.testing.assert_allclose(total, (size - 1) / size * slope(objective, TABLE), rtol=0, atol=1e-8)
     close(total[:, OUTSIDE], 0.0)
-
-
-@pytest.mark.parametrize("beta", [0.1, BETA])
-def test_on_fresh_samples_it_is_rloo(beta):
-    """On every batch: its baseline has the answer itself, hence (K - 1) / K. On stale samples, whose penalty rloo.py
-    takes from the policy that sampled, it is not."""
-    for old, equal in (TABLE, True), (OTHER, False):
-        batch = make_batch(GROUPS, rewards_of(GROUPS, REWARDS), old=old, ref=OTHER)
-        theirs, _ = run_update(batch, rloo, beta=beta)
-        ours, _ = run_update(batch._replace(ref_logps=batch.ref_logps.sum(1)), beta=beta)
-        assert (abs(ours - 2 / 3 * theirs).max() < 1e-10) == equal
 
 
 def distance(table: np.ndarray, beta: float) -> float:
@@ -104,59 +107,6 @@ def test_the_minimum_from_any_data_is_the_target(data):
     batch = make_batch(groups, rewards, ref=OTHER)
     other = minimised(rloo.update, TabularLM(TABLE), batch, rloo.Args(**common), 200, 0.2)
     assert distance(other, BETA) > 0.1
-
-
-def test_loss_by_hand():
-    """Two groups, one reward unknown: its completion has no loss and no part in the mean of the others."""
-    logps = torch.tensor([[-1.0, -2.0, -4.0], [-3.0, -1.0, -2.0]], requires_grad=True)
-    ref, rewards = torch.tensor([[-1.5, -2.0, -3.0], [-1.0, -1.0, -1.0]]), torch.tensor([[1.0, 0.0, 0.5], [NAN, 1, 0]])
-    loss = tba.balance_loss(logps, ref, rewards, 0.5)
-    # errors before log Z: -1.5, 0, -2 with mean -7/6; -2 and -1 with mean -1.5
-    close(loss.detach(), [[1 / 36, 49 / 144, 25 / 144], [0, 1 / 16, 1 / 16]])
-    loss.sum().backward()
-    close(logps.grad, 0.5 * np.array([[-1 / 3, 7 / 6, -5 / 6], [0, -0.5, 0.5]]))  # no slope through log Z
-
-
-@pytest.mark.parametrize("temperature", [1.0, 1.7])
-def test_a_step_on_stale_samples(temperature):
-    """Of unequal lengths, without a ratio: what the sampler said is in metrics only."""
-    old = TABLE + 0.3 * random_table(6)
-    batch = make(UNEQUAL, SOME, old=temperature * old)
-    moved, found = run_update(batch, temperature=temperature, table=temperature * TABLE)
-    expected = own_step(UNEQUAL, SOME)
-    close(moved, expected / temperature)
-    close(found["grad_norm"], np.linalg.norm(expected / temperature))
-    rows = [(p, c) for p, group in enumerate(UNEQUAL) for c in group]
-    close(found["kl"], np.mean([whole(temperature * old, *row) - whole(OTHER, *row) for row in rows]))
-    now, then = (np.concatenate([log_probs(t, *row) for row in rows]) for t in (TABLE, temperature * old))
-    close(found["approx_kl"], (np.exp(now - then) - (now - then) - 1).mean())
-    close(found["sampler_gap"], abs(now - then).mean())
-
-
-@pytest.mark.parametrize("settings", [dict(micro_batch_size=4), dict(micro_batch_tokens=8),
-                                      dict(micro_batch_tokens=8, micro_batch_size=5)])  # fmt: skip
-def test_micro_batches_keep_groups_whole(settings):
-    batch = make(UNEQUAL, SOME)
-    moved, found = run_update(batch, **settings)
-    close(moved, own_step(UNEQUAL, SOME))
-    expected = run_update(batch)[1]
-    assert found.keys() == expected.keys()
-    close(list(found.values()), list(expected.values()))
-
-
-@pytest.mark.parametrize("pad", [0, EOS])
-def test_first_eos_is_trained_and_nothing_after_it(pad):
-    groups, rewards = [((1,), (0, 2)), ((2, 1), (1,))], [[5.0, 0.0], [0.0, 5.0]]
-    moved, _ = run_update(make(groups, rewards, pad=pad))
-    close(moved, own_step(groups, rewards))
-    close(moved[:, OUTSIDE], 0.0)
-    assert moved[0, 0, EOS] > 0.01 and moved[1, PREFIXES.index((2,)), EOS] < -0.001
-
-
-def test_groups_without_two_rewards_teach_nothing():
-    moved, found = run_update(make(UNEQUAL, [[NAN] * 4, [NAN, 0.2, NAN, NAN]]))
-    close(moved, 0.0)
-    assert all(map(math.isfinite, found.values()))
 
 
 def numbered(first: int, number: int, size: int = 2) -> tba.Batch:

@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from groups import TABLE, P, close, expectation, make_batch
-from tabular import COMPLETIONS, TabularLM, gradients, probability
+from groups import TABLE, P, close, expectation, make_batch, stepping
+from tabular import COMPLETIONS, gradients, probability
 from tiny_runs import result_of, same
 
 from algos import grpo, ttrl
@@ -51,12 +51,8 @@ def moved(votes: list[tuple], size: int) -> np.ndarray:
     answers = [ANSWERS[c] for group in votes for c in group]
     rewards, _ = ttrl.judged(answers, torch.zeros(len(answers)), len(votes[0]), size)
     batch = make_batch(votes, [[0.0] * len(votes[0])] * P)
-    samples, model = ttrl.first_votes(batch.samples, len(votes[0]), size), TabularLM(TABLE)
-    args = ttrl.Args(num_generations=size, micro_batch_size=P * size, max_completion_length=5, precision="float32",
-                     max_grad_norm=1e9, beta=0.0, scale_rewards="none", aggregation="constant")  # fmt: skip
-    batch = grpo.Batch(samples, rewards.double(), None)
-    ttrl.update(model, torch.optim.SGD(model.parameters(), 1.0), batch, args)
-    return model.table.detach().numpy() - TABLE
+    batch = grpo.Batch(ttrl.first_votes(batch.samples, len(votes[0]), size), rewards.double(), None)
+    return stepping(ttrl)(batch, scale_rewards="none", aggregation="constant")[0]
 
 
 def weight(votes: list[tuple]) -> np.ndarray:

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from groups import OTHER, REWARDS, TABLE, P, close, expectation, make_batch, rewards_of
-from tabular import COMPLETIONS, EOS, OUTSIDE, PROMPTS, T_MAX, TabularLM, gradients, log_probs, probability
-from tabular import random_table as random_logits
+from groups import REWARDS, TABLE, P, close, expectation, make_batch, rewards_of, stale, stepping, twice
+from reference.grpo import Rule
+from tabular import COMPLETIONS, EOS, OUTSIDE, PROMPTS, T_MAX, TabularLM, gradients, probability
 
 from algos import vineppo
 from utils.core import UserError
@@ -25,17 +25,7 @@ TOKENIZER = SimpleNamespace(batch_decode=lambda rows, **_: ["".join(map(str, ids
 STEP = 3
 
 
-def args_of(group: int, **settings) -> vineppo.Args:
-    defaults = dict(num_prompts=P, num_generations=group, micro_batch_size=P * group, max_completion_length=T_MAX,
-                    precision="float32", max_grad_norm=1e9, beta=0.0, sample_batch_size=8)  # fmt: skip
-    return vineppo.Args(**defaults | settings)
-
-
-def run_update(batch, rate=1.0, **settings) -> tuple[np.ndarray, dict]:
-    """The table's change in one call of update by plain gradient ascent, over `rate`; and its metrics."""
-    model, args = TabularLM(TABLE), args_of(len(batch.rewards) // P, **settings)
-    metrics = vineppo.update(model, torch.optim.SGD(model.parameters(), rate), batch, args)
-    return (model.table.detach().numpy() - TABLE) / rate, metrics
+run_update = stepping(vineppo)
 
 
 def score(rows, texts, token_lists, step) -> tuple:
@@ -55,7 +45,9 @@ def values_of(monkeypatch):
     task = SimpleNamespace(train=lambda i, seed: {"p": i - (STEP - 1) * P})
 
     def values(samples, ends, drawn, score=score, **settings) -> tuple[torch.Tensor, dict]:
-        args = args_of(len(samples.ended) // P, num_continuations=len(next(iter(drawn.values()))), **settings)
+        own = dict(num_prompts=P, num_generations=len(samples.ended) // P, sample_batch_size=8,
+                   max_completion_length=T_MAX, num_continuations=len(next(iter(drawn.values()))))  # fmt: skip
+        args = vineppo.Args(**own | settings)
 
         def sample_all(model, contexts, kept, given, temperature, *key):
             assert key == ("values", STEP) and given is args and temperature == args.temperature
@@ -118,8 +110,8 @@ def test_expected_update_is_the_policy_gradient(values_of, group, count, separat
     close([sum(chance for *_, chance in some) for some in (one, two)], 1.0)
     for (a, drawn, chance), (b, more, other) in zip(one, reversed(two), strict=True):
         batch = with_values([a, b], drawn | more, values_of, separators)
-        total += np.array([chance, other])[:, None, None] * run_update(batch)[0]
-    close(total, expectation(lambda p, c: REWARDS[p][c] * gradients(TABLE, p, c).sum(0)) / T_MAX)
+        total += np.array([chance, other])[:, None, None] * run_update(batch, aggregation="constant")[0]
+    close(total, expectation(lambda p, c: REWARDS[p][c] * gradients(TABLE, p, c).sum(0)) / 5)
     close(total[:, OUTSIDE], 0.0)
 
 
@@ -132,63 +124,35 @@ def own_advantages(p, c, drawn, separators) -> np.ndarray:
     return np.repeat(np.diff(values), lengths)
 
 
-GROUPS = [((0, 1), (2, 1), (0, 2)), ((1,), (0, 0), (0, 1))]
+GROUPS, SEPARATORS = [((0, 1), (2, 1), (0, 2)), ((1,), (0, 0), (0, 1))], (0, 2)
 DRAWN = {(0, ()): ((1,), (2, 0)), (0, (0,)): ((1,), (2,)), (0, (2,)): ((0,), (0,)), (1, ()): ((0, 2), (0, 2)),
          (1, (0,)): ((0,), (1,))}  # fmt: skip
 
 
-def own_step(p, group, table, old, separators=(0,), low=0.2, high=0.2) -> tuple[np.ndarray, list]:
-    """Movement of one plain step on one prompt's group in numpy; and which tokens were cut."""
-    result, cuts = np.zeros_like(table), []
-    for c in group:
-        advantage = own_advantages(p, c, DRAWN, separators)
-        ratio = np.exp(log_probs(table, p, c) - log_probs(old, p, c))
-        cut = np.where(advantage > 0, ratio > 1 + high, (ratio < 1 - low) & (advantage < 0))
-        cuts += cut.tolist()
-        result += np.einsum("t,tprv->prv", np.where(cut, 0, ratio * advantage), gradients(table, p, c))
-    return result / (len(group) * T_MAX), cuts
+def from_values(rows, s) -> list[np.ndarray]:
+    """Of each token that of its step; whitened, where asked, over trained tokens of which all is known."""
+    found = [own_advantages(row.p, row.c, DRAWN, SEPARATORS) + 0 * row.reward for row in rows]
+    if s.whiten_advantages:
+        tokens = np.concatenate([x[row.own] for row, x in zip(rows, found)])
+        tokens = tokens[~np.isnan(tokens)]
+        found = [(x - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8) for x in found]
+    return [np.nan_to_num(x) for x in found]
 
 
-def test_one_update_by_hand(values_of):
-    batch = with_values(GROUPS, DRAWN, values_of, [0], old=TABLE)
-    close(run_update(batch)[0], sum(own_step(p, GROUPS[p], TABLE, TABLE)[0] for p in range(P)) / P)
-    for size in (1, 3):
-        close(run_update(batch, micro_batch_size=size)[0], run_update(batch)[0])
+@pytest.mark.parametrize("whiten", [False, True])
+@stale
+def test_updates_equal_the_reference_s(values_of, case, whiten):
+    """The clip takes single tokens."""
 
+    def with_values(batch, args) -> vineppo.Batch:
+        ends = vineppo.step_ends(batch.samples.completion_ids, batch.samples.completion_mask, torch.tensor(SEPARATORS))
+        values = values_of(batch.samples, ends, DRAWN)[0]
+        values[batch.rewards.isnan()] = math.nan  # of all its steps
+        return vineppo.Batch(*batch, ends, values)
 
-def test_one_step_is_reinforce_with_a_baseline_of_its_own(values_of):
-    """Where nothing separates: R minus the mean of K rewards that the completion has no part in."""
-    batch, expected = with_values(GROUPS, DRAWN, values_of, []), np.zeros_like(TABLE)
-    for p, group in enumerate(GROUPS):
-        for c in group:
-            baseline = np.mean([REWARDS[p][rest] for rest in DRAWN[p, ()]])
-            expected += (REWARDS[p][c] - baseline) * gradients(TABLE, p, c).sum(0) / (len(batch.rewards) * T_MAX)
-    close(run_update(batch)[0], expected)
-
-
-def test_epochs_and_minibatches_clip_single_tokens(values_of):
-    """Two epochs of a step for each prompt, with ratios to what the sampler said."""
-    rate, old = 2.0, TABLE + 0.3 * random_logits(6)
-    batch, now, cuts = with_values(GROUPS, DRAWN, values_of, [0, 2], old=old), TABLE, []
-    for p in [*range(P)] * 2:
-        step, cut = own_step(p, GROUPS[p], now, old, (0, 2), 0.1, 0.15)
-        now, cuts = now + rate * step, [*cuts, cut]
-    moved, metrics = run_update(batch, rate, num_iterations=2, num_minibatches=P, epsilon=0.1, epsilon_high=0.15,
-                                micro_batch_size=3)  # fmt: skip
-    close(TABLE + rate * moved, now)
-    last = sum(cuts[P:], [])
-    assert 0 < sum(last) < len(last)
-    close(metrics["clip_fraction"], np.mean(last))
-
-
-def test_the_penalty_follows_k3(values_of):
-    batch = with_values(GROUPS, DRAWN, values_of, [0], ref=OTHER)
-    penalty = np.zeros_like(TABLE)
-    for p, group in enumerate(GROUPS):
-        for c in group:
-            slope = np.exp(log_probs(OTHER, p, c) - log_probs(TABLE, p, c)) - 1
-            penalty += np.einsum("t,tprv->prv", slope, gradients(TABLE, p, c)) / (len(batch.rewards) * T_MAX)
-    close(run_update(batch, beta=0.7)[0], run_update(batch)[0] + 0.7 * penalty)
+    metrics = twice(vineppo, Rule(from_values), case, GROUPS, made=with_values, epsilon=0.1, epsilon_high=0.15,
+                    beta=0.3, whiten_advantages=whiten, rate=4.0)  # fmt: skip
+    assert 0 < metrics["clip_fraction"] < 1
 
 
 def test_states_are_estimated_once(values_of):
@@ -255,20 +219,7 @@ def test_what_is_unknown_teaches_nothing():
     close(found, [[-0.25, 0.75, nan], [nan, nan, 0.25]])
 
 
-@pytest.mark.parametrize("unknown", [[], [0]])
-def test_whitening(values_of, unknown):
-    """Over the tokens that are trained and of which all is known. A constant denominator then gives another gradient
-    than the policy's."""
-    batch = with_values(GROUPS, DRAWN, values_of, [0])
-    batch.rewards[unknown], batch.values[unknown] = math.nan, math.nan
-    rows = [(p, c) for p, group in enumerate(GROUPS) for c in group]
-    rows = [(p, c) for i, (p, c) in enumerate(rows) if EOS in c and i not in unknown]
-    kept = np.concatenate([own_advantages(p, c, DRAWN, [0]) for p, c in rows])
-    expected = np.zeros_like(TABLE)
-    for p, c in rows:
-        white = (own_advantages(p, c, DRAWN, [0]) - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
-        expected += np.einsum("t,tprv->prv", white, gradients(TABLE, p, c)) / (len(batch.rewards) * T_MAX)
-    close(run_update(batch, whiten_advantages=True, mask_truncated_completions=True)[0], expected)
+def test_one_token_is_not_whitened():
     assert not vineppo.whiten(torch.ones(1, 2), torch.tensor([[True, False]])).any()
 
 
