@@ -1,7 +1,7 @@
 """behaviour cloning and 10 %-BC: algos/bc.py."""
 
 from tests.flags import OFFLINE
-from tests.specs import Curve, Spec, parse_bugs
+from tests.specs import Curve, Spec
 
 BUGS = """
 training-mode-lost:cloning: eval() before an evaluation, and no train() after it
@@ -66,5 +66,4 @@ SPEC = Spec(
     no_recipe="its network and update are iql.py's at temperature 0, and 10 %-BC's paper gives no table",
     flags=OFFLINE | dict(hidden_size=8), noise=dict(dropout=0.5),
     special={"env_id": ({}, "Heavy-v0")},
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip
