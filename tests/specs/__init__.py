@@ -187,8 +187,9 @@ def resolved(script: str) -> Spec:
     """The script's spec, with what it has of its line. Only what an ancestor says may be of a flag that it lacks."""
     modules, has = [importlib.import_module(f"tests.specs.{name}") for name in line_of(script)], options(script)
     specs = [module.SPEC for module in modules]
-    if unknown := specs[-1].special.keys() - has:
-        raise ValueError(f"tests/specs/{script}.py: special of {', '.join(unknown)}, but {script}.py has no such flag")
+    given = [specs[-1].special] if len(specs) == 1 else [getattr(specs[-1], name) for name in MERGED]
+    if unknown := set().union(*given) - has:  # a root's flags may be those that several share
+        raise ValueError(f"tests/specs/{script}.py: {script}.py has no flag {', '.join(unknown)}")
     found = {name: next((x for spec in reversed(specs) if (x := getattr(spec, name))), "") for name in INHERITED}
     found["walk"] = found["walk"] or "environments:Walk-v0"
     for name in MERGED:
