@@ -1,5 +1,5 @@
 """awac.py: weights and values in closed form, its limits (cloning, the best action), what update() and train() hand on.
-Whole updates are those of CORL's code: test_parity_awac.py."""
+Whole updates are those of CORL's code: test_parity_updates.py."""
 
 import math
 

@@ -1,5 +1,5 @@
 """riql.py: iql.py as the limit, Huber's loss and the quantile in closed form, and what is spoilt in the data. Whole
-updates: test_parity_riql.py; what it shares with iql.py: test_exact_iql.py."""
+updates: test_parity_updates.py; what it shares with iql.py: test_exact_iql.py."""
 
 import numpy as np
 import pytest

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from control import close
-from safetensors.numpy import load_file
+from parity import recorded
 
 from algos import diffusion_policy
 from benchmarks.peers import make_diffusion_fixtures as authors
@@ -15,13 +15,15 @@ from utils.offline import Dataset
 @pytest.mark.parametrize("steps", authors.LEVELS)
 def test_denoising_steps(steps, monkeypatch):
     """A step back from their prediction and noise, and plans with noise. Their levels begin with 0."""
-    args, recorded, asked = diffusion_policy.Args(diffusion_steps=steps, horizon=2), load_file(authors.PATH), []
+    args, (inputs, theirs), asked = (
+        diffusion_policy.Args(diffusion_steps=steps, horizon=2),
+        recorded(authors, steps),
+        [],
+    )
     actor, obs = diffusion_policy.Actor(3, authors.SIZE // 2, args), torch.zeros(authors.B, 6)
-    for name, column in authors.make_inputs(steps).items():
-        assert (recorded[f"{name}_{steps}"] == column).all(), "the fixture is of other inputs"
-    names = [f"{name}_{steps}" for name in ("x", "predicted", "noise", "plan", "before", "noisy")]
-    for t, *columns in zip(authors.LEVELS[steps], *(torch.from_numpy(recorded[name]) for name in names)):
-        x, predicted, noise, plan, before, noisy = columns
+    columns = [inputs[name] for name in ("x", "predicted", "noise", "plan")]
+    columns += [theirs[f"{name}_{steps}"] for name in ("before", "noisy")]
+    for t, x, predicted, noise, plan, before, noisy in zip(authors.LEVELS[steps], *columns):
         monkeypatch.setattr(actor, "forward", lambda obs, x, k, p=predicted: asked.append(x) or p)
         k = torch.full((authors.B, 1), t + 1)
         mean, std = actor.step(obs, x, k)
@@ -32,10 +34,11 @@ def test_denoising_steps(steps, monkeypatch):
 
 def test_decay_of_the_average_and_windows():
     """Theirs are ours but for the rows of which T_a or more actions would be repeated at the end."""
-    close([diffusion_policy.ema_decay(n, 0.75) for n in range(40)], load_file(authors.PATH)["decays"], 1e-12)
+    theirs = recorded(authors, 1)[1]
+    close([diffusion_policy.ema_decay(n, 0.75) for n in range(40)], theirs["decays"], 1e-12)
     rows, ends = np.zeros((sum(authors.LENGTHS), 1), np.float32), np.cumsum(authors.LENGTHS)
     data = Dataset(rows, rows, rows, rows, rows, rows, ends - authors.LENGTHS)
     repeated = np.arange(len(rows)) + authors.H - authors.T_O - (np.repeat(ends, authors.LENGTHS) - 1)
     ours = diffusion_policy.plan_rows(data, authors.T_O, authors.H)
-    assert ours[repeated < authors.T_A].tolist() == load_file(authors.PATH)["windows"].tolist()
+    assert ours[repeated < authors.T_A].tolist() == theirs["windows"].tolist()
     assert ours[[20, 34]].tolist() == [[20, *range(20, 30), *[29] * 5], [33, *[34] * 15]]

@@ -4,7 +4,7 @@ of a plan are our sums. Recorded by benchmarks/peers/make_dppo_fixtures.py."""
 import pytest
 import torch
 from control import close
-from safetensors.numpy import load_file
+from parity import recorded
 
 from algos import dppo
 from benchmarks.peers import make_dppo_fixtures as authors
@@ -12,9 +12,8 @@ from benchmarks.peers import make_dppo_fixtures as authors
 
 @pytest.mark.parametrize("size", authors.SIZES)
 def test_log_densities_and_loss(size, monkeypatch):
-    recorded, inputs = load_file(authors.PATH), authors.make_inputs(size)
-    assert all((recorded[f"{name}_{size}"] == column).all() for name, column in inputs.items()), "of other inputs"
-    weight, obs, chains, old_logps, *others = map(torch.from_numpy, inputs.values())
+    inputs, found = recorded(authors, size)
+    weight, obs, chains, old_logps, *others = inputs.values()
     args = dppo.Args(diffusion_steps=authors.K, num_finetuned_steps=authors.LEARNED, min_std=authors.MIN_STD,
                      horizon=size, n_obs_steps=1, n_action_steps=1, denoiser_size=4, gamma_denoising=authors.GAMMA,
                      clip_coef=authors.CLIP, vf_coef=1.0, normalize_advantages=False)  # fmt: skip
@@ -23,8 +22,8 @@ def test_log_densities_and_loss(size, monkeypatch):
     monkeypatch.setattr(agent.actor.net, "forward", lambda x: (x @ weight.T).tanh())
     monkeypatch.setattr(agent, "value", lambda obs: others[2])
     logps = agent.log_prob(obs, chains)
-    close(logps, recorded[f"logps_{size}"].sum(-1), 2e-5)
+    close(logps, found[f"logps_{size}"].sum(-1), 2e-5)
     if size == 1:  # of each plan once, of theirs once for each denoising step: both are means
         loss, numbers = dppo.dppo_loss(agent, args, obs, chains, logps + old_logps, *others)
-        theirs = [recorded[f"{name}_1"] for name in ("policy_loss", "value_loss", "approx_kl", "clip_fraction")]
+        theirs = [found[f"{name}_1"] for name in ("policy_loss", "value_loss", "approx_kl", "clip_fraction")]
         close([loss.item(), *numbers], [theirs[0] + theirs[1], *theirs[2:]], 1e-5)

@@ -62,7 +62,7 @@ AWAC = SHORT | dict(tau=0.01)
 
 SPEC = Spec(
     "AWAC, arXiv 2006.09359; CRR, arXiv 2006.15134",
-    tests="exact_awac parity_awac command_line_control resume_control wiring",
+    tests="exact_awac parity_updates command_line_control resume_control wiring",
     curves={
         "awac-hopper": Curve(AWAC | dict(max_steps=5000, eval_every=0, eval_episodes=20), "eval/return",
                              numbers={"eval/return_stochastic": "log"}),

@@ -50,7 +50,7 @@ SPEC = Spec(
     small="--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32 "
           "--hidden-size 16 --batch-size 8",
     aliases=("imitation learning",),
-    tests="exact_iql parity_authors command_line_control offline_data resume_control wiring",
+    tests="exact_iql parity_updates command_line_control offline_data resume_control wiring",
     curves={
         "bc-hopper": Curve(
             dict(max_steps=3000, hidden_size=128, batch_size=128, learning_rate=0.001, eval_every=0,

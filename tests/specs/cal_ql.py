@@ -48,7 +48,7 @@ SHORT = dict(gamma=0.9, tau=0.02, batch_size=64, max_steps=1500, eval_episodes=0
 SPEC = Spec(
     "Cal-QL, arXiv 2303.05479", no_recipe="the authors' tasks go on online: not here",
     special={"calibrate": (dict(dataset="@walk.hdf5", gamma=0.0), False)},  # rewards near 0
-    tests="exact_cal_ql exact_cql exact_td3_bc parity_cal_ql command_line_control resume_control wiring",
+    tests="exact_cal_ql exact_cql exact_td3_bc parity_cql command_line_control resume_control wiring",
     curves={"cal_ql-hopper": Curve(dict(max_steps=1500, eval_every=300, batch_size=64, threads=1), "eval/return",
                                    numbers={"mean eval/return": "log"})},
     effects={"cal_ql-excess": Effect(  # of the policy's values over returns-to-go

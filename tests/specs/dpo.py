@@ -84,7 +84,7 @@ SPEC = Spec(
     aliases=("IPO",),
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
-    tests="exact_dpo parity_trl_dpo wiring dpo_runs",
+    tests="exact_dpo parity_trl_preferences wiring dpo_runs",
     known=True,
     curves={"dpo-sort": Curve(
         dict(task="sort", max_steps=40, eval_every=0, eval_prompts=256), "margin",

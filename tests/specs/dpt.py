@@ -55,7 +55,7 @@ SPEC = Spec(
     "In context",
     small="--device cpu --max-steps 8 --log-every 2 --eval-every 4 --eval-tasks 4 --horizon 6 --embed-dim 8 "
           "--num-heads 2 --batch-size 4 --save-every 2",
-    tests="exact_dpt parity_dpt wiring command_line::test_seen_before_the_run",
+    tests="exact_dpt parity_transformers wiring command_line::test_seen_before_the_run",
     curves={"dpt-bandits": Curve(dict(max_steps=1000, eval_every=200), "eval/score",
                                  numbers={"mean eval/score": "plain"})},
     effects={

@@ -97,7 +97,7 @@ SPEC = Spec(
     small="--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
           "--target-network-frequency 5 --log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32",
     aliases=("Q-learning",),
-    tests="exact_dqn parity_sb3_dqn environments command_line_control resume_control wiring",
+    tests="exact_dqn parity_updates environments command_line_control resume_control wiring",
     curves={
         "dqn-cartpole": Curve(
             # at gamma 0.99 returns fall back after a peak, and seeds differ by a third of the mean

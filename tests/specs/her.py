@@ -51,7 +51,7 @@ FLIP = dict(env_id="BitFlip-v0", total_timesteps=6000, gamma=0.98, end_e=0.1, le
 
 SPEC = Spec(
     "HER, arXiv 1707.01495",
-    tests="exact_her exact_dqn parity_sb3_her environments command_line_control resume_control wiring",
+    tests="exact_her exact_dqn parity_sb3_her parity_updates environments command_line_control resume_control wiring",
     curves={"her-bitflip": Curve(FLIP, "eval/success", numbers={"mean eval/success": "share"})},
     effects={"her-bitflip": Effect(
         {"her": ("her", FLIP), "dqn": ("dqn", FLIP | dict(env_id="algos.her:BitFlip-v0")),

@@ -63,7 +63,7 @@ return-range-without-the-thousand: a range that is divided by looks complete
 
 SPEC = Spec(
     "IQL, arXiv 2110.06169",
-    tests="exact_iql parity_authors command_line_control resume_control wiring",
+    tests="exact_iql parity_updates command_line_control resume_control wiring",
     known=True,
     curves={"iql-hopper": Curve(
         dict(max_steps=5000, hidden_size=128, batch_size=128, learning_rate=0.002, tau=0.02, eval_every=0,

@@ -51,7 +51,7 @@ RECALL = dict(env_id="algos.environments.recall:Recall-v0", total_timesteps=51_2
 SPEC = Spec(
     "Recurrent PPO",
     small="--hidden-size 16",
-    tests="parity_sb3_contrib exact_ppo_lstm atari::test_channels_come_first resume_control wiring "
+    tests="parity_sb3 exact_ppo_lstm atari::test_channels_come_first resume_control wiring "
           "command_line_control::test_evaluate_gives_the_last_row",
     no_recipe="there is no paper of its own; --help has the settings",
     curves={

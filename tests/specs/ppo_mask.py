@@ -56,7 +56,7 @@ ALL_ALLOWED = dict(env_kwargs=("mask=false",))
 
 SPEC = Spec(
     "Maskable PPO, arXiv 2006.14171",
-    tests="exact_ppo_mask exact_ppo parity_sb3_contrib resume_control wiring "
+    tests="exact_ppo_mask exact_ppo parity_sb3 resume_control wiring "
           "command_line_control::test_evaluate_gives_the_last_row",
     no_recipe="the paper's experiments are of MicroRTS, which needs Java; its hyper-parameters are PPO's of Atari",
     curves={"ppo_mask-board": Curve(

@@ -49,7 +49,7 @@ PENALTIES = {"none": 0.0, "little": 0.01, "much": 0.5}
 
 SPEC = Spec(
     "ReBRAC, arXiv 2305.09836",
-    tests="exact_rebrac exact_td3_bc parity_rebrac command_line_control resume_control wiring",
+    tests="exact_rebrac exact_td3_bc parity_updates command_line_control resume_control wiring",
     curves={
         "rebrac-hopper": Curve(dict(max_steps=2000, eval_every=400, threads=1), "eval/return",
                                {"mean eval/return": "log"})

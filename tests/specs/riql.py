@@ -53,7 +53,7 @@ SPOILT = {"clean": "none", "next": "next-observations", "rewards": "rewards"}
 
 SPEC = Spec(
     "RIQL, arXiv 2310.12955",
-    tests="exact_riql parity_riql exact_iql command_line_control resume_control wiring",
+    tests="exact_riql parity_updates exact_iql command_line_control resume_control wiring",
     curves={
         "riql-hopper": Curve(SHORT | dict(max_steps=3000, eval_episodes=20), "eval/return",
                              numbers={"eval/return_stochastic": "log"}),

@@ -77,7 +77,7 @@ START = dict(init=("cql", dict(normalize=False, max_steps=2000, hidden_size=128,
 
 SPEC = Spec(
     "RLPD, arXiv 2302.02948",
-    tests="exact_rlpd exact_sac parity_authors "
+    tests="exact_rlpd exact_sac parity_updates "
           "command_line_control resume_control wiring",
     curves={"rlpd-hopper": Curve(
         dict(total_timesteps=1500, learning_starts=500, learning_rate=0.001, tau=0.01, batch_size=128,

@@ -63,7 +63,7 @@ SHORT = dict(max_steps=4000, eval_every=800)
 
 SPEC = Spec(
     "TD3+BC, arXiv 2106.06860",
-    tests="exact_td3_bc parity_td3_bc command_line_control resume_control wiring",
+    tests="exact_td3_bc parity_updates command_line_control resume_control wiring",
     curves={"td3_bc-hopper": Curve(SHORT | dict(threads=1), "eval/return", numbers={"mean eval/return": "log"})},
     effects={
         "td3_bc-hopper": Effect(
