@@ -1,5 +1,5 @@
 """dppo.py: densities of chains from the noise that made them, one denoising step against ppo.py, whole updates by a
-second implementation, and what plans see, execute and earn. The authors' formulas: test_parity_dppo.py."""
+second implementation, and what plans see, execute and earn. The authors' formulas: test_parity_diffusion_policy.py."""
 
 import gymnasium as gym
 import numpy as np

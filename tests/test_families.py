@@ -176,6 +176,7 @@ def test_the_family_tree_has_every_script_below_its_parent():
         parents[name] = list(line.values())[-2:-1]
     scripts = [path.stem for path in (family.ROOT / "algos").glob("*.py")]
     wanted = {script: [CHILDREN[script]] if script in CHILDREN else [] for script in scripts}
-    missing = [f"the line `└── {s}.py` below {''.join(p) or 'no parent'}" for s, p in wanted.items() if parents.get(s) != p]
+    missing = [f"{script}.py below {''.join(above) or 'no script'}" for script, above in wanted.items()
+               if parents.get(script) != above]  # fmt: skip
     gone = [f"no line of {script}.py" for script in parents.keys() - wanted.keys()]
     assert not missing + gone, f"in `## Family tree` of algos/README.md write {', '.join(missing + gone)}"

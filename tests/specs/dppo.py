@@ -44,7 +44,7 @@ START = "diffusion_policy", dict(dataset="algos/environments/detour.hdf5", diffu
 PLANS = (LAST := dict(eval_every=0, eval_episodes=100)) | dict(init=START)
 
 SPEC = Spec(
-    "DPPO, arXiv 2409.00588", tests="exact_dppo parity_dppo command_line_control resume_control wiring",
+    "DPPO, arXiv 2409.00588", tests="exact_dppo parity_diffusion_policy command_line_control resume_control wiring",
     small="--num-steps 8 --diffusion-steps 3 --num-finetuned-steps 2 --horizon 4 --n-action-steps 2 --denoiser-size 16",
     curves={"dppo-detour": Curve(PLANS | dict(eval_every=25_000, threads=1), "eval/return",
                                  {"mean eval/return": "share"})},

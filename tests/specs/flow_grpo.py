@@ -67,7 +67,7 @@ ode-at-the-end-of-each-step: times from 1 / K to 1
 SPEC = Spec(
     "Flow-GRPO, arXiv 2505.05470",
     small="--eval-every 3",
-    tests="exact_flow_grpo parity_flow_grpo exact_ddpo wiring command_line::test_seen_before_the_run "
+    tests="exact_flow_grpo parity_ddpo exact_ddpo wiring command_line::test_seen_before_the_run "
           "load_elsewhere::test_a_saved_generator_draws_the_same_without_our_code",
     curves={"flow_grpo-ring": Curve(dict(max_steps=80, eval_every=4), "eval/reward",
                                     numbers={"mean eval/reward": "plain"})},

@@ -93,7 +93,7 @@ def noise(completions: list, **_) -> list[float]:
 
 SPEC = Spec(
     "REINFORCE++, arXiv 2501.03262",
-    tests="exact_reinforce_pp exact_grpo parity_reinforce_pp wiring",
+    tests="exact_reinforce_pp exact_grpo parity_verl wiring",
     curves={"reinforce_pp-sort": Curve(
         SORT | dict(eval_prompts=256), "reward", numbers={"mean reward": "plain", "eval/greedy": "share"},
     )},
