@@ -279,8 +279,11 @@ def pages() -> list[Path]:
 
 
 def write() -> None:
+    """Renews the tables of the pages, and says which pages changed."""
     for path in pages():
-        path.write_text(page(path.read_text()))
+        old, new = path.read_text(), page(path.read_text())
+        path.write_text(new)
+        print(f"{path.relative_to(ROOT)}: {'written' if new != old else 'as it was'}")
 
 
 if __name__ == "__main__":

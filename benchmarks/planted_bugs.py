@@ -47,6 +47,7 @@ from tests.specs import SPECS, Bug, sources  # noqa: E402
 from tests.specs.utils_bugs import BUGS as UTILS_BUGS  # noqa: E402
 from tests.specs.utils_bugs import SAME, TESTS  # noqa: E402
 
+LATE = "late: no test had failed when the time was up, so it counts as not caught; try again on an idle machine"
 RESULTS = ROOT / "benchmarks" / "results" / "planted_bugs.jsonl"
 MUTANTS = ROOT / "benchmarks" / "results" / "operators.jsonl"
 LIMIT = 120  # seconds of one bug in one file
@@ -234,6 +235,8 @@ def append(row: dict, output: Path) -> None:
     words = [row.get("test", ""), row.get("line", "")]
     print(f"{row['outcome']:7} {row['seconds']:6.1f} s  {row['bug']} in {row['file']}  "
           f"{'  '.join(filter(None, words))}", flush=True)  # fmt: skip
+    if row["outcome"] == "late":
+        print(f"  {LATE}", flush=True)
 
 
 def warm_up() -> None:
@@ -415,7 +418,7 @@ def show(path: Path = RESULTS, mutants: Path = MUTANTS) -> None:
     for bugs, wanted in ((BUGS, "failed"), (SAME, "passed")):
         for bug, file in planted(list(bugs)):
             if (outcome := rows.get((bug.name, file), {}).get("outcome", "not run")) != wanted:
-                print(f"  {outcome}: {bug.name} in {file}")
+                print(f"  {LATE if outcome == 'late' else outcome}: {bug.name} in {file}")
     for mutant, row in of_operators.items():
         if row["outcome"] not in CAUGHT and not is_argued(mutant):
             print(f"  {row['outcome']}: {mutant.script} {mutant.function}: {mutant.name}")

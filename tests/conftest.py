@@ -175,23 +175,27 @@ def own_cache(tmp_path, monkeypatch):
     return datasets
 
 
+def needs(name: str, version: str) -> None:
+    module = pytest.importorskip(name, reason=f"not run: pip install {name}=={version}0", exc_type=ImportError)
+    if not module.__version__.startswith(version):
+        pytest.skip(f"not run: {name} is {module.__version__}: the comparison is with {version}0")
+
+
 @pytest.fixture
 def needs_trl(monkeypatch):
-    """Skips without TRL 1.16, and silences its remarks on experimental arguments."""
+    """Skips without this TRL, and silences its remarks on experimental arguments."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    try:
-        import trl
-    except ImportError as error:
-        pytest.skip(f"not run: trl is not installed ({error}): pip install trl==1.16.0")
-    if not trl.__version__.startswith("1.16."):
-        pytest.skip(f"not run: trl is {trl.__version__}: the comparison is with 1.16")
+    needs("trl", "1.16.")
 
 
 @pytest.fixture
 def needs_sb3():
-    module = pytest.importorskip("stable_baselines3", reason="needs stable-baselines3==2.9.0", exc_type=ImportError)
-    if not module.__version__.startswith("2.9."):
-        pytest.skip(f"stable-baselines3 is {module.__version__}: the comparison is with 2.9")
+    needs("stable_baselines3", "2.9.")
+
+
+@pytest.fixture
+def needs_contrib():
+    needs("sb3_contrib", "2.9.")
 
 
 @pytest.fixture

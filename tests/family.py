@@ -264,7 +264,7 @@ def test_the_gradient_of_update_is_the_enumerated_one():
 '''
 SPEC = '''"""{title}: algos/{child}.py."""
 
-from tests.specs import Spec, parse_bugs
+from tests.specs import Spec
 from tests.specs.{parent} import SPEC as PARENT
 
 BUGS = """
@@ -273,17 +273,10 @@ TODO-what-the-mistake-is: TODO why people make it; one block for each line of th
 + TODO the same line with the mistake
 """
 
-SPEC = Spec(
+SPEC = Spec(  # the rest is {parent}.py's; see tests/specs/__init__.py
     "{title}, arXiv 0000.00000",
-    PARENT.family,
-    small=PARENT.small,
     tests="exact_{child} " + PARENT.tests,
     no_recipe="TODO why the paper's settings cannot be a command",
-    flags=PARENT.flags,
-    special=PARENT.special,
-    noise=PARENT.noise,
-    walk=PARENT.walk,
-    bugs=parse_bugs(BUGS),
 )
 '''
 

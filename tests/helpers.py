@@ -15,7 +15,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from tqdm import tqdm
 
@@ -125,14 +124,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def checkpoint(folder: Path) -> dict:
     return torch.load(folder / "checkpoint.pt", weights_only=True)
-
-
-def recorded(path: Path, start: str = "input/") -> tuple[dict, dict, dict]:
-    """Of a parity test's fixture: the inputs, whose names begin with `start`, the peer's results, and the metadata."""
-    with safe_open(str(path), "pt") as file:
-        tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-    inputs = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
-    return inputs, {name: tensor for name, tensor in tensors.items() if not name.startswith(start)}, about
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 import datasets  # noqa: F401  both here, for a log goes to the stderr of its first import, which a test closes
 import pytest
 import transformers  # noqa: F401
-from every_script import every_script
+from every_script import every_script, options
 from helpers import SMALL, assert_one_sentence, command_line, metrics, runs_in, start, user_error, write_rows
 from test_faults import without_a_layer
 
@@ -68,37 +68,21 @@ grpo --reward rewards.py:absent | no attribute 'absent'
 grpo --reward rewards.py:fine --reward-weights 1 2 | --reward-weights | 2 | 1
 grpo --num-generations 1 | --num-generations | 2
 grpo --num-prompts 0 | --num-prompts
-grpo --beta -0.1 | --beta is -0.1 | from 0 to inf
-grpo --eval-every -1 | --eval-every is -1 | from 0 to inf
-grpo --max-grad-norm -1 | --max-grad-norm is -1.0 | from 0 to inf
-grpo --warmup-steps -1 | --warmup-steps is -1 | from 0 to inf
-grpo --lora-rank -1 | --lora-rank is -1 | from 0 to inf
 grpo --attn-implementation nothing | attn_implementation="nothing"
 reward_model --attn-implementation nothing | attn_implementation="nothing"
 grpo --resume nowhere | nowhere | config.json
 online_dpo --num-generations 3 | --num-generations is 3
-online_dpo --num-generations 0 | --num-generations is 0
 online_dpo --beta 0.0 | --beta is 0
 sft --task no_completion.jsonl | completion
 sft --task good.jsonl --max-length 3 | 4 tokens | 2 are allowed
-sft --task malformed.jsonl | malformed.jsonl | cannot read
-sft --task sorting | file sorting | hub dataset
 sft --batch-size 0 | --batch-size
-sft --eval-every -1 | --eval-every is -1 | from 0 to inf
-sft --warmup-steps -1 | --warmup-steps is -1 | from 0 to inf
-sft --lora-rank -1 | --lora-rank is -1 | from 0 to inf
 dpo --task nothing | file nothing | hub dataset
 dpo --task malformed.jsonl | malformed.jsonl | cannot read
 dpo --loss exo | exo | --label-smoothing | 0.001
 dpo --label-smoothing 0.5 | --label-smoothing | below 0.5
 dpo --loss ipo --label-smoothing 0.1 | --label-smoothing | ipo | sigmoid
-dpo --batch-size 0 | --batch-size | at least 1
-dpo --model nowhere | nowhere
-simpo --task nothing | file nothing | hub dataset
-orpo --beta -0.1 | --beta is -0.1 | from 0 to inf
 kto --batch-size 1 | --batch-size | 1 | at least 2
 kto --task nothing | file nothing | hub dataset
-reward_model --task nothing | file nothing | hub dataset
 reward_model --use-margin | --use-margin | margin
 reward_model --model nowhere | nowhere
 ddpo --num-steps 0 | --num-steps is 0 | at least 1
@@ -113,6 +97,9 @@ dpt --shuffle-contexts --batch-size 1 | --batch-size is 1 | at least 2
 dpt --num-heads 0 | --num-heads is 0 | from 1 to inf
 dpt --num-heads 3 | --embed-dim 8 | --num-heads 3
 """.strip().splitlines()
+BEFORE_THE_RUN += [f"{algo} --{flag} -1 | --{flag} is -1 | from 0 to inf" for algo in ("grpo", "sft", "orpo")
+                   for flag in ("max-grad-norm", "warmup-steps", "lora-rank", "beta", "eval-every")
+                   if flag.replace("-", "_") in options(algo)]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BEFORE_THE_RUN, ids=lambda case: case.partition(" |")[0])

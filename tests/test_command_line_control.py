@@ -21,110 +21,54 @@ NUMBERS = {  # what the sentence says -> wrong numbers, for every script that ha
     "from 1 to inf": "num-minibatches 0, update-epochs 0, policy-frequency 0, num-critics 0, subset-size 0, "
     "num-samples 0, num-heads 0, flow-steps 0, diffusion-steps 0, n-obs-steps 0, n-action-steps 0",
 }
-ALL = [
-    ("--resume nowhere", "nowhere", "config.json"),
-    ("--evaluate nowhere", "nowhere", "config.json"),
-    ("--env-id Absent-v0", "Absent", "registered"),
-]
-ANY = [
-    ("--env-id nowhere:Name-v0", "nowhere", "--env-id"),
-    (f"{BANDIT} action=unit observation=sequence", "observation space", "fixed size"),
-    (f"{BANDIT} action=dict", "action space", "Dict"),
-    (f"{BANDIT} action=tuple", "action space", "Tuple"),
-    (f"{BANDIT} action=integers", "int64", "Box of floats"),
-]
-DATASETS = [
-    ("--dataset nowhere.hdf5", "there is no nowhere.hdf5", "a file, a folder"),
-    ("--env-id CartPole-v1", "Discrete", "finite bounds"),
-    ("--env-id MountainCarContinuous-v0", "3 observation and 1 action", "2 and 1"),
-]
-OWN = {
-    "ppo": [
-        ("--num-minibatches 3", "--num-minibatches 3", "32"),
-        ("--num-minibatches 32", "--num-minibatches 32", "at least 2"),
-        ("--total-timesteps 31", "--total-timesteps 31", "32"),
-        *ANY,
-    ],
-    "dppo": [
-        ("--num-finetuned-steps 4", "--num-finetuned-steps 4", "1 to --diffusion-steps 3"),
-        ("--n-action-steps 4", "steps - 1 = 5"),
-        ("--min-std 0", "above 0"),
-        ("--gamma-denoising 1.1", "is 1.1"),
-        ("--num-minibatches 3", "16 rows"),
-        ("--total-timesteps 31", "of 32"),
-        ("--env-id CartPole-v1", "finite bounds"),
-    ],  # fmt: skip
-    "reinflow": [
-        ("--min-std 0", "above 0"),
-        ("--min-std 0.3", "at most --max-std 0.2"),
-        ("--num-minibatches 3", "32 rows"),
-        ("--total-timesteps 31", "of 32"),
-        ("--env-id CartPole-v1", "finite bounds"),
-    ],
-    "sac": [
-        ("--env-id CartPole-v1", "Discrete", "SAC needs a Box"),
-        (f"{BANDIT} action=box", "Box", "finite bounds"),
-        (f"{BANDIT} action=multibinary", "action space", "MultiBinary"),
-        ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
-        ("--subset-size 3", "--subset-size 3", "--num-critics 2"),
-        *ANY,
-    ],
-    "crossq": [
-        ("--env-id CartPole-v1", "Discrete", "CrossQ needs a Box"),
-        ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
-    ],
-    "ddpg": [
-        ("--env-id CartPole-v1", "Discrete", "DDPG needs a Box"),
-        (f"{BANDIT} action=box", "Box", "finite bounds"),
-        ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
-        *ANY,
-    ],
-    "td3": [
-        ("--env-id CartPole-v1", "Discrete", "TD3 needs a Box"),
-        (f"{BANDIT} action=box", "Box", "finite bounds"),
-        ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
-        *ANY,
-    ],
-    "dqn": [
-        ("--env-id Pendulum-v1", "Box", "DQN needs a Discrete one"),
-        ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
-        *ANY[:-1],
-    ],
-    "reinforce": [
-        ("--env-id Pendulum-v1", "Box", "REINFORCE needs a Discrete one"),
-        ("--num-episodes 1", "--num-episodes", "at least 2"),
-        *ANY[:-1],
-    ],
-    "c51": [
-        ("--v-min 5 --v-max 5", "--v-min 5.0", "below --v-max"),
-        ("--num-atoms 1", "--num-atoms 1", "at least 2"),
-    ],
-    "rainbow": [
-        ("--env-id Pendulum-v1", "Box", "Rainbow needs a Discrete one"),
-        ("--v-min 5 --v-max 5", "--v-min 5.0", "below --v-max"),
-    ],
-    "her": [
-        ("--env-id CartPole-v1", "no goals", "compute_reward"),
-        ("--env-id Pendulum-v1", "HER needs a Discrete"),
-    ],
-    "her_sac": [("--env-id Pendulum-v1", "no goals", "compute_reward")],
-    "bc": DATASETS,
-    "diffusion_policy": [
-        ("--n-action-steps 4", "--horizon 4", "steps - 1 = 5"),
-    ],
-    "cfgrl": [("--label advantage", "--critic (none)", "finished iql.py run")],
-    "iql": DATASETS,
-    "awac": [("--temperature 0", "is 0.0 and", "above 0"), ("--num-action-samples 0", "samples 0: both", "above 0")],
-    "xql": [("--gumbel-scale 0", "--gumbel-scale is 0.0", "above 0"), ("--dvl-lambda 1.5", "is 1.5", "at most 1")],
-    "cql": [("--diversity 1 --num-critics 1", "--num-critics is 1", "at least 2")],
-    "rlpd": [
-        ("--offline-ratio 1.5", "--offline-ratio 1.5", "from 0 to all"),
-        ("--batch-size 9", "--offline-ratio 0.5", "--batch-size 9"),
-        ("--init nowhere", "--init nowhere", "no model"),
-        *DATASETS,
-    ],
-    "dt": [("--embed-dim 9", "--embed-dim 9", "--num-heads 2"), *DATASETS],
-}
+# scripts: arguments | what the sentence says | ...
+OWN = f"""
+all: --resume nowhere | nowhere | config.json
+all: --evaluate nowhere | nowhere | config.json
+all: --env-id Absent-v0 | Absent | registered
+ppo sac: --env-id nowhere:Name-v0 | nowhere | --env-id
+ppo sac: {BANDIT} action=unit observation=sequence | observation space | fixed size
+ppo sac: {BANDIT} action=dict | action space | Dict
+ppo sac: {BANDIT} action=tuple | action space | Tuple
+ppo sac: {BANDIT} action=integers | int64 | Box of floats
+ppo: --num-minibatches 3 | --num-minibatches 3 | 32
+ppo: --num-minibatches 32 | --num-minibatches 32 | at least 2
+ppo: --total-timesteps 31 | --total-timesteps 31 | 32
+dppo reinflow: --total-timesteps 31 | of 32
+dppo: --num-minibatches 3 | 16 rows
+reinflow: --num-minibatches 3 | 32 rows
+dppo reinflow: --env-id CartPole-v1 | finite bounds
+dppo reinflow: --min-std 0 | above 0
+dppo: --num-finetuned-steps 4 | --num-finetuned-steps 4 | 1 to --diffusion-steps 3
+dppo diffusion_policy: --n-action-steps 4 | --horizon 4 | steps - 1 = 5
+dppo: --gamma-denoising 1.1 | is 1.1
+reinflow: --min-std 0.3 | at most --max-std 0.2
+sac crossq ddpg td3: --env-id CartPole-v1 | Discrete | TITLE needs a Box
+sac ddpg td3: {BANDIT} action=box | Box | finite bounds
+sac: {BANDIT} action=multibinary | action space | MultiBinary
+sac crossq ddpg td3 dqn: --total-timesteps 161 | --total-timesteps 161 | --num-envs 2
+sac: --subset-size 3 | --subset-size 3 | --num-critics 2
+dqn reinforce rainbow: --env-id Pendulum-v1 | Box | TITLE needs a Discrete one
+reinforce: --num-episodes 1 | --num-episodes | at least 2
+c51 rainbow: --v-min 5 --v-max 5 | --v-min 5.0 | below --v-max
+c51: --num-atoms 1 | --num-atoms 1 | at least 2
+her: --env-id CartPole-v1 | no goals | compute_reward
+her: --env-id Pendulum-v1 | HER needs a Discrete
+her_sac: --env-id Pendulum-v1 | no goals | compute_reward
+bc iql rlpd dt: --dataset nowhere.hdf5 | there is no nowhere.hdf5 | a file, a folder
+bc iql rlpd dt: --env-id CartPole-v1 | Discrete | finite bounds
+bc iql rlpd dt: --env-id MountainCarContinuous-v0 | 3 observation and 1 action | 2 and 1
+cfgrl: --label advantage | --critic (none) | finished iql.py run
+awac: --temperature 0 | is 0.0 and | above 0
+awac: --num-action-samples 0 | samples 0: both | above 0
+xql: --gumbel-scale 0 | --gumbel-scale is 0.0 | above 0
+xql: --dvl-lambda 1.5 | is 1.5 | at most 1
+cql: --diversity 1 --num-critics 1 | --num-critics is 1 | at least 2
+rlpd: --offline-ratio 1.5 | --offline-ratio 1.5 | from 0 to all
+rlpd: --batch-size 9 | --offline-ratio 0.5 | --batch-size 9
+rlpd: --init nowhere | --init nowhere | no model
+dt: --embed-dim 9 | --embed-dim 9 | --num-heads 2
+"""
 OUT_OF_BOUNDS = [
     (algo, f"--{number}", (f"--{number.split()[0]}", bound))
     for algo in CONTROL
@@ -132,7 +76,13 @@ OUT_OF_BOUNDS = [
     for number in numbers.split(", ")
     if number.split()[0].replace("-", "_") in options(algo)
 ]
-WRONG = OUT_OF_BOUNDS + [(algo, args, words) for algo in CONTROL for args, *words in ALL + OWN.get(algo, [])]
+LINES = [line.partition(": ") for line in OWN.strip().splitlines()]
+WRONG = OUT_OF_BOUNDS + [
+    (algo, args, [word.replace("TITLE", CONTROL[algo].TITLE) for word in words])
+    for scripts, _, case in LINES
+    for algo in (CONTROL if scripts == "all" else scripts.split())
+    for args, *words in [case.split(" | ")]
+]
 
 
 @pytest.mark.parametrize("algo, args, words", WRONG, ids=str)

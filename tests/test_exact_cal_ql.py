@@ -1,5 +1,5 @@
 """cal_ql.py: the penalty and its slopes in closed form, CQL as the limit bit for bit, metrics, and the return that
-train() stores with each row. CORL's losses, and returns by hand: test_parity_cal_ql.py; the rest is cql.py's."""
+train() stores with each row. CORL's losses, and returns by hand: test_parity_cql.py; the rest is cql.py's."""
 
 import math
 from types import SimpleNamespace

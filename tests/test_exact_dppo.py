@@ -1,5 +1,5 @@
 """dppo.py: densities of chains from the noise that made them, whole updates by tests/reference/ppo.py, and what plans
-see, execute and earn. Of reinflow.py what both have alike. The authors' formulas: test_parity_dppo.py."""
+see, execute and earn. Of reinflow.py what both have alike. The authors' formulas: test_parity_diffusion_policy.py."""
 
 import gymnasium as gym
 import numpy as np

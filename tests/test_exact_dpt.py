@@ -1,5 +1,5 @@
 """dpt.py against numbers computed another way: the posterior by quadrature and by drawn bandits, the gradient of a
-table, the numbers of an evaluation, and what train() hands on. The network: tests/test_parity_dpt.py."""
+table, the numbers of an evaluation, and what train() hands on. The network: tests/test_parity_transformers.py."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 """rebrac.py: the actor's gradient and the target in closed form, td3_bc.py's where it has no idea of its own, the bound
-of LayerNorm, and which rows have a next action. Whole updates are those of the authors' code: test_parity_rebrac.py;
+of LayerNorm, and which rows have a next action. Whole updates are those of the authors' code: test_parity_updates.py;
 what an update moves and when, and what else train() stores: test_exact_td3_bc.py."""
 
 import h5py

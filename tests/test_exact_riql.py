@@ -1,5 +1,5 @@
 """riql.py: whole updates by tests/reference/iql.py, and what is spoilt in the data. The authors' updates:
-test_parity_riql.py; what it shares with iql.py: test_exact_iql.py."""
+test_parity_updates.py; what it shares with iql.py: test_exact_iql.py."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 """td3_bc.py: the actor's gradient and the target in closed form, what an update moves and when, and what train() shows
-the networks. Whole updates are those of the authors' code: test_parity_td3_bc.py. `both`: rebrac.py, too."""
+the networks. Whole updates are those of the authors' code: test_parity_updates.py. `both`: rebrac.py, too."""
 
 from types import SimpleNamespace
 

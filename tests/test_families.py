@@ -53,7 +53,8 @@ def test_a_child_has_every_change_of_its_parent(child):
 
 
 def test_every_diff_has_its_child():
-    assert {path.stem for path in family.diff_of("x").parent.iterdir()} == set(CHILDREN)
+    odd = {path.stem for path in family.diff_of("x").parent.iterdir()} ^ set(CHILDREN)
+    assert not odd, f"`git rm algos/families/CHILD.diff` or `python tests/family.py diff CHILD` for {odd}"
 
 
 def test_no_draft_is_left():
@@ -174,4 +175,8 @@ def test_the_family_tree_has_every_script_below_its_parent():
         line = {depth: above for depth, above in line.items() if depth < len(mark)} | {len(mark): name}
         parents[name] = list(line.values())[-2:-1]
     scripts = [path.stem for path in (family.ROOT / "algos").glob("*.py")]
-    assert parents == {script: [CHILDREN[script]] if script in CHILDREN else [] for script in scripts}
+    wanted = {script: [CHILDREN[script]] if script in CHILDREN else [] for script in scripts}
+    missing = [f"{script}.py below {''.join(above) or 'no script'}" for script, above in wanted.items()
+               if parents.get(script) != above]  # fmt: skip
+    gone = [f"no line of {script}.py" for script in parents.keys() - wanted.keys()]
+    assert not missing + gone, f"in `## Family tree` of algos/README.md write {', '.join(missing + gone)}"

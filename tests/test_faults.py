@@ -5,7 +5,7 @@ Most of it happens to a script of a few lines on utils/core.py, which is all of 
 every moment can be tried. Each script's own state is in test_resume*.py, which kill each root at one random moment.
 """
 
-import dataclasses
+import dataclasses  # noqa: I001
 import importlib
 import io
 import json
@@ -21,16 +21,8 @@ import pytest
 import torch
 from every_script import NAMES, every_script, options, script
 from helpers import (
-    Forked,
-    assert_same_result,
-    checkpoint,
-    command_line,
-    copied_at,
-    metrics,
-    new_run,
-    runs_in,
-    user_error,
-)
+    Forked, assert_same_result, checkpoint, command_line, copied_at, metrics, new_run, runs_in, user_error, write_rows,
+)  # fmt: skip
 from safetensors.torch import load_file, save_file
 from tiny_runs import train
 
@@ -84,8 +76,6 @@ def stopped(tmp_path):
 
 def assert_nothing_half_written(folder: Path) -> None:
     """What stands under its final name is whole, and what is recorded stands once and in order."""
-    if (folder / "checkpoint.pt").exists():
-        checkpoint(folder)
     if (folder / "config.json").exists():
         json.loads((folder / "config.json").read_text())
     if (folder / "metrics.jsonl").exists():
@@ -97,17 +87,15 @@ def assert_nothing_half_written(folder: Path) -> None:
 def recovered(module, folder: Path, reference: Path) -> bool:
     """Resumes a run that was killed and compares it. False where there is nothing to resume, which is said so."""
     assert_nothing_half_written(folder)
-    if (folder / "curve.png").exists():  # it came to its end
+    there = (folder / "checkpoint.pt").exists() and bool(checkpoint(folder))
+    if there and not (folder / "curve.png").exists():
+        command_line(module, "--resume", folder)
+    else:  # nothing to resume, or it came to its end
         with pytest.raises(SystemExit, match="2"):
             command_line(module, "--resume", folder)
-    if (folder / "checkpoint.pt").exists():
-        if not (folder / "curve.png").exists():
-            command_line(module, "--resume", folder)
+    if there:
         assert_same_result(folder, reference)
-        return True
-    with pytest.raises(SystemExit, match="2"):
-        command_line(module, "--resume", folder)
-    return False
+    return there
 
 
 # --- kills ---
@@ -219,12 +207,11 @@ def test_a_run_of_another_version(stopped, capsys):
     """What was not used then is left out; what was used, and is unknown today, is named with the version."""
     config = json.loads((stopped / "config.json").read_text())
     assert config["version"] == core.VERSION and config["defaults"]["max_steps"] == 8
-    config |= {"version": "9.9", "args": config["args"] | {"gone": 3}, "defaults": config["defaults"] | {"gone": 1}}
-    (stopped / "config.json").write_text(json.dumps(config))
+    args, defaults = config["args"] | {"gone": 3}, config["defaults"]
+    with_json(stopped / "config.json", version="9.9", args=args, defaults=defaults | {"gone": 1})
     with user_error(capsys, "version 9.9", "'gone': 3", core.VERSION):
         command_line(Walk(), "--resume", stopped)
-    config["defaults"]["gone"] = 3
-    (stopped / "config.json").write_text(json.dumps(config))
+    with_json(stopped / "config.json", defaults=defaults | {"gone": 3})
     command_line(Walk(), "--resume", stopped)
     assert "gone" not in json.loads((stopped / "config.json").read_text())["args"]
 
@@ -261,41 +248,32 @@ def test_a_resume_or_evaluation_that_fails_leaves_the_run(algo, tmp_path, capsys
 # --- datasets and models ---
 
 
-LOADERS = {"rows": lambda path: load_task(path), "pairs": lambda path: load_pairs(path, 10, 1)}
-
-
-def write_rows(path: Path, datasets) -> list[dict]:
-    rows = [{"prompt": f"S{i}1:", "completion": f"1{i}", "chosen": f"1{i}", "rejected": f"{i}1"} for i in range(30)]
-    if path.suffix == ".parquet":
-        datasets.Dataset.from_list(rows).to_parquet(str(path))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
-
-
-@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
-def test_a_dataset_that_is_cut_off(suffix, loader, own_cache, tmp_path):
+def test_a_dataset_that_is_cut_off(suffix, own_cache, tmp_path):
     """Anywhere inside a row: one sentence, and no half of a row is trained on."""
+    rows = [{"prompt": f"S{i}1:", "completion": f"1{i}", "chosen": f"1{i}", "rejected": f"{i}1"} for i in range(30)]
     path = tmp_path / f"rows.{suffix}"
-    write_rows(path, own_cache)
-    LOADERS[loader](str(path))
+    {"jsonl": lambda: write_rows(path, rows), "json": lambda: path.write_text(json.dumps(rows)),
+     "parquet": lambda: own_cache.Dataset.from_list(rows).to_parquet(str(path))}[suffix]()  # fmt: skip
     whole = path.read_bytes()
-    for i, share in enumerate((0.02, 0.5, 0.99)):
-        cut = tmp_path / f"cut{i}.{suffix}"
-        size = int(share * len(whole))
-        size -= suffix == "jsonl" and whole[size - 1 : size + 1].count(b"\n")  # never between two rows
-        cut.write_bytes(whole[: size - 1])
-        with pytest.raises(UserError, match=cut.name):
-            LOADERS[loader](str(cut))
+    for load in (load_task, lambda path: load_pairs(path, 10, 1)):
+        load(str(path))
+        for i, share in enumerate((0.02, 0.5, 0.99)):
+            cut, size = tmp_path / f"cut{i}.{suffix}", int(share * len(whole))
+            size -= suffix == "jsonl" and whole[size - 1 : size + 1].count(b"\n")  # never between two rows
+            cut.write_bytes(whole[: size - 1])
+            with pytest.raises(UserError, match=cut.name):
+                load(str(cut))
 
 
 def without_a_layer(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if ".layers.2." not in name}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(path).items() if ".layers.2." not in name}
+    save_file(kept, path, {"format": "pt"})
+
+
+def with_json(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def adapters_alone(folder: Path) -> None:
@@ -304,34 +282,23 @@ def adapters_alone(folder: Path) -> None:
     model = peft.get_peft_model(load_model(grpo.Args())[0], peft.LoraConfig(target_modules="all-linear"))
     [path.unlink() for path in (folder / "config.json", folder / "model.safetensors")]
     model.save_pretrained(folder)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": TINY_MODEL}))
+    with_json(folder / "adapter_config.json", base_model_name_or_path=TINY_MODEL)
 
 
-def of_other_sizes(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 8}))
+DAMAGES = {  # what the sentence says -> what is done to a model
+    "lacks weights": without_a_layer,
+    "of its sizes": lambda folder: with_json(folder / "config.json", intermediate_size=8),
+    "cannot load": lambda folder: os.truncate(folder / "model.safetensors", 50_000),
+    "holds LoRA adapters": adapters_alone,
+}
 
 
-def cut_off(folder: Path) -> None:
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-
-
-@pytest.mark.parametrize(
-    "damage, word",
-    [
-        (without_a_layer, "lacks weights"),
-        (of_other_sizes, "of its sizes"),
-        (cut_off, "cannot load"),
-        (adapters_alone, "holds LoRA adapters"),
-    ],
-)
+@pytest.mark.parametrize("word", DAMAGES)
 @pytest.mark.parametrize("algo", [name for name in NAMES if "model" in options(name)])
-def test_no_run_begins_on_a_model_that_is_not_whole(algo, damage, word, tmp_path, capsys):
+def test_no_run_begins_on_a_model_that_is_not_whole(algo, word, tmp_path, capsys):
     module, args = script(algo, tmp_path)
     folder = shutil.copytree(TINY_MODEL, tmp_path / "mine")
-    damage(folder)
+    DAMAGES[word](folder)
     capsys.readouterr()
     with user_error(capsys, str(folder), word):
         command_line(module, *args, "--model", folder, "--output-dir", tmp_path / "made")

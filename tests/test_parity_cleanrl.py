@@ -13,7 +13,7 @@ follows. Each difference is shown, or put into ours here, and then the numbers a
 
 import pytest
 import torch
-from helpers import recorded
+from parity import recorded
 from test_parity_tianshou import EXACT, c51_updates, close, compare, rainbow_updates, stored
 
 from algos import c51, rainbow
@@ -21,7 +21,7 @@ from benchmarks.peers import make_cleanrl_fixtures as cleanrl
 from benchmarks.peers.make_tianshou_fixtures import GAMMA
 
 N = cleanrl.N_STEP
-INPUTS, RESULTS, _ = recorded(cleanrl.PATH)
+INPUTS, RESULTS = recorded(cleanrl)
 ROWS = [RESULTS[f"rainbow/stored/{name}"].double() for name in ("obs", "actions", "rewards", "dones", "next_obs")]
 ROWS = [rows.reshape(len(rows), -1) for rows in ROWS]
 

@@ -16,15 +16,13 @@ from dataclasses import replace
 import gymnasium as gym
 import pytest
 import torch
-from safetensors.torch import load_file
+from parity import EXACT, below, recorded
 
 from algos import rnd
 from benchmarks.peers import make_cleanrl_rnd_fixtures as cleanrl
 from benchmarks.peers.make_cleanrl_rnd_fixtures import CASES, FEATURES, SETTINGS, A, D, H, N
 
-EXACT = 1e-9
-TENSORS = load_file(cleanrl.PATH)
-INPUTS = {name.removeprefix("input/"): tensor for name, tensor in TENSORS.items() if name.startswith("input/")}
+INPUTS, RESULTS = recorded(cleanrl)
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -47,14 +45,14 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_updates(case, monkeypatch):
-    theirs = {name.removeprefix(f"{case}/"): tensor for name, tensor in TENSORS.items() if name.startswith(f"{case}/")}
+    theirs = below(f"{case}/", RESULTS)
     monkeypatch.setattr(rnd, "FEATURES", FEATURES)
     orders, uniform = iter(INPUTS["orders"]), iter(INPUTS["uniform"])
     monkeypatch.setattr(torch, "randperm", lambda *_, **__: next(orders))
     monkeypatch.setattr(torch, "rand", lambda *_, **__: next(uniform))
     settings = dict(clip_vloss=CASES[case]["clip_vloss"], normalize_advantages=CASES[case]["norm_adv"])
     args, agent = rnd.Args(**SETTINGS, **settings), rnd.Agent(D, gym.spaces.Discrete(A), H)
-    agent.load_state_dict({name.removeprefix("weights/"): t for name, t in INPUTS.items() if "weights/" in name})
+    agent.load_state_dict(below("weights/", INPUTS))
     optimizer = torch.optim.Adam(agent.parameters(), cleanrl.RATE, eps=1e-5, fused=True)
     statistics, sums = rnd.Statistics(D, N, args.int_gamma, True), []
     monkeypatch.setattr(statistics.returns, "update", sums.append)

@@ -1,41 +1,54 @@
-"""Losses and gradients of cql.py are those of CORL's CQL, commit eeeeef2, and its diversity that of EDAC there, from
-the same weights, rows and noise. Recorded by benchmarks/peers/make_cql_fixtures.py."""
+"""Losses and gradients of cql.py and cal_ql.py are those of CORL (commit eeeeef2), the diversity that of its EDAC,
+from the same weights, rows and noise. Recorded by benchmarks/peers/make_cql_fixtures.py and make_cal_ql_fixtures.py."""
 
 import math
 
 import pytest
+import torch
 from control import close
-from safetensors.torch import load_file
+from parity import below, recorded
 
-from algos import cql
-from benchmarks.peers import make_cql_fixtures as corl
+from algos import cal_ql, cql
+from benchmarks.peers import make_cal_ql_fixtures, make_cql_fixtures
+from benchmarks.peers.make_cql_fixtures import SETTINGS, A, D, K, N
 
 pytestmark = pytest.mark.usefixtures("float64")
 CASES = {f"q {entropy} {weight}": dict(backup_entropy=entropy, cql_weight=weight, num_critics=2)
          for entropy in (False, True) for weight in (0.0, 5.0)}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*CASES, "policy", "diversity"])
-def test_loss_and_gradients(case):
+@pytest.mark.parametrize("script, case", [*(("cql", case) for case in [*CASES, "policy", "diversity"]), ("cal_ql", "")])
+def test_loss_and_gradients(script, case):
     """But for the logarithm of the number of samples, which CORL leaves in for each of two critics, and for the 1e-10
-    that it adds to the length of a slope."""
-    recorded, atol = load_file(corl.PATH), 1e-7 if case == "diversity" else 1e-10
-    for name, column in corl.make_inputs().items():
-        assert (recorded[name].numpy() == column).all(), "the fixture is of other inputs"
-    args = cql.Args(**corl.SETTINGS | CASES.get(case, dict(num_critics=corl.N if case == "diversity" else 2)))
-    agent, batch = cql.Agent(corl.D, corl.A, args), cql.Transitions(*(recorded[x] for x in cql.Transitions._fields))
-    agent.load_state_dict({name: recorded[name] for name in agent.state_dict()})
-    if case in CASES:
-        noises = (recorded[name] for name in ("next_noise", "uniform", "policy_noise"))
-        loss = cql.critic_loss(agent, batch, *noises, args)[0] + 2 * args.cql_weight * math.log(3 * corl.K)
+    that it adds to the length of a slope. Without its maximum Cal-QL is CQL: test_exact_cal_ql.py."""
+    (inputs, theirs), atol, module = recorded(make_cql_fixtures), 1e-7 if case == "diversity" else 1e-10, cql
+    inputs, weights, theirs = inputs, theirs, below(f"{case}/", theirs)
+    args = cql.Args(**SETTINGS | CASES.get(case, dict(num_critics=N if case == "diversity" else 2)))
+    if script == "cal_ql":
+        inputs["returns"] = torch.from_numpy(make_cal_ql_fixtures.make_returns())
+        module, args, (_, theirs) = cal_ql, cal_ql.Args(**SETTINGS), recorded(make_cal_ql_fixtures)
+        theirs.pop("returns")
+    agent, batch = module.Agent(D, A, args), module.Transitions(*(inputs[x] for x in module.Transitions._fields))
+    agent.load_state_dict({name: weights[name] for name in agent.state_dict()})
+    if case == "policy":
+        loss = cql.actor_loss(agent, batch.obs, inputs["noise"])[0]
+    elif case == "diversity":
+        loss = cql.diversity(agent.critics, batch.obs, batch.actions)
     else:
-        loss = (cql.actor_loss(agent, batch.obs, recorded["noise"])[0] if case == "policy"
-                else cql.diversity(agent.critics, batch.obs, batch.actions))  # fmt: skip
+        noises = (inputs[name] for name in ("next_noise", "uniform", "policy_noise"))
+        loss = module.critic_loss(agent, batch, *noises, args)[0] + 2 * args.cql_weight * math.log(3 * K)
     loss.backward()
-    close(loss, recorded[f"{case}/loss"], atol)
+    close(loss, theirs["loss"], atol)
     parameters = (agent.actor if case == "policy" else agent.critics).named_parameters()
     found = {name: x.grad for name, x in parameters if x.grad is not None}
-    assert {f"{case}/{name}" for name in [*found, "loss"]} == {name for name in recorded if name.startswith(f"{case}/")}
+    assert {*found, "loss"} == theirs.keys()
     assert case == "policy" or all(x.grad is None for x in [*agent.actor.parameters(), agent.log_alpha])
     for name, slope in found.items():
-        close(slope, recorded[f"{case}/{name}"], atol)
+        close(slope, theirs[name], atol)
+
+
+@pytest.mark.parametrize("script", ["cal_ql"])
+def test_returns_to_go_by_hand(script):
+    """Trajectories of one row, two and three, of which time cut the second one off: what follows counts as nothing."""
+    returns = recorded(make_cal_ql_fixtures)[1]["returns"]
+    assert list(cal_ql.returns_to_go(make_cal_ql_fixtures.SMALL, 0.5)) == list(returns) == [5, 2, 2, 4, 2, 4]

@@ -1,5 +1,5 @@
 """What HER stores of episodes of BitFlip-v0, and its hindsight, are what Stable-Baselines3 stores of its BitFlippingEnv
-and makes of that, from the same first states, actions and uniform numbers. Its updates are those of SB3's DQN.
+and makes of that, from the same first states, actions and uniform numbers. Updates: test_parity_updates.py.
 
 Against recorded numbers (peers/make_sb3_her_fixtures.py) always, against the installed SB3 where there is one. SB3
 relabels what it samples, and we what we store: here it relabels every step as often as we do. It differs in the end of
@@ -8,9 +8,9 @@ an episode, which it leaves where the original goal had it; ours is where the fu
 
 import gymnasium as gym
 import numpy as np
-import test_parity_sb3_dqn
 import torch
-from helpers import new_run, recorded
+from helpers import new_run
+from parity import recorded
 
 from algos import her
 from algos.her import BitFlip
@@ -71,8 +71,7 @@ def compare(inputs: dict, theirs: torch.Tensor, tmp_path, patch) -> None:
 
 
 def test_recorded(tmp_path, monkeypatch):
-    inputs, theirs, about = recorded(sb3.PATH)
-    assert about["stable_baselines3"].startswith("2.9.")
+    inputs, theirs = recorded(sb3)
     compare(inputs, theirs["rows"], tmp_path, monkeypatch)
 
 
@@ -80,9 +79,3 @@ def test_live(needs_sb3, tmp_path, monkeypatch):
     """The same against the installed SB3, on inputs other than the recorded ones."""
     inputs = sb3.make_inputs(seed=1)
     compare(inputs, sb3.results(inputs), tmp_path, monkeypatch)
-
-
-def test_updates(float64):
-    """On the minibatches that benchmarks/peers/make_sb3_dqn_fixtures.py recorded."""
-    inputs, theirs, _ = recorded(test_parity_sb3_dqn.sb3.PATH)
-    test_parity_sb3_dqn.compare(inputs, theirs, her)

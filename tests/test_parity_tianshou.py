@@ -13,7 +13,6 @@ is put into ours here, and then the numbers are the same. Tianshou
 - has no baseline in Reinforce, and takes the mean over steps, which is our sum / N times N / T.
 """
 
-import json
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -21,20 +20,20 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import new_run, recorded
+from helpers import new_run
+from parity import EXACT, recorded
 
 from algos import c51, rainbow, reinforce
 from benchmarks.peers import make_tianshou_fixtures as tianshou
 from benchmarks.peers.make_tianshou_fixtures import CASES, EVERY, GAMMA, UPDATES, V_MAX, V_MIN, A, B, D, H, N, T, given
 from utils.control import ReplayBuffer
 
-EXACT = 1e-9  # float64, five steps of Adam
 EPSILON = np.finfo(np.float32).eps.item()
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-INPUTS, RESULTS, ABOUT = recorded(tianshou.PATH)
+INPUTS, RESULTS = recorded(tianshou)
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, atol: float = EXACT) -> None:
@@ -149,10 +148,6 @@ def compare(states: list[dict], results: dict, prefix: str, inputs: dict, float3
 
 def theirs(p: torch.Tensor) -> torch.Tensor:
     return (p + 1e-8).log()
-
-
-def test_recorded():
-    assert json.loads(ABOUT["cases"]) == CASES and ABOUT["tianshou"].startswith("2.0.")
 
 
 def test_c51(tmp_path):

@@ -1,20 +1,30 @@
-"""dt.py, sft.py and reward_model.py compute what transformers' own models compute from the same weights and batches."""
+"""dt.py, dpt.py, sft.py and reward_model.py compute what models of transformers compute from the same weights and
+batches.
+
+dpt: GPT-2, as the authors' code builds and trains it (jon--lee/decision-pretrained-transformer, commit 15172df, net.py
+and train.py), but for its activation and number of heads.
+"""
 
 import pytest
 import torch
 from control import close, float64
+from test_exact_dpt import ARGS, bandits
+from test_exact_dpt import A as ARMS
+from test_exact_dpt import H as HORIZON
 from test_exact_dt import LONGEST, A, D, K, W, gradients, make_model, make_windows
 from test_sft import PAIRS, small_model
 from test_sft import gradients as sft_gradients
-from torch.nn.functional import logsigmoid
+from torch.nn import functional as F
 from transformers import (
     DecisionTransformerConfig,
     DecisionTransformerModel,
+    GPT2Config,
+    GPT2Model,
     LlamaConfig,
     LlamaForSequenceClassification,
 )
 
-from algos import reward_model
+from algos import dpt, reward_model
 
 
 def their_transformer(ours, num_heads: int) -> tuple[DecisionTransformerModel, list[tuple]]:
@@ -29,12 +39,17 @@ def their_transformer(ours, num_heads: int) -> tuple[DecisionTransformerModel, l
              (ours.embed_action, theirs.embed_action), (ours.embed_timestep, theirs.embed_timestep),
              (ours.norm_in, theirs.embed_ln), (ours.norm_out, theirs.encoder.ln_f),
              (ours.predict_action, theirs.predict_action[0])]  # fmt: skip
-    for own, block in zip(ours.blocks, theirs.encoder.h):
+    return theirs, with_blocks(pairs, ours, theirs.encoder)
+
+
+def with_blocks(pairs: list[tuple], ours, theirs) -> list[tuple]:
+    """Which layer is which, also of the blocks; theirs get our weights."""
+    for own, block in zip(ours.blocks, theirs.h):
         pairs += [(own.norm1, block.ln_1), (own.norm2, block.ln_2), (own.qkv, block.attn.c_attn),
                   (own.out, block.attn.c_proj), (own.up, block.mlp.c_fc), (own.down, block.mlp.c_proj)]  # fmt: skip
     for own, other in pairs:
         other.load_state_dict({name: turned(other, x) for name, x in own.state_dict().items()})
-    return theirs, pairs
+    return pairs
 
 
 def turned(layer, tensor: torch.Tensor) -> torch.Tensor:
@@ -45,7 +60,8 @@ def turned(layer, tensor: torch.Tensor) -> torch.Tensor:
 @float64()
 @pytest.mark.parametrize("num_heads", [1, 2, 4])
 @pytest.mark.parametrize("real", [(K,) * 6, (K, 1, 3, K, 2, 4)], ids=["whole", "padded"])
-def test_decision_transformer(num_heads, real):
+@pytest.mark.parametrize("script", ["dt"])
+def test_decision_transformer(script, num_heads, real):
     """Predictions at real steps, and the gradient of the mean squared error over them."""
     model, batch = make_model(num_heads=num_heads), make_windows(1, real)
     theirs, pairs = their_transformer(model, num_heads)
@@ -64,7 +80,38 @@ def test_decision_transformer(num_heads, real):
             assert slope.any()
 
 
-def test_sft_on_labels_of_completions():
+@float64()
+@pytest.mark.parametrize("num_heads", [1, 4])
+@pytest.mark.parametrize("script", ["dpt"])
+def test_decision_pretrained_transformer(script, num_heads):
+    """Of contexts shorter than the horizon. They train no output for the empty one, and their loss is a sum."""
+    torch.manual_seed(0)
+    args, steps = dpt.Args(**ARGS | dict(num_heads=num_heads)), HORIZON - 2
+    ours, (means, context) = dpt.DecisionPretrainedTransformer(args), bandits(6, steps, args)
+    theirs = GPT2Model(GPT2Config(n_positions=HORIZON, n_embd=8, n_layer=2, n_head=num_heads, resid_pdrop=0.0,
+                                  activation_function="relu", embd_pdrop=0.0, attn_pdrop=0.0)).double()  # fmt: skip
+    own = [ours.norm_out, ours.embed_timestep, *ours.blocks]
+    for parameter in [parameter for part in own for parameter in part.parameters()]:
+        torch.nn.init.normal_(parameter, 0.1, 0.3)
+    pairs = with_blocks([(ours.norm_out, theirs.ln_f), (ours.embed_timestep, theirs.wpe)], ours, theirs)
+    pulls = torch.cat([F.one_hot(context.actions, ARMS), context.rewards[..., None]], 2)
+    outputs = theirs(inputs_embeds=ours.embed_pull(torch.cat([torch.zeros(6, 1, ARMS + 1), pulls], 1)))
+    logits, found, best = ours.predict_action(outputs.last_hidden_state), ours(context), means.argmax(1)
+    close(found, logits)
+    wanted = F.one_hot(best, ARMS).double().repeat_interleave(steps, 0)
+    theirs_loss = F.cross_entropy(logits[:, 1:].reshape(-1, ARMS), wanted, reduction="sum") / (6 * steps)
+    loss = dpt.dpt_loss(found[:, 1:], best)
+    close(loss, theirs_loss)
+    (loss - theirs_loss).backward()  # layers that both have cancel out
+    assert max(ours.embed_pull.weight.grad.abs().max(), ours.predict_action.weight.grad.abs().max()) < 1e-12
+    for own, other in pairs:
+        for name, parameter in other.named_parameters():
+            close(own.get_parameter(name).grad, -turned(other, parameter.grad))
+            assert parameter.grad.any()
+
+
+@pytest.mark.parametrize("script", ["sft"])
+def test_sft_on_labels_of_completions(script):
     """One step in two micro-batches beside the model's own loss on all: right padding, labels -100 on prompts."""
     model = small_model()
     width = max(len(p) + len(c) for p, c in PAIRS)
@@ -86,7 +133,8 @@ def classifier() -> LlamaForSequenceClassification:
     return LlamaForSequenceClassification(config).double()
 
 
-def test_reward_model_on_single_sequences():
+@pytest.mark.parametrize("script", ["reward_model"])
+def test_reward_model_on_single_sequences(script):
     """One step on pairs of several lengths in micro-batches, beside each sequence on its own, without padding."""
     pairs = [reward_model.Pair(p + c, PAIRS[i - 1][0] + PAIRS[i - 1][1], 0.3 * i) for i, (p, c) in enumerate(PAIRS)]
     model, theirs = classifier(), classifier()
@@ -94,7 +142,7 @@ def test_reward_model_on_single_sequences():
     reward_model.update(model, torch.optim.SGD(model.parameters(), 1.0), pairs, args)
     for pair in pairs:
         chosen, rejected = (theirs(input_ids=torch.tensor([ids])).logits[0, 0] for ids in pair[:2])
-        loss = -logsigmoid(chosen - rejected - pair.margin) + 0.05 * (chosen + rejected) ** 2
+        loss = -F.logsigmoid(chosen - rejected - pair.margin) + 0.05 * (chosen + rejected) ** 2
         (loss / len(pairs)).backward()
     moved = dict(model.named_parameters())
     for name, p in theirs.named_parameters():

@@ -6,10 +6,10 @@ names. Its loss is a mean over tokens, --aggregation token.
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from parity import recorded
 
 from algos import gkd
-from benchmarks.peers.make_trl_gkd_fixtures import CASES, PATH, by_trl, inputs
+from benchmarks.peers import make_trl_gkd_fixtures as peer
 
 
 def by_script(data: dict, beta: float, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,12 +28,12 @@ def assert_equal(ours: tuple, theirs: tuple) -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", peer.CASES)
 def test_recorded(case):
-    recorded = load_file(PATH)
-    assert_equal(by_script(recorded, *case), (recorded[f"{case}.loss"], recorded[f"{case}.gradient"]))
+    inputs, theirs = recorded(peer)
+    assert_equal(by_script(inputs, *case), (theirs[f"{case}.loss"], theirs[f"{case}.gradient"]))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", peer.CASES)
 def test_live(needs_trl, case):
-    assert_equal(by_script(inputs(1), *case), by_trl(inputs(1), *case))
+    assert_equal(by_script(peer.inputs(1), *case), peer.by_trl(peer.inputs(1), *case))

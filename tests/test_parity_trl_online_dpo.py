@@ -12,21 +12,11 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from parity import recorded
 
 from algos import online_dpo
-from benchmarks.peers.make_trl_online_dpo_fixtures import (
-    BETA,
-    LOSSES,
-    METRICS,
-    PATH,
-    P,
-    T,
-    bare_trainer,
-    by_trl,
-    halves,
-    inputs,
-)
+from benchmarks.peers import make_trl_online_dpo_fixtures as peer
+from benchmarks.peers.make_trl_online_dpo_fixtures import BETA, LOSSES, METRICS, P, T, by_trl, halves, inputs
 from utils.data import encode_prompt, load_task
 from utils.dist import Samples, pad_left
 from utils.lm import load_model, sample
@@ -72,12 +62,11 @@ def compare(name: str, data: dict, loss, gradient, metrics) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_recorded(name):
-    """What TRL 1.16 gave, as tests/fixtures/trl_online_dpo.safetensors keeps it; always run."""
-    recorded, data = load_file(PATH), inputs()
-    assert all(torch.equal(recorded[key], value) for key, value in data.items()), "the fixture is of other inputs"
-    metrics = {key: recorded[f"{name}.{key}"] for key in METRICS.values()}
+    """What TRL 1.16 gave; always run."""
+    data, theirs = recorded(peer)
+    metrics = {key: theirs[f"{name}.{key}"] for key in METRICS.values()}
     assert 0 < metrics["accuracy"] < 1
-    compare(name, data, recorded[f"{name}.loss"], recorded[f"{name}.gradient"], metrics)
+    compare(name, data, theirs[f"{name}.loss"], theirs[f"{name}.gradient"], metrics)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -122,7 +111,7 @@ def test_a_whole_step(temperature):
     batch = online_dpo.Batch(samples, rewards, online_dpo.reference_logps(ours, ref.eval(), samples, args))
     metrics = online_dpo.update(ours, torch.optim.SGD(ours.parameters(), 0.0), batch, args)
 
-    trainer = bare_trainer("sigmoid", halves(rewards), ref_model=ref)
+    trainer = peer.bare_trainer("sigmoid", halves(rewards), ref_model=ref)
     ids, mask = (halves(x) for x in samples[2:4])
     trainer._generate = lambda *_: (*(torch.cat([x, x]) for x in prompts), ids, mask.long(), None)
     trainer.training_step(theirs, {"prompt": [""] * P})

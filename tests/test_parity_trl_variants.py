@@ -5,16 +5,14 @@ Whole updates run on a table of log-probabilities. They are compared with record
 log-probabilities from the model, not from the sampler: here from what it said before.
 """
 
-import json
-
 import pytest
 import torch
-from helpers import recorded
+from parity import below, recorded
 from table import updated
 
 from algos import cispo, dapo, grpo_multiturn, gspo, rloo
+from benchmarks.peers import make_trl_variants_fixtures as peer
 from benchmarks.peers.make_trl_fixtures import MAX_LENGTH, G, P, make_inputs, own_tokens
-from benchmarks.peers.make_trl_variants_fixtures import BUFFER, CASES, PATH, results
 
 TOLERANCE = 1e-10
 SCRIPTS = {module.NAME: module for module in (gspo, cispo, dapo, rloo, grpo_multiturn)}
@@ -49,22 +47,21 @@ def ours(monkeypatch, inputs: dict, case: dict) -> dict[str, torch.Tensor]:
 
 
 def compare(monkeypatch, inputs: dict, theirs: dict) -> None:
-    for i, case in enumerate(CASES):
+    for i, case in enumerate(peer.CASES):
         for name, mine in ours(monkeypatch, inputs, case).items():
             gap = (mine - theirs[name][i]).abs().max().item()
             assert gap < TOLERANCE, f"{name} differs by {gap:.1e} from TRL's for {case}"
         assert theirs["gradient"][i].abs().max() > 1e-3
     lengths = torch.arange(MAX_LENGTH + 3.0)
-    torch.testing.assert_close(dapo.overlong_penalty(lengths, MAX_LENGTH, BUFFER), theirs["penalties"])
+    torch.testing.assert_close(dapo.overlong_penalty(lengths, MAX_LENGTH, peer.BUFFER), theirs["penalties"])
 
 
 def test_recorded(monkeypatch):
-    inputs, results, about = recorded(PATH)
-    assert json.loads(about["cases"]) == CASES and about["trl"].startswith("1.16.")
-    theirs = {name.removeprefix("trl/"): tensor for name, tensor in results.items()}
+    inputs, results = recorded(peer)
+    theirs = below("trl/", results)
     compare(monkeypatch, inputs, theirs)
     gradients = theirs["gradient"].flatten(1)
-    assert (torch.cdist(gradients, gradients) + torch.eye(len(CASES))).min() > 1e-4  # no setting does nothing
+    assert (torch.cdist(gradients, gradients) + torch.eye(len(peer.CASES))).min() > 1e-4  # no setting does nothing
 
 
 @pytest.mark.usefixtures("needs_trl")
@@ -72,6 +69,6 @@ def test_live(monkeypatch):
     """On inputs other than the recorded ones."""
     inputs = make_inputs(seed=1)
     torch.set_default_dtype(torch.float32)  # TRL's own, while its trainers are made
-    theirs = results(inputs)
+    theirs = peer.results(inputs)
     torch.set_default_dtype(torch.float64)
     compare(monkeypatch, inputs, theirs)

@@ -1,4 +1,6 @@
-"""Nine scripts of language models compute what verl or the authors' code computes (peers/make_verl_fixtures.py).
+"""Ten scripts of language models compute what verl, OpenRLHF or the authors' code computes.
+
+Recorded by peers/make_verl_fixtures.py and make_reinforce_pp_fixtures.py.
 
 Recorded numbers are compared. `update` runs on a table of log-probabilities in place of a model, and its gradients are
 theirs to rounding: 1e-8 of a token in their denominators. What differs is shown exactly:
@@ -16,19 +18,20 @@ theirs to rounding: 1e-8 of a token in their denominators. What differs is shown
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from parity import recorded
 from table import Table, updated
 
-from algos import nft, nsr, ppo_lm, raft, reinforce_lm, tba, topr, ttrl, vineppo
-from benchmarks.peers.make_verl_fixtures import BASELINE, BETA, EPSILON, HIGH, NFT, NSR, PATH, PPO, RAFT, VOTES, B, G, T
-from benchmarks.peers.make_verl_fixtures import inputs as make_inputs
+from algos import nft, nsr, ppo_lm, raft, reinforce_lm, reinforce_pp, tba, topr, ttrl, vineppo
+from benchmarks.peers import make_reinforce_pp_fixtures as of_pp
+from benchmarks.peers import make_verl_fixtures as peer
+from benchmarks.peers.make_verl_fixtures import BASELINE, BETA, EPSILON, HIGH, NFT, NSR, PPO, RAFT, VOTES, B, G, T
 from utils.data import Task
 from utils.dist import Samples
 
 pytestmark = pytest.mark.usefixtures("float64")
 AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
 LENGTH = 2 * T  # --max-completion-length
-DATA, THEIRS = make_inputs(), load_file(PATH)
+DATA, THEIRS = recorded(peer)
 MASK, ROWS, MIXED = DATA["mask"], torch.arange(B), slice(2 * G, B)
 
 
@@ -49,8 +52,7 @@ def close(ours, theirs) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)
 
 
-def test_the_fixture_is_of_today_s_inputs_and_they_tell_branches_apart():
-    assert all(torch.equal(THEIRS[name], value) for name, value in DATA.items())
+def test_the_inputs_tell_branches_apart():
     ratio, right = (DATA["logps"] - DATA["old"]).exp(), DATA["rewards"][:, None] == 1
     for rows in (right, ~right):
         for region in (ratio < 1 - EPSILON, (ratio > 0.9) & (ratio < 1.1), ratio > 1 + HIGH, ratio > 3):
@@ -185,3 +187,25 @@ def test_ttrl_reads_other_answers(i, ours, theirs, metrics):
     assert found[0].tolist() == ours and found[1].tolist() != metrics
     assert THEIRS["ttrl/rewards"].view(-1, 2, T)[i].sum(1).tolist() == theirs
     assert THEIRS["ttrl/metrics"][i].tolist() == metrics
+
+
+def advantages_of_pp(data: dict, baseline: str) -> torch.Tensor:
+    """With the penalty in the reward where there is no baseline of groups, as all have it here."""
+    mask, none = data["mask"], torch.zeros(0)
+    samples = Samples(none, none, none, mask, data["logps"], none)
+    batch = reinforce_pp.Batch(samples, data["rewards"], data["ref"])
+    args = reinforce_pp.Args(num_generations=of_pp.G, baseline=baseline, beta=of_pp.BETA)
+    return reinforce_pp.advantages(batch, mask, args)
+
+
+@pytest.mark.parametrize("baseline", ["none", "group"])
+@pytest.mark.parametrize("script", ["reinforce_pp"])
+def test_advantages_are_verl_s_and_openrlhf_s(script, baseline):
+    """verl's to rounding of its 1e-8 per token. OpenRLHF's variance is biased, and its numbers are float32."""
+    data, theirs = recorded(of_pp)
+    suffix, n = " group" if baseline == "group" else "", data["mask"].sum()
+    found = advantages_of_pp(data, baseline)
+    torch.testing.assert_close(found, theirs[f"verl{suffix}"], rtol=0, atol=1e-7)
+    biased = found * (n / (n - 1)).sqrt()
+    torch.testing.assert_close(biased, theirs[f"openrlhf{suffix}"], rtol=0, atol=1e-5)
+    assert (biased - found).abs().max() > 1e-3

@@ -1,4 +1,4 @@
-"""Records what the authors' own code of IQL and RLPD computes on fixed inputs, for tests/test_parity_authors.py.
+"""Records what the authors' own code of IQL and RLPD computes on fixed inputs, for tests/test_parity_updates.py.
 
     git clone https://github.com/ikostrikov/implicit_q_learning /tmp/iql           (recorded with its commit 09d7002)
     git clone https://github.com/ikostrikov/rlpd /tmp/rlpd                         (recorded with its commit c90fd4b)

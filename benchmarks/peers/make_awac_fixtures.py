@@ -1,4 +1,4 @@
-"""Updates of CORL's AWAC, for tests/test_parity_awac.py.
+"""Updates of CORL's AWAC, for tests/test_parity_updates.py.
 
     git clone https://github.com/corl-team/CORL, commit eeeeef2
     python benchmarks/peers/make_awac_fixtures.py CORL

@@ -1,4 +1,4 @@
-"""Losses, gradients and returns-to-go of CORL's Cal-QL, for tests/test_parity_cal_ql.py.
+"""Losses, gradients and returns-to-go of CORL's Cal-QL, for tests/test_parity_cql.py.
 
     git clone https://github.com/corl-team/CORL, commit eeeeef2
     python benchmarks/peers/make_cal_ql_fixtures.py CORL

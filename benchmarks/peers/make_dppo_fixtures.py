@@ -1,4 +1,4 @@
-"""Log-densities and losses of DPPO's authors, for tests/test_parity_dppo.py.
+"""Log-densities and losses of DPPO's authors, for tests/test_parity_diffusion_policy.py.
 
     git clone https://github.com/irom-princeton/dppo, commit cc7234a
     python benchmarks/peers/make_dppo_fixtures.py dppo

@@ -1,4 +1,4 @@
-"""Updates of the authors' ReBRAC, for tests/test_parity_rebrac.py.
+"""Updates of the authors' ReBRAC, for tests/test_parity_updates.py.
 
     git clone https://github.com/tinkoff-ai/ReBRAC, commit 694385b
     pip install jax flax optax chex tqdm          recorded with jax 0.10.2, flax 0.12.8 and optax 0.2.8

@@ -1,4 +1,4 @@
-"""Records the advantages that verl and OpenRLHF compute for REINFORCE++, for tests/test_parity_reinforce_pp.py.
+"""Records the advantages that verl and OpenRLHF compute for REINFORCE++, for tests/test_parity_verl.py.
 
     python benchmarks/peers/make_reinforce_pp_fixtures.py VERL OPENRLHF      checkouts of both
 

@@ -1,4 +1,4 @@
-"""Updates of the authors' RIQL, for tests/test_parity_riql.py.
+"""Updates of the authors' RIQL, for tests/test_parity_updates.py.
 
     git clone https://github.com/YangRui2015/RIQL, commit cc07d81
     python benchmarks/peers/make_riql_fixtures.py RIQL

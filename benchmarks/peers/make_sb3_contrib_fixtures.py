@@ -1,4 +1,4 @@
-"""Records what sb3-contrib computes on fixed inputs, for tests/test_parity_sb3_contrib.py.
+"""Records what sb3-contrib computes on fixed inputs, for tests/test_parity_sb3.py.
 
     pip install stable-baselines3==2.9.0 sb3-contrib==2.9.0 && python benchmarks/peers/make_sb3_contrib_fixtures.py
 

@@ -1,4 +1,4 @@
-"""Records what Stable-Baselines3's DQN computes on fixed inputs, for tests/test_parity_sb3_dqn.py.
+"""Records what Stable-Baselines3's DQN computes on fixed inputs, for tests/test_parity_updates.py.
 
     pip install stable-baselines3==2.9.0 && python benchmarks/peers/make_sb3_dqn_fixtures.py
 

@@ -1,4 +1,4 @@
-"""Records what Stable-Baselines3's TD3 and DDPG compute on fixed inputs, for tests/test_parity_sb3_td3.py.
+"""Records what Stable-Baselines3's TD3 and DDPG compute on fixed inputs, for tests/test_parity_updates.py.
 
     pip install stable-baselines3==2.9.0 && python benchmarks/peers/make_sb3_td3_fixtures.py
 

@@ -1,4 +1,4 @@
-"""Updates of the authors' TD3+BC, for tests/test_parity_td3_bc.py.
+"""Updates of the authors' TD3+BC, for tests/test_parity_updates.py.
 
     git clone https://github.com/sfujim/TD3_BC, commit 76cdd14
     python benchmarks/peers/make_td3_bc_fixtures.py TD3_BC

@@ -1,4 +1,4 @@
-"""Records what TRL's DPOTrainer computes on fixed inputs, for tests/test_parity_trl_dpo.py.
+"""Records what TRL's DPOTrainer computes on fixed inputs, for tests/test_parity_trl_preferences.py.
 
     pip install trl==1.16.0 && python benchmarks/peers/make_trl_dpo_fixtures.py
 

@@ -2,13 +2,14 @@
 
     from tests.specs import SPECS            script -> Spec, in the order of the page; every list of scripts is derived
 
-A new script gets its file from `python tests/family.py new`.
+A new script gets its file from `python tests/family.py new`. A child's spec says only what differs from its parent's:
+see INHERITED and MERGED. Its bugs are what stands in BUGS of its file.
 """
 
 import ast
 import importlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,8 @@ FAMILIES = (  # the groups of the page, in their order
     "Language models: rewards", "Language models: environments", "Language models: preferences and demonstrations",
     "Control", "Offline", "In context", "Generators",
 )  # fmt: skip
+INHERITED = ("family", "tests", "walk")  # the parent's, where a spec leaves them out
+MERGED = ("flags", "special", "noise")  # over the parent's; what it says of flags that the child lacks is dropped
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,10 @@ class Curve:
     """only `pytest -m slow` trains it"""
     label_noise: float | None = None
     """a reward model is trained before, on labels of which this share is flipped"""
+
+    def but(self, **settings) -> "Curve":
+        """The same with other settings."""
+        return replace(self, settings=self.settings | settings)
 
 
 @dataclass(frozen=True)
@@ -93,11 +100,11 @@ class Bug:
 class Spec:
     title: str
     """the algorithm's name and paper, on the page"""
-    family: str
+    family: str = ""
     """one of FAMILIES"""
-    small: str
-    """arguments of a run of about a second"""
-    tests: str
+    small: str = ""
+    """arguments of a run of about a second; behind the parent's, unless they begin with --device"""
+    tests: str = ""
     """the fast tests that guard the script, exact ones first; FILE::TEST where the rest would take too long"""
     curves: dict[str, Curve] = field(default_factory=dict)
     effects: dict[str, Effect] = field(default_factory=dict)
@@ -118,8 +125,8 @@ class Spec:
     special: dict = field(default_factory=dict)
     """how a flag is changed that cannot simply be another number or choice: flag -> (more settings, changed value or a
     list of them), or a list of such pairs. Goes before SPECIAL of tests/flags.py"""
-    walk: str = "environments:Walk-v0"
-    """of tests/environments.py, the one that suits the script's actions"""
+    walk: str = ""
+    """default environments:Walk-v0; of tests/environments.py, the one that suits the script's actions"""
     only: tuple[str, ...] = ()
     """the flags that are tried; none: all. For a child whose runs take long"""
     noise: dict = field(default_factory=dict)
@@ -160,15 +167,49 @@ def line_of(script: str) -> tuple[str, ...]:
     return (*(line_of(parent) if parent else ()), script)
 
 
+@cache
+def classes(path: str) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in ast.parse(sources()[path]).body if isinstance(node, ast.ClassDef)}
+
+
+def options(script: str) -> set[str]:
+    """The fields of its Args and of their bases, read without importing the script."""
+    known = {name: node for path in sources() if path.startswith("utils/") for name, node in classes(path).items()}
+    known |= classes(f"algos/{script}.py")
+    fields, name = set(), "Args"
+    while name:
+        fields |= {line.target.id for line in known[name].body if isinstance(line, ast.AnnAssign)}
+        name = next((base.id for base in known[name].bases), "")
+    return fields
+
+
+def resolved(script: str) -> Spec:
+    """The script's spec, with what it has of its line. Only what an ancestor says may be of a flag that it lacks."""
+    modules, has = [importlib.import_module(f"tests.specs.{name}") for name in line_of(script)], options(script)
+    specs = [module.SPEC for module in modules]
+    given = [specs[-1].special] if len(specs) == 1 else [getattr(specs[-1], name) for name in MERGED]
+    if unknown := set().union(*given) - has:  # a root's flags may be those that several share
+        raise ValueError(f"tests/specs/{script}.py: {script}.py has no flag {', '.join(unknown)}")
+    found = {name: next((x for spec in reversed(specs) if (x := getattr(spec, name))), "") for name in INHERITED}
+    found["walk"] = found["walk"] or "environments:Walk-v0"
+    for name in MERGED:
+        found[name] = {flag: x for spec in specs for flag, x in getattr(spec, name).items() if flag in has}
+    small = {}
+    for spec in specs:
+        own = {text.split()[0].replace("-", "_"): f"--{text.strip()}" for text in spec.small.split("--")[1:]}
+        small = own if "device" in own else small | own
+    found["small"] = " ".join(text for name, text in small.items() if name in has or name in own)
+    return replace(specs[-1], **found, bugs=parse_bugs(modules[-1].BUGS))
+
+
 def discover() -> dict[str, Spec]:
-    specs = {}
-    for script in [path.stem for path in ROOT.glob("algos/*.py")]:
-        if not (ROOT / f"tests/specs/{script}.py").exists():
-            raise FileNotFoundError(
-                f"algos/{script}.py has no spec: write tests/specs/{script}.py with SPEC = Spec(...), as in "
-                "tests/specs/simpo.py, or let `python tests/family.py new` write it."
-            )
-        specs[script] = importlib.import_module(f"tests.specs.{script}").SPEC
+    scripts = [path.stem for path in ROOT.glob("algos/*.py")]
+    if lacking := [script for script in scripts if not (ROOT / f"tests/specs/{script}.py").exists()]:
+        raise FileNotFoundError(
+            f"algos/{lacking[0]}.py has no spec: write tests/specs/{lacking[0]}.py with SPEC = Spec(...), as in "
+            "tests/specs/simpo.py, or let `python tests/family.py new` write it."
+        )
+    specs = {script: resolved(script) for script in scripts}
     return dict(sorted(specs.items(), key=lambda item: (FAMILIES.index(item[1].family), line_of(item[0]))))
 
 

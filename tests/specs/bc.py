@@ -1,7 +1,7 @@
 """behaviour cloning and 10 %-BC: algos/bc.py."""
 
 from tests.flags import OFFLINE
-from tests.specs import Curve, Spec, parse_bugs
+from tests.specs import Curve, Spec
 
 BUGS = """
 training-mode-lost:cloning: eval() before an evaluation, and no train() after it
@@ -50,7 +50,7 @@ SPEC = Spec(
     small="--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32 "
           "--hidden-size 16 --batch-size 8",
     aliases=("imitation learning",),
-    tests="exact_iql parity_authors command_line_control offline_data resume_control wiring",
+    tests="exact_iql parity_updates command_line_control offline_data resume_control wiring",
     curves={
         "bc-hopper": Curve(
             dict(max_steps=3000, hidden_size=128, batch_size=128, learning_rate=0.001, eval_every=0,
@@ -66,5 +66,4 @@ SPEC = Spec(
     no_recipe="its network and update are iql.py's at temperature 0, and 10 %-BC's paper gives no table",
     flags=OFFLINE | dict(hidden_size=8), noise=dict(dropout=0.5),
     special={"env_id": ({}, "Heavy-v0")},
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

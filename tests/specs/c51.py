@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.specs import Curve, Spec, parse_bugs
+from tests.specs import Curve, Spec
 from tests.specs.dqn import CLEANRL, LIKE_CLEANRL
 from tests.specs.dqn import SPEC as PARENT
 
@@ -58,25 +58,13 @@ ATOMS = dict(num_atoms=101, v_min=-100.0, v_max=100.0)  # CleanRL's
 
 SPEC = Spec(
     "C51, arXiv 1707.06887",
-    PARENT.family,
-    small=PARENT.small + " --num-atoms 11",
+    small="--num-atoms 11",
     tests="exact_c51 exact_dqn parity_tianshou parity_cleanrl command_line_control resume_control wiring",
     curves={
-        "c51-cartpole": Curve(
-            PARENT.curves["dqn-cartpole"].settings, "eval/return",
-            numbers={"mean eval/return": "plain"},
-        ),
-        "c51-cartpole-500k": Curve(
-            LIKE_CLEANRL | ATOMS, "return",
-            numbers={"late return": "plain"}, slow=True,
-        ),
+        "c51-cartpole": PARENT.curves["dqn-cartpole"],
+        "c51-cartpole-500k": Curve(LIKE_CLEANRL | ATOMS, "return", numbers={"late return": "plain"}, slow=True),
     },
-    recipes=(
-        replace(PARENT.recipes[0], source="CleanRL, cleanrl/c51.py (its arguments)", paper=CLEANRL | ATOMS),
-    ),
-    flags=PARENT.flags | dict(num_atoms=11),
-    special=PARENT.special | {"v_min": ({}, -10.0)},
-    noise=PARENT.noise,
-    walk=PARENT.walk,
-    bugs=parse_bugs(BUGS),
+    recipes=(replace(PARENT.recipes[0], source="CleanRL, cleanrl/c51.py (its arguments)", paper=CLEANRL | ATOMS),),
+    flags=dict(num_atoms=11),
+    special={"v_min": ({}, -10.0)},
 )  # fmt: skip

@@ -1,9 +1,6 @@
 """Cal-QL: algos/cal_ql.py."""
 
-from dataclasses import replace
-
-from tests.specs import Curve, Effect, parse_bugs
-from tests.specs.cql import SPEC as PARENT
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 maximum-after-the-density: the two lines can be exchanged without an error
@@ -48,11 +45,10 @@ excess-of-the-data-s-actions: two values at hand
 """
 SHORT = dict(gamma=0.9, tau=0.02, batch_size=64, max_steps=1500, eval_episodes=0, log_every=100)  # values settle
 
-SPEC = replace(
-    PARENT, title="Cal-QL, arXiv 2303.05479", recipes=(), no_recipe="the authors' tasks go on online: not here",
-    special=PARENT.special | {"calibrate": (dict(dataset="@walk.hdf5", gamma=0.0), False)},  # rewards near 0
-    tests="exact_cal_ql exact_cql exact_td3_bc parity_cal_ql command_line_control resume_control wiring",
-    bugs=parse_bugs(BUGS),
+SPEC = Spec(
+    "Cal-QL, arXiv 2303.05479", no_recipe="the authors' tasks go on online: not here",
+    special={"calibrate": (dict(dataset="@walk.hdf5", gamma=0.0), False)},  # rewards near 0
+    tests="exact_cal_ql exact_cql exact_td3_bc parity_cql command_line_control resume_control wiring",
     curves={"cal_ql-hopper": Curve(dict(max_steps=1500, eval_every=300, batch_size=64, threads=1), "eval/return",
                                    numbers={"mean eval/return": "log"})},
     effects={"cal_ql-excess": Effect(  # of the policy's values over returns-to-go

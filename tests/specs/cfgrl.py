@@ -1,7 +1,6 @@
 """CFGRL: algos/cfgrl.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
-from tests.specs.flow_bc import SPEC as PARENT
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 guided-from-the-bad: the other label is at hand
@@ -65,8 +64,6 @@ ADVANTAGE = SHORT | dict(label="advantage", critic=("iql", dict(expectile=0.9, e
 
 SPEC = Spec(
     "CFGRL, arXiv 2505.23458",
-    PARENT.family,
-    small=PARENT.small,
     tests="exact_cfgrl exact_iql command_line_control offline_data resume_control wiring",
     curves={"cfgrl-hopper": Curve(SHORT | dict(eval_episodes=20), "eval/return", {"mean eval/return": "log"})},
     effects={
@@ -85,9 +82,7 @@ SPEC = Spec(
     },
     aliases=("classifier-free guidance",),
     no_recipe="the paper's are for ExORL and OGBench, with their networks",
-    flags=PARENT.flags | dict(label_dropout=0.5),
-    special=PARENT.special | {"top_fraction": ({}, 0.9), "label": ({"critic": "@iql"}, "advantage"),
-                              "critic": ({"label": "advantage", "critic": "@iql"}, "@iql2")},
-    walk=PARENT.walk,
-    bugs=parse_bugs(BUGS),
+    flags=dict(label_dropout=0.5),
+    special={"top_fraction": ({}, 0.9), "label": ({"critic": "@iql"}, "advantage"),
+             "critic": ({"label": "advantage", "critic": "@iql"}, "@iql2")},
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """CISPO and GPPO: algos/cispo.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
-from tests.specs.grpo import SPEC as PARENT
+from tests.specs import Effect, Spec
+from tests.specs.grpo import SORT
 from tests.specs.gspo import STALE
 
 BUGS = """
@@ -40,29 +40,18 @@ high-is-not-taken: one of two lines that look alike
 
 SPEC = Spec(
     "CISPO, arXiv 2506.13585; GPPO, arXiv 2508.07629",
-    PARENT.family,
-    small=PARENT.small,
     tests="exact_cispo parity_trl_variants exact_grpo wiring",
-    curves={
-        "cispo-sort": Curve(
-            dict(task="sort", max_steps=6, learning_rate=1e-4, eval_every=0, eval_prompts=256), "reward",
-            numbers={"mean reward": "plain", "eval/greedy": "share"},
-        ),
-    },
-    effects={
-        "cispo-stale": Effect(  # eight epochs on each batch; in "free" no weight is bounded
-            {"cispo": ("cispo", STALE), "grpo": ("grpo", STALE | dict(aggregation="token")),
-             "gppo": ("cispo", STALE | dict(bounds="gppo")),
-             "free": ("cispo", STALE | dict(ratio_low=0.0, ratio_high=1e9))},
-            "last eval/pass@1", {"cispo > gppo + 0.2": 9, "cispo < grpo": 9},
-        ),
-    },
+    curves={"cispo-sort": SORT.but(max_steps=6, learning_rate=1e-4)},
+    effects={"cispo-stale": Effect(  # eight epochs on each batch; in "free" no weight is bounded
+        {"cispo": ("cispo", STALE), "grpo": ("grpo", STALE | dict(aggregation="token")),
+         "gppo": ("cispo", STALE | dict(bounds="gppo")),
+         "free": ("cispo", STALE | dict(ratio_low=0.0, ratio_high=1e9))},
+        "last eval/pass@1", {"cispo > gppo + 0.2": 9, "cispo < grpo": 9},
+    )},
     no_recipe="neither paper prints a whole table, and the authors' upper bound of CISPO is unknown",
-    flags=PARENT.flags | dict(num_minibatches=2),
-    special=PARENT.special | {"ratio_low": [({"num_iterations": 3, "bounds": name}, 1.5) for name in ("cispo", "gppo")],
-                              "ratio_high": ({"num_iterations": 3}, 0.5),
-                              "bounds": ({"num_iterations": 3, "ratio_low": 1.5, "ratio_high": 2.0}, "gppo"),
-                              "num_minibatches": ({}, 1)},
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
+    flags=dict(num_minibatches=2),
+    special={"ratio_low": [({"num_iterations": 3, "bounds": name}, 1.5) for name in ("cispo", "gppo")],
+             "ratio_high": ({"num_iterations": 3}, 0.5),
+             "bounds": ({"num_iterations": 3, "ratio_low": 1.5, "ratio_high": 2.0}, "gppo"),
+             "num_minibatches": ({}, 1)},
 )  # fmt: skip

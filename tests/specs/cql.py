@@ -1,7 +1,6 @@
 """CQL, SAC-N and EDAC: algos/cql.py."""
 
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.td3_bc import SPEC as PARENT
+from tests.specs import Curve, Effect, Recipe, Spec
 
 BUGS = """
 density-of-the-uniform-forgotten: in a box from 0 to 1 it is 1
@@ -60,7 +59,7 @@ SHORT = dict(max_steps=2000, eval_episodes=0, log_every=100)
 FREE = SHORT | dict(max_steps=1000, cql_weight=0.0)
 
 SPEC = Spec(
-    "CQL, arXiv 2006.04779; SAC-N and EDAC, arXiv 2110.01548", PARENT.family, small=PARENT.small,
+    "CQL, arXiv 2006.04779; SAC-N and EDAC, arXiv 2110.01548",
     tests="exact_cql exact_td3_bc parity_cql command_line_control resume_control wiring",
     curves={
         "cql-hopper": Curve(dict(max_steps=1000, eval_every=200, threads=1), "eval/return",
@@ -78,14 +77,11 @@ SPEC = Spec(
             statistic="late q", claims={"four < two": 5, "ten < four": 5, "edac < ten": 5}, seeds=5,
         ),
     },
-    recipes=(
-        Recipe(
-            "hopper_medium_replay-v2.hdf5 --max-steps 1000000",
-            "corl-team/CORL, configs/offline/cql/hopper/medium_replay_v2.yaml and algorithms/offline/cql.py",
-            paper=dict(learning_rate=3e-4, policy_learning_rate=3e-5, batch_size=256, hidden_size=256, tau=0.005,
-                       gamma=0.99, cql_weight=10.0, num_samples=10, num_critics=2, diversity=0.0, normalize=True,
-                       backup_entropy=False, max_steps=1_000_000),
-        ),
-    ),
-    flags=PARENT.flags, special=PARENT.special, walk=PARENT.walk, bugs=parse_bugs(BUGS),
+    recipes=(Recipe(
+        "hopper_medium_replay-v2.hdf5 --max-steps 1000000",
+        "corl-team/CORL, configs/offline/cql/hopper/medium_replay_v2.yaml and algorithms/offline/cql.py",
+        paper=dict(learning_rate=3e-4, policy_learning_rate=3e-5, batch_size=256, hidden_size=256, tau=0.005,
+                   gamma=0.99, cql_weight=10.0, num_samples=10, num_critics=2, diversity=0.0, normalize=True,
+                   backup_entropy=False, max_steps=1_000_000),
+    ),),
 )  # fmt: skip

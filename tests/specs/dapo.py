@@ -1,7 +1,7 @@
 """DAPO: algos/dapo.py."""
 
-from tests.flags import NOISY_REWARD, ONLINE
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Recipe, Spec
+from tests.specs.grpo import SORT
 
 BUGS = """
 buffer-off-by-one: the limit itself is counted as a token of the buffer
@@ -63,29 +63,19 @@ data-begin-again: the place in the data is nobody's state (open-instruct#651 and
 
 SPEC = Spec(
     "DAPO, arXiv 2503.14476",
-    "Language models: rewards",
-    small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
-          "2 --save-every 2 --overlong-buffer 14",
+    small="--overlong-buffer 14",
     tests="exact_dapo parity_trl_variants exact_grpo wiring",
-    curves={
-        "dapo-sort": Curve(
-            dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",
-            numbers={"mean reward": "plain", "eval/greedy": "share"},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "Qwen/Qwen2.5-32B", "arXiv 2503.14476, section 4.1", preset="full",
-            paper=dict(learning_rate=1e-6, lr_schedule="constant", warmup_steps=20, num_prompts=512, num_minibatches=16,
-                       num_generations=16, max_completion_length=16_384 + 4_096, overlong_buffer=4_096, epsilon=0.2,
-                       epsilon_high=0.28, beta=0.0, aggregation="token", scale_rewards="group"),
-        ),
-    ),
-    flags=ONLINE | dict(overlong_buffer=4), noise=NOISY_REWARD,
+    curves={"dapo-sort": SORT.but(max_steps=16)},
+    recipes=(Recipe(
+        "Qwen/Qwen2.5-32B", "arXiv 2503.14476, section 4.1", preset="full",
+        paper=dict(learning_rate=1e-6, lr_schedule="constant", warmup_steps=20, num_prompts=512, num_minibatches=16,
+                   num_generations=16, max_completion_length=16_384 + 4_096, overlong_buffer=4_096, epsilon=0.2,
+                   epsilon_high=0.28, beta=0.0, aggregation="token", scale_rewards="group"),
+    ),),
+    flags=dict(overlong_buffer=4),
     special={
         "keep_accuracy": ({}, (0.5, 1.0)),
         "overlong_buffer": ({}, 2),
         "max_sampling_rounds": ({"reward": ("@rewards.py:sparse",)}, 1),
     },
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,7 +1,6 @@
 """DDPG: algos/ddpg.py."""
 
-from tests.flags import WALK
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Recipe, Spec
 
 BUGS = """
 bootstrap-through-termination:ddpg: the mask is forgotten: the end of an episode costs nothing
@@ -57,10 +56,6 @@ optimizers-of-one-network: two lines that look alike
 + Optimizers(adam(agent.critic.parameters()), adam(agent.critic.parameters()))
 """
 
-SMALL = ("--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
-         "--log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32")  # fmt: skip
-FLAGS = dict(env_kwargs=("max_episode_steps=20",), num_envs=2, total_timesteps=48, learning_starts=16, batch_size=8,
-             hidden_size=8, buffer_size=1000, log_every=16, eval_every=0, eval_episodes=1)  # fmt: skip
 AUTHORS = dict(learning_rate=3e-4, gamma=0.99, tau=0.005, batch_size=256, buffer_size=1_000_000, hidden_size=256,
                utd_ratio=1, learning_starts=25_000, total_timesteps=1_000_000, exploration_noise=0.1)  # fmt: skip
 PENDULUM = dict(total_timesteps=6000, learning_starts=500, learning_rate=0.002, tau=0.01, batch_size=64,
@@ -70,22 +65,14 @@ HOPPER = dict(env_id="Hopper-v5", total_timesteps=300_000, learning_starts=25_00
 
 SPEC = Spec(
     "DDPG, arXiv 1509.02971",
-    "Control",
-    small=SMALL,
-    tests="exact_ddpg parity_sb3_td3 command_line_control resume_control wiring",
+    tests="exact_ddpg parity_updates command_line_control resume_control wiring",
     curves={
         "ddpg-pendulum": Curve(PENDULUM, "eval/return",
                                numbers={"mean eval/return": "plain", "last eval/return": "plain"}),
         "ddpg-hopper-300k": Curve(HOPPER, "eval/return", numbers={}, slow=True),
     },
-    recipes=(
-        Recipe(
-            "HalfCheetah-v5 --total-timesteps 1000000",
-            "sfujim/TD3, OurDDPG.py and main.py (not the paper's table of settings)", paper=AUTHORS,
-        ),
-    ),
-    flags=FLAGS,
-    noise=WALK,
-    special={"buffer_size": ({}, 16)},
-    bugs=parse_bugs(BUGS),
+    recipes=(Recipe(
+        "HalfCheetah-v5 --total-timesteps 1000000",
+        "sfujim/TD3, OurDDPG.py and main.py (not the paper's table of settings)", paper=AUTHORS,
+    ),),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """DDPO and LOOP: algos/ddpo.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 time-grid-to-the-end: linspace holds both ends; steps are too long, and no plot shows it
@@ -71,5 +71,4 @@ SPEC = Spec(
     flags=dict(max_steps=3, pretrain_steps=8, hidden_size=8, learning_rate=0.05, clip_coef=0.05, update_epochs=3),
     special={"reward": ({}, "@rewards.py:jittered"), "reward_offset": ({"advantage": "batch"}, 3.0)},
     noise=dict(reward="@rewards.py:jittered"),
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

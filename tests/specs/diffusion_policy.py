@@ -1,7 +1,6 @@
 """Diffusion Policy: algos/diffusion_policy.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
-from tests.specs.flow_bc import SPEC as PARENT
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 last-step-keeps-nothing: the cosine is 0 there
@@ -63,8 +62,7 @@ SINGLE = dict(horizon=1, n_obs_steps=1, n_action_steps=1)  # a policy of single 
 
 SPEC = Spec(
     "Diffusion Policy, arXiv 2303.04137",
-    PARENT.family,
-    small=PARENT.small + " --diffusion-steps 3 --horizon 4 --n-action-steps 2",
+    small="--diffusion-steps 3 --horizon 4 --n-action-steps 2",
     tests="exact_diffusion_policy parity_diffusion_policy command_line_control resume_control wiring",
     curves={"diffusion_policy-detour": Curve(DETOUR | dict(threads=1), "eval/return", {"mean eval/return": "share"})},
     effects={  # shares of walks that arrive
@@ -83,8 +81,5 @@ SPEC = Spec(
         ),
     },
     no_recipe="the paper's networks and tasks are others",
-    flags=PARENT.flags | dict(diffusion_steps=3, horizon=5, n_action_steps=2, n_obs_steps=2),
-    special=PARENT.special,
-    walk=PARENT.walk,
-    bugs=parse_bugs(BUGS),
+    flags=dict(diffusion_steps=3, horizon=5, n_action_steps=2, n_obs_steps=2),
 )  # fmt: skip

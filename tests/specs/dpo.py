@@ -1,7 +1,7 @@
 """DPO: algos/dpo.py."""
 
 from tests.flags import JITTER, PAIRS
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Recipe, Spec
 
 BUGS = """
 micro-batch-mean:dpo: the mean at hand is right while there is one micro-batch (huggingface/trl#2617)
@@ -76,27 +76,25 @@ last-micro-batch-only:preferences: zero_grad stands before backward everywhere e
 +         (loss.sum() / count).backward()
 """
 
+SORT = Curve(dict(task="sort", max_steps=40, eval_every=0, eval_prompts=256), "margin", {"eval/greedy": "share"})
+
 SPEC = Spec(
     "DPO, arXiv 2305.18290, ten more losses",
     "Language models: preferences and demonstrations",
     aliases=("IPO",),
     small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
-    tests="exact_dpo parity_trl_dpo wiring dpo_runs",
+    tests="exact_dpo parity_trl_preferences wiring dpo_runs",
     known=True,
-    curves={
-        "dpo-sort": Curve(
-            dict(task="sort", max_steps=40, eval_every=0, eval_prompts=256), "margin",
-            numbers={"eval/greedy": "share", "eval/pass@1": "share"},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "Anthropic/hh-rlhf", "arXiv 2305.18290, appendix B", preset="full",
-            paper=dict(beta=0.1, batch_size=64, learning_rate=1e-6, warmup_steps=150, loss="sigmoid",
-                       lr_schedule="constant", label_smoothing=0.0, sft_coef=0.0, average_logps=False),
-        ),
-    ),
+    curves={"dpo-sort": Curve(
+        dict(task="sort", max_steps=40, eval_every=0, eval_prompts=256), "margin",
+        numbers={"eval/greedy": "share", "eval/pass@1": "share"},
+    )},
+    recipes=(Recipe(
+        "Anthropic/hh-rlhf", "arXiv 2305.18290, appendix B", preset="full",
+        paper=dict(beta=0.1, batch_size=64, learning_rate=1e-6, warmup_steps=150, loss="sigmoid",
+                   lr_schedule="constant", label_smoothing=0.0, sft_coef=0.0, average_logps=False),
+    ),),
     flags=PAIRS, noise=JITTER,
     special={
         "loss": [({}, ["ipo", "hinge", "apo-zero", "apo-down", "sppo-hard", "dpop", "nca", "discopop"]),
@@ -104,5 +102,4 @@ SPEC = Spec(
         "dpop_lambda": ({"loss": "dpop"}, 20.0),
         "discopop_tau": ({"loss": "discopop"}, 0.1),
     },
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,8 +1,6 @@
 """DPPO: algos/dppo.py."""
 
-from tests.flags import PPO
-from tests.specs import Curve, Effect, Spec, parse_bugs
-from tests.specs.ppo import SPEC as PARENT
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 density-without-the-floor: sampling has one already
@@ -46,9 +44,8 @@ START = "diffusion_policy", dict(dataset="algos/environments/detour.hdf5", diffu
 PLANS = (LAST := dict(eval_every=0, eval_episodes=100)) | dict(init=START)
 
 SPEC = Spec(
-    "DPPO, arXiv 2409.00588", PARENT.family, tests="exact_dppo parity_dppo command_line_control resume_control wiring",
-    small=PARENT.small.replace("--num-steps 16", "--num-steps 8") + " --diffusion-steps 3 --num-finetuned-steps 2 "
-          "--horizon 4 --n-action-steps 2 --denoiser-size 16",
+    "DPPO, arXiv 2409.00588", tests="exact_dppo parity_diffusion_policy command_line_control resume_control wiring",
+    small="--num-steps 8 --diffusion-steps 3 --num-finetuned-steps 2 --horizon 4 --n-action-steps 2 --denoiser-size 16",
     curves={"dppo-detour": Curve(PLANS | dict(eval_every=25_000, threads=1), "eval/return",
                                  {"mean eval/return": "share"})},
     effects={
@@ -58,8 +55,8 @@ SPEC = Spec(
                   "ppo": ("ppo", LAST | dict(env_id="algos.environments.detour:Detour-v0", total_timesteps=100_000))},
             statistic="last eval/return", seeds=5, claims={"dppo > 0.9": 5, "dppo > start + 0.3": 5,
                 "start < 0.6": 5, "one < 0.7": 5, "scratch < 0.85": 5, "ppo < 0.7": 5})},
-    flags=PPO | dict(env_id=PARENT.walk, num_steps=8, total_timesteps=64, diffusion_steps=5, num_finetuned_steps=2,
-                     horizon=6, n_obs_steps=2, n_action_steps=2, denoiser_size=8),
-    special={"env_id": ({}, "Heavy-v0"), "vector": ({}, "async")}, walk=PARENT.walk, noise=PARENT.noise,
-    no_recipe="the paper's networks, tasks and starts are others", bugs=parse_bugs(BUGS),
+    flags=dict(env_id="environments:Walk-v0", diffusion_steps=5, num_finetuned_steps=2, horizon=6, n_obs_steps=2,
+               n_action_steps=2, denoiser_size=8),
+    special={"env_id": ({}, "Heavy-v0")},
+    no_recipe="the paper's networks, tasks and starts are others",
 )  # fmt: skip

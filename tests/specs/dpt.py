@@ -1,6 +1,6 @@
 """Decision-Pretrained Transformer: algos/dpt.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 query-at-the-end: row j then knows pull j + 1, and the last one nothing of its own
@@ -55,7 +55,7 @@ SPEC = Spec(
     "In context",
     small="--device cpu --max-steps 8 --log-every 2 --eval-every 4 --eval-tasks 4 --horizon 6 --embed-dim 8 "
           "--num-heads 2 --batch-size 4 --save-every 2",
-    tests="exact_dpt parity_dpt wiring command_line::test_seen_before_the_run",
+    tests="exact_dpt parity_transformers wiring command_line::test_seen_before_the_run",
     curves={"dpt-bandits": Curve(dict(max_steps=1000, eval_every=200), "eval/score",
                                  numbers={"mean eval/score": "plain"})},
     effects={
@@ -73,5 +73,4 @@ SPEC = Spec(
     flags=dict(max_steps=4, log_every=2, eval_every=0, eval_tasks=8, horizon=6, embed_dim=8, num_layers=1, num_heads=2,
                batch_size=4, learning_rate=1e-2, max_grad_norm=0.01),
     noise=dict(dropout=0.5),
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

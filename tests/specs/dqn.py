@@ -1,7 +1,7 @@
 """DQN: algos/dqn.py."""
 
 from tests.flags import HOP
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Effect, Recipe, Spec
 
 BUGS = """
 bootstrap-through-termination:dqn: the mask is forgotten: the end of an episode costs nothing
@@ -97,7 +97,7 @@ SPEC = Spec(
     small="--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 16 "
           "--target-network-frequency 5 --log-every 32 --eval-every 64 --eval-episodes 2 --save-every 32",
     aliases=("Q-learning",),
-    tests="exact_dqn parity_sb3_dqn environments command_line_control resume_control wiring",
+    tests="exact_dqn parity_updates environments command_line_control resume_control wiring",
     curves={
         "dqn-cartpole": Curve(
             # at gamma 0.99 returns fall back after a peak, and seeds differ by a third of the mean
@@ -115,21 +115,17 @@ SPEC = Spec(
             eval_every=20_000), "eval/return", numbers={}, slow=True,
         ),
     },
-    effects={
-        "dqn-bias": Effect(  # every Q is 0: the mean of an estimate is its bias
-            {"double": ("dqn", NOISE | dict(double=True)), "dqn": ("dqn", NOISE),
-             "one_action": ("dqn", NOISE | dict(env_kwargs=("actions=1",)))},
-            "late q", {"abs(double) < dqn / 3": 9, "abs(one_action) < dqn / 3": 9},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "--total-timesteps 500000", "CleanRL, cleanrl/dqn.py (its arguments)",
-            paper=CLEANRL | dict(huber=False),
-            differs=dict(target_network_frequency=(50, "renewed by counting updates"),
-                         hidden_size=(120, "layers of 120 and 84")),
-        ),
-    ),
+    effects={"dqn-bias": Effect(  # every Q is 0: the mean of an estimate is its bias
+        {"double": ("dqn", NOISE | dict(double=True)), "dqn": ("dqn", NOISE),
+         "one_action": ("dqn", NOISE | dict(env_kwargs=("actions=1",)))},
+        "late q", {"abs(double) < dqn / 3": 9, "abs(one_action) < dqn / 3": 9},
+    )},
+    recipes=(Recipe(
+        "--total-timesteps 500000", "CleanRL, cleanrl/dqn.py (its arguments)",
+        paper=CLEANRL | dict(huber=False),
+        differs=dict(target_network_frequency=(50, "renewed by counting updates"),
+                     hidden_size=(120, "layers of 120 and 84")),
+    ),),
     flags=dict(env_kwargs=("max_episode_steps=20",), num_envs=2, total_timesteps=48, learning_starts=16, batch_size=8,
                hidden_size=8, buffer_size=1000, log_every=16, eval_every=0, eval_episodes=1, train_frequency=2,
                gradient_steps=2, target_network_frequency=3, learning_rate=0.03, exploration_fraction=0.8),
@@ -138,5 +134,4 @@ SPEC = Spec(
     special={"buffer_size": ({}, 16), "env_id": ({}, "environments:Hop-v0"), "tau": ({}, 0.5),
              "double": ({"target_network_frequency": 20, "total_timesteps": 96}, True),
              "start_e": ({"learning_starts": 2}, 0.5)},
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

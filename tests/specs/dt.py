@@ -1,7 +1,7 @@
 """Decision Transformer: algos/dt.py."""
 
 from tests.flags import OFFLINE
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Recipe, Spec
 
 BUGS = """
 trajectory-that-the-file-cuts-off: its returns-to-go lack what the file lacks
@@ -113,17 +113,14 @@ SPEC = Spec(
             numbers={"mean eval/slope": "plain"}, slow=True,
         ),
     },
-    recipes=(
-        Recipe(
-            "hopper_medium_replay", "arXiv 2106.01345, table 9",
-            paper=dict(num_layers=3, num_heads=1, embed_dim=128, batch_size=64, context_length=20, dropout=0.1,
-                       learning_rate=1e-4, max_grad_norm=0.25, weight_decay=1e-4, warmup_steps=100_000,
-                       max_steps=100_000, target_returns=(3600.0, 1800.0), rtg_scale=1000.0),
-            differs=dict(warmup_steps=(10_000, "table has 100,000")),
-        ),
-    ),
+    recipes=(Recipe(
+        "hopper_medium_replay", "arXiv 2106.01345, table 9",
+        paper=dict(num_layers=3, num_heads=1, embed_dim=128, batch_size=64, context_length=20, dropout=0.1,
+                   learning_rate=1e-4, max_grad_norm=0.25, weight_decay=1e-4, warmup_steps=100_000,
+                   max_steps=100_000, target_returns=(3600.0, 1800.0), rtg_scale=1000.0),
+        differs=dict(warmup_steps=(10_000, "table has 100,000")),
+    ),),
     flags=OFFLINE | dict(embed_dim=8, num_layers=1, context_length=3, max_grad_norm=0.01, warmup_steps=4),
     noise=dict(dropout=0.5),
     special={"env_id": ({}, "Heavy-v0"), "target_returns": ({}, (-100.0, -200.0))},
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

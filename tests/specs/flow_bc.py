@@ -1,7 +1,6 @@
 """Flow-matching behaviour cloning: algos/flow_bc.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
-from tests.specs.bc import SPEC as PARENT
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 velocity-turned-round: diffusion runs from data to noise
@@ -61,19 +60,12 @@ GATES = dict(dataset="algos/environments/gates.hdf5", max_steps=2000, eval_every
 
 SPEC = Spec(
     "Flow-matching behaviour cloning, arXiv 2210.02747 and 2502.02538",
-    PARENT.family,
-    small=PARENT.small,
     tests="exact_flow_bc exact_iql command_line_control offline_data resume_control wiring",
     curves={"flow_bc-gates": Curve(GATES | dict(threads=1), "eval/return", numbers={"mean eval/return": "share"})},
-    effects={
-        "flow_bc-gates": Effect(  # throws through one of two gates, sampled: shares that hit
-            runs={"flow": ("flow_bc", GATES), "one": ("flow_bc", GATES | dict(flow_steps=1)), "bc": ("bc", GATES)},
-            statistic="last eval/return_stochastic", claims={"flow > 0.7": 5, "bc < 0.4": 5, "one < 0.2": 5}, seeds=5,
-        ),
-    },
+    effects={"flow_bc-gates": Effect(  # throws through one of two gates, sampled: shares that hit
+        runs={"flow": ("flow_bc", GATES), "one": ("flow_bc", GATES | dict(flow_steps=1)), "bc": ("bc", GATES)},
+        statistic="last eval/return_stochastic", claims={"flow > 0.7": 5, "bc < 0.4": 5, "one < 0.2": 5}, seeds=5,
+    )},
     no_recipe="its papers clone with networks of other sizes on data of their own",
-    flags=PARENT.flags | dict(flow_steps=3),
-    special=PARENT.special,
-    walk=PARENT.walk,
-    bugs=parse_bugs(BUGS),
+    flags=dict(flow_steps=3),
 )  # fmt: skip

@@ -1,7 +1,6 @@
 """Flow-GRPO: algos/flow_grpo.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
-from tests.specs.ddpo import SPEC as PARENT
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 noise-level-not-squared: sigma_t^2 in the drift, sigma_t in the noise
@@ -67,9 +66,8 @@ ode-at-the-end-of-each-step: times from 1 / K to 1
 
 SPEC = Spec(
     "Flow-GRPO, arXiv 2505.05470",
-    PARENT.family,
-    small=PARENT.small + " --eval-every 3",
-    tests="exact_flow_grpo parity_flow_grpo exact_ddpo wiring command_line::test_seen_before_the_run "
+    small="--eval-every 3",
+    tests="exact_flow_grpo parity_ddpo exact_ddpo wiring command_line::test_seen_before_the_run "
           "load_elsewhere::test_a_saved_generator_draws_the_same_without_our_code",
     curves={"flow_grpo-ring": Curve(dict(max_steps=80, eval_every=4), "eval/reward",
                                     numbers={"mean eval/reward": "plain"})},
@@ -85,8 +83,5 @@ SPEC = Spec(
             "last kl", {"2.08 < free": 5, "firm < 0.5": 5}, seeds=5),
     },
     no_recipe="the paper's tables are for Stable Diffusion 3.5",
-    flags=PARENT.flags | dict(beta=0.1, eval_every=1),
-    special=PARENT.special,
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
+    flags=dict(beta=0.1, eval_every=1),
 )  # fmt: skip

@@ -1,8 +1,7 @@
 """FQL: algos/fql.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
+from tests.specs import Curve, Effect, Spec
 from tests.specs.flow_bc import GATES
-from tests.specs.flow_bc import SPEC as PARENT
 
 BUGS = """
 policy-learns-other-noise: each part draws its own
@@ -70,20 +69,13 @@ the-optimizer-forgets-the-policy: it is one of four networks
 
 SPEC = Spec(
     "FQL, arXiv 2502.02538",
-    PARENT.family,
-    small=PARENT.small,
     tests="exact_fql exact_flow_bc exact_iql command_line_control offline_data resume_control wiring",
     curves={"fql-gates": Curve(GATES | dict(threads=1), "eval/return", numbers={"mean eval/return": "share"})},
-    effects={
-        "fql-gates": Effect(  # throws through one of two gates, sampled: shares that hit
-            runs={"idea": ("fql", GATES), "one": ("fql", GATES | dict(flow_steps=1)),
-                  "zero": ("fql", GATES | dict(alpha=0.0))},
-            statistic="last eval/return_stochastic", claims={"idea > 0.6": 5, "one < 0.2": 5, "zero < 0.1": 5}, seeds=5,
-        ),
-    },
+    effects={"fql-gates": Effect(  # throws through one of two gates, sampled: shares that hit
+        runs={"idea": ("fql", GATES), "one": ("fql", GATES | dict(flow_steps=1)),
+              "zero": ("fql", GATES | dict(alpha=0.0))},
+        statistic="last eval/return_stochastic", claims={"idea > 0.6": 5, "one < 0.2": 5, "zero < 0.1": 5}, seeds=5,
+    )},
     no_recipe="the paper's tasks are OGBench's, with networks of four layers",
-    flags=PARENT.flags | dict(normalize_q=True),
-    special=PARENT.special,
-    walk=PARENT.walk,
-    bugs=parse_bugs(BUGS),
+    flags=dict(normalize_q=True),
 )  # fmt: skip

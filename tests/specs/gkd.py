@@ -1,7 +1,6 @@
 """GKD: algos/gkd.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
-from tests.specs.grpo import SPEC as PARENT
+from tests.specs import Curve, Effect, Spec
 from utils.lm import TINY_MODEL
 
 BUGS = """
@@ -79,14 +78,11 @@ HALF = FEW | dict(max_steps=30, teacher_steps=3)
 
 SPEC = Spec(
     "GKD, arXiv 2306.13649; KDRL, arXiv 2506.02208",
-    PARENT.family,
-    small=PARENT.small + " --teacher-steps 2",
+    small="--teacher-steps 2",
     tests="exact_gkd exact_grpo parity_trl_gkd wiring",
-    curves={
-        "gkd-sort": Curve(
-            FEW | dict(max_steps=8), "reward", numbers={"mean reward": "plain", "eval/pass@1": "share"},
-        ),
-    },
+    curves={"gkd-sort": Curve(
+        FEW | dict(max_steps=8), "reward", numbers={"mean reward": "plain", "eval/pass@1": "share"},
+    )},
     effects={
         "gkd-sort": Effect(  # GRPO has three times the steps and answers; the last one's teacher is the start itself
             {"gkd": ("gkd", FEW | dict(max_steps=20)), "grpo": ("grpo", FEW | dict(max_steps=60)),
@@ -101,7 +97,7 @@ SPEC = Spec(
         ),
     },
     no_recipe="neither paper's whole table could be read",
-    flags=PARENT.flags | dict(teacher="@other", reward_weight=0.5),
+    flags=dict(teacher="@other", reward_weight=0.5),
     special={
         "teacher": ({}, "@model"),
         "teacher_steps": ({"model": TINY_MODEL, "teacher": "", "teacher_steps": 1}, 2),
@@ -109,6 +105,4 @@ SPEC = Spec(
         "student_share": ({"reward_weight": 0.0}, 0.0),
         "teacher_beta_end": [({}, 0.2), ({"teacher_beta": 0.0}, 0.2)],  # also where no teacher is wanted at first
     },
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

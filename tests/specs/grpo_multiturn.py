@@ -1,7 +1,6 @@
 """GRPO with an environment: algos/grpo_multiturn.py."""
 
-from tests.flags import JITTER, ONLINE
-from tests.specs import Curve, Effect, Spec, parse_bugs
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 observations-are-trained: one mask serves attention and loss (IGPO's code; no curve shows it)
@@ -79,9 +78,7 @@ SPEC = Spec(
     small="--device cpu --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every 2 "
           "--save-every 2",
     tests="exact_multiturn exact_grpo parity_trl_variants wiring",
-    curves={
-        "grpo_multiturn-guess": Curve(dict(GUESS), "reward", numbers={"eval/pass@1": "share"}),
-    },
+    curves={"grpo_multiturn-guess": Curve(dict(GUESS), "reward", numbers={"eval/pass@1": "share"})},
     effects={
         # over the 30 seeds the mean of guess must be at least 0.75, too
         "grpo_multiturn-observations": Effect(
@@ -91,7 +88,7 @@ SPEC = Spec(
         ),
     },
     no_recipe="Search-R1 and ReTool are recipes of an environment: their search engine and interpreter are not shipped",
-    flags=ONLINE | dict(environment="@turns.py:Graded", max_turns=2, max_completion_length=3), noise=JITTER,
+    flags=dict(environment="@turns.py:Graded", max_turns=2, max_completion_length=3),
     special={
         "task": ({}, "countdown"),
         "environment": ({"task": "countdown"}, "calculator"),
@@ -101,5 +98,4 @@ SPEC = Spec(
         "stop": ({}, ("1",)),
         "blank_observations": ({}, True),
     },
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """GSPO: algos/gspo.py."""
 
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.grpo import SPEC as PARENT
+from tests.specs import Effect, Recipe, Spec
+from tests.specs.grpo import SORT
 
 BUGS = """
 sum-for-the-mean: the log-probability of a completion is a sum; the ratio then is RLOO's, and all is cut
@@ -37,33 +37,20 @@ STALE = dict(task="sort", max_steps=10, num_iterations=8, num_minibatches=1, lea
 
 SPEC = Spec(
     "GSPO, arXiv 2507.18071",
-    PARENT.family,
-    small=PARENT.small,
     tests="exact_gspo parity_trl_variants exact_grpo wiring",
-    curves={
-        "gspo-sort": Curve(
-            dict(task="sort", max_steps=6, learning_rate=1e-4, eval_every=0, eval_prompts=256), "reward",
-            numbers={"mean reward": "plain", "eval/greedy": "share"},
-        ),
-    },
-    effects={
-        "gspo-stale": Effect(  # eight epochs on each batch; the control has a clip that never cuts
-            {"gspo": ("gspo", STALE), "grpo": ("grpo", STALE),
-             "unclipped": ("gspo", STALE | dict(epsilon=1.0, epsilon_high=1e9)),
-             "one_epoch": ("gspo", STALE | dict(num_iterations=1))},
-            "last eval/pass@1", {"gspo > grpo": 9, "gspo > unclipped": 9, "gspo > one_epoch - 0.03": 9},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "Qwen/Qwen2.5-0.5B-Instruct", "arXiv 2507.18071, section 5.1", preset="lora",
-            paper=dict(epsilon=3e-4, epsilon_high=4e-4, num_minibatches=4, beta=0.0),
-            differs=dict(beta=(0.04, "0.04 for others, as in grpo.py")),
-        ),
-    ),
-    flags=PARENT.flags | dict(num_minibatches=2),
-    special=PARENT.special | {"epsilon": ({}, 0.9), "epsilon_high": ({}, 50.0),
-                              "num_minibatches": ({}, 1)},
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
+    curves={"gspo-sort": SORT.but(max_steps=6, learning_rate=1e-4)},
+    effects={"gspo-stale": Effect(  # eight epochs on each batch; the control has a clip that never cuts
+        {"gspo": ("gspo", STALE), "grpo": ("grpo", STALE),
+         "unclipped": ("gspo", STALE | dict(epsilon=1.0, epsilon_high=1e9)),
+         "one_epoch": ("gspo", STALE | dict(num_iterations=1))},
+        "last eval/pass@1", {"gspo > grpo": 9, "gspo > unclipped": 9, "gspo > one_epoch - 0.03": 9},
+    )},
+    recipes=(Recipe(
+        "Qwen/Qwen2.5-0.5B-Instruct", "arXiv 2507.18071, section 5.1", preset="lora",
+        paper=dict(epsilon=3e-4, epsilon_high=4e-4, num_minibatches=4, beta=0.0),
+        differs=dict(beta=(0.04, "0.04 for others, as in grpo.py")),
+    ),),
+    flags=dict(num_minibatches=2),
+    special={"epsilon": ({}, 0.9), "epsilon_high": ({}, 50.0),
+             "num_minibatches": ({}, 1)},
 )  # fmt: skip

@@ -1,7 +1,6 @@
 """HER: algos/her.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
-from tests.specs.dqn import SPEC as PARENT
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 original-goals-not-stored: only hindsight is learned from
@@ -52,24 +51,17 @@ FLIP = dict(env_id="BitFlip-v0", total_timesteps=6000, gamma=0.98, end_e=0.1, le
 
 SPEC = Spec(
     "HER, arXiv 1707.01495",
-    PARENT.family,
-    small=PARENT.small,
-    tests="exact_her exact_dqn parity_sb3_her environments command_line_control resume_control wiring",
-    curves={
-        "her-bitflip": Curve(FLIP, "eval/success", numbers={"mean eval/success": "share"}),
-    },
-    effects={
-        "her-bitflip": Effect(
-            {"her": ("her", FLIP), "dqn": ("dqn", FLIP | dict(env_id="algos.her:BitFlip-v0")),
-             "no_hindsight": ("her", FLIP | dict(her_k=0))},
-            "last eval/success", {"her > dqn + 0.5": 9, "no_hindsight < 0.2": 9},
-        ),
-    },
+    tests="exact_her exact_dqn parity_sb3_her parity_updates environments command_line_control resume_control wiring",
+    curves={"her-bitflip": Curve(FLIP, "eval/success", numbers={"mean eval/success": "share"})},
+    effects={"her-bitflip": Effect(
+        {"her": ("her", FLIP), "dqn": ("dqn", FLIP | dict(env_id="algos.her:BitFlip-v0")),
+         "no_hindsight": ("her", FLIP | dict(her_k=0))},
+        "last eval/success", {"her > dqn + 0.5": 9, "no_hindsight < 0.2": 9},
+    )},
     no_recipe="the paper's table is of DDPG on a robot; of BitFlip it gives no table",
-    flags=PARENT.flags | dict(env_kwargs=("n=4",)),
-    special=PARENT.special | {"env_id": ({"env_kwargs": ()}, "environments:Goal-v0"), "env_kwargs": ({}, ("n=5",)),
-                              "eval_episodes": ({}, 20)},
+    flags=dict(env_kwargs=("n=4",)),
+    special={"env_id": ({"env_kwargs": ()}, "environments:Goal-v0"), "env_kwargs": ({}, ("n=5",)),
+             "eval_episodes": ({}, 20)},
     walk="environments:Goal-v0",
     noise=dict(env_id="environments:Goal-v0", env_kwargs=("label=noisy",)),
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

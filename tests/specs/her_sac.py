@@ -1,7 +1,6 @@
 """HER for continuous actions: algos/her_sac.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
-from tests.specs.sac import SPEC as PARENT
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 no-hindsight: the flag is lost
@@ -13,8 +12,6 @@ REACH = dict(total_timesteps=3000, learning_starts=500, gamma=0.95, learning_rat
 
 SPEC = Spec(
     "HER for continuous actions, arXiv 1707.01495",
-    PARENT.family,
-    small=PARENT.small,
     tests="exact_her_sac exact_sac "
           "command_line_control resume_control wiring",
     curves={
@@ -27,17 +24,14 @@ SPEC = Spec(
             hidden_size=256, batch_size=256, eval_every=2000, eval_episodes=20), "eval/success", numbers={}, slow=True,
         ),
     },
-    effects={
-        "sac-reach": Effect(
-            {"hindsight": ("her_sac", REACH | dict(env_id="PointReach-v0", her_k=4)),
-             "sac": ("sac", REACH | dict(env_id="algos.her_sac:PointReach-v0"))},
-            "last eval/success", {"hindsight > 0.9": 9, "sac < 0.5": 9},
-        ),
-    },
+    effects={"sac-reach": Effect(
+        {"hindsight": ("her_sac", REACH | dict(env_id="PointReach-v0", her_k=4)),
+         "sac": ("sac", REACH | dict(env_id="algos.her_sac:PointReach-v0"))},
+        "last eval/success", {"hindsight > 0.9": 9, "sac < 0.5": 9},
+    )},
     no_recipe="the paper's table is of DDPG on a robot that Gymnasium does not have",
-    flags=PARENT.flags | dict(env_id="environments:Reach-v0"),
-    special=PARENT.special | {"env_id": ({"env_kwargs": ()}, "PointReach-v0")},
+    flags=dict(env_id="environments:Reach-v0"),
+    special={"env_id": ({"env_kwargs": ()}, "PointReach-v0")},
     walk="environments:Reach-v0",
     noise=dict(env_id="environments:Reach-v0", env_kwargs=("label=noisy",)),
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,7 +1,6 @@
 """IQL: algos/iql.py."""
 
-from tests.flags import OFFLINE
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Recipe, Spec
 
 BUGS = """
 schedule-of-the-wrong-optimizer: one schedule and three optimizers
@@ -64,18 +63,13 @@ return-range-without-the-thousand: a range that is divided by looks complete
 
 SPEC = Spec(
     "IQL, arXiv 2110.06169",
-    "Offline",
-    small="--device cpu --max-steps 160 --log-every 16 --eval-every 64 --eval-episodes 2 --save-every 32 "
-          "--hidden-size 16 --batch-size 8",
-    tests="exact_iql parity_authors command_line_control resume_control wiring",
+    tests="exact_iql parity_updates command_line_control resume_control wiring",
     known=True,
-    curves={
-        "iql-hopper": Curve(
-            dict(max_steps=5000, hidden_size=128, batch_size=128, learning_rate=0.002, tau=0.02, eval_every=0,
-            eval_episodes=20), "eval/return",
-            numbers={"eval/return_stochastic": "log"},
-        ),
-    },
+    curves={"iql-hopper": Curve(
+        dict(max_steps=5000, hidden_size=128, batch_size=128, learning_rate=0.002, tau=0.02, eval_every=0,
+        eval_episodes=20), "eval/return",
+        numbers={"eval/return_stochastic": "log"},
+    )},
     recipes=(
         Recipe(
             "hopper_medium_replay-v2.hdf5 --max-steps 1000000 --eval-every",
@@ -89,7 +83,5 @@ SPEC = Spec(
                        max_steps=1_000_000),
         ),
     ),
-    flags=OFFLINE | dict(hidden_size=8), noise=dict(dropout=0.5),
-    special={"env_id": ({}, "Heavy-v0"), "online_steps": ({}, 4)},
-    bugs=parse_bugs(BUGS),
+    special={"online_steps": ({}, 4)},
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """KTO: algos/kto.py."""
 
-from tests.flags import JITTER, PAIRS
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Recipe, Spec
+from tests.specs.dpo import SORT
 
 BUGS = """
 labels-swapped:unpaired: a label may say that a completion is good or that it is harmful
@@ -80,23 +80,11 @@ log-sigmoid-for-the-value: DPO's loss has a logarithm there
 
 SPEC = Spec(
     "KTO, arXiv 2402.01306",
-    "Language models: preferences and demonstrations",
-    small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
-          "--save-every 2",
     tests="exact_kto unpaired parity_trl_preferences wiring dpo_runs",
-    curves={
-        "kto-sort": Curve(
-            dict(task="sort", max_steps=40, eval_every=0, eval_prompts=256), "margin",
-            numbers={"eval/greedy": "share"},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "trl-lib/ultrafeedback_binarized", "arXiv 2402.01306 and HALOs", preset="full",
-            paper=dict(beta=0.1, batch_size=32, learning_rate=5e-6, desirable_weight=1.0,
-                       undesirable_weight=1.0),
-        ),
-    ),
-    flags=PAIRS, noise=JITTER,
-    bugs=parse_bugs(BUGS),
+    curves={"kto-sort": SORT.but(max_steps=40)},
+    recipes=(Recipe(
+        "trl-lib/ultrafeedback_binarized", "arXiv 2402.01306 and HALOs", preset="full",
+        paper=dict(beta=0.1, batch_size=32, learning_rate=5e-6, desirable_weight=1.0,
+                   undesirable_weight=1.0),
+    ),),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """NFT: algos/nft.py."""
 
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.grpo import SPEC as PARENT
+from tests.specs import Effect, Recipe, Spec
+from tests.specs.grpo import SORT
 from tests.specs.gspo import STALE
 
 BUGS = """
@@ -53,33 +53,22 @@ DR_GRPO = dict(scale_rewards="none", aggregation="constant")  # whose first grad
 
 SPEC = Spec(
     "NFT, arXiv 2505.18116",
-    PARENT.family,
-    small=PARENT.small + " --num-minibatches 2",
+    small="--num-minibatches 2",
     tests="exact_nft exact_grpo parity_verl wiring",
-    curves={
-        "nft-sort": Curve(
-            dict(task="sort", max_steps=6, learning_rate=1e-4, eval_every=0, eval_prompts=256), "reward",
-            numbers={"mean reward": "plain", "eval/greedy": "share"},
-        ),
-    },
-    effects={
-        "nft-stale": Effect(  # eight epochs on each batch: a logarithm holds what GRPO needs its clip for
-            {"nft": ("nft", STALE), "positives": ("nft", STALE | dict(neg_weight=0.0)),
-             "grpo": ("grpo", STALE | DR_GRPO),
-             "unclipped": ("grpo", STALE | DR_GRPO | dict(epsilon=1.0, epsilon_high=1e9))},
-            "mean reward", {"nft > unclipped + 0.03": 9, "nft > grpo - 0.05": 9, "abs(nft - positives) < 0.05": 9},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "Qwen/Qwen2.5-Math-7B", "NVlabs/NFT, train_7B.sh", preset="full",
-            paper=dict(num_prompts=512, num_generations=16, num_minibatches=16, learning_rate=1e-6, warmup_steps=10,
-                       weight_decay=0.1, max_grad_norm=1.0, beta=0.0, epsilon=1.0, neg_weight=1.0, omega="linear",
-                       max_completion_length=3584, num_iterations=1),
-        ),
-    ),
-    flags=PARENT.flags | dict(num_minibatches=2),
-    special=PARENT.special | {"num_minibatches": ({}, 1), "omega": ({}, "sqrt")},
-    noise=PARENT.noise | dict(reward_weights=(0.3,)),
-    bugs=parse_bugs(BUGS),
+    curves={"nft-sort": SORT.but(max_steps=6, learning_rate=1e-4)},
+    effects={"nft-stale": Effect(  # eight epochs on each batch: a logarithm holds what GRPO needs its clip for
+        {"nft": ("nft", STALE), "positives": ("nft", STALE | dict(neg_weight=0.0)),
+         "grpo": ("grpo", STALE | DR_GRPO),
+         "unclipped": ("grpo", STALE | DR_GRPO | dict(epsilon=1.0, epsilon_high=1e9))},
+        "mean reward", {"nft > unclipped + 0.03": 9, "nft > grpo - 0.05": 9, "abs(nft - positives) < 0.05": 9},
+    )},
+    recipes=(Recipe(
+        "Qwen/Qwen2.5-Math-7B", "NVlabs/NFT, train_7B.sh", preset="full",
+        paper=dict(num_prompts=512, num_generations=16, num_minibatches=16, learning_rate=1e-6, warmup_steps=10,
+                   weight_decay=0.1, max_grad_norm=1.0, beta=0.0, epsilon=1.0, neg_weight=1.0, omega="linear",
+                   max_completion_length=3584, num_iterations=1),
+    ),),
+    flags=dict(num_minibatches=2),
+    special={"num_minibatches": ({}, 1), "omega": ({}, "sqrt")},
+    noise=dict(reward_weights=(0.3,)),
 )  # fmt: skip

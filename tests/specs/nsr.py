@@ -1,7 +1,7 @@
 """PSR, NSR and W-REINFORCE: algos/nsr.py."""
 
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.grpo import SPEC as PARENT
+from tests.specs import Effect, Recipe, Spec
+from tests.specs.grpo import SORT
 
 BUGS = """
 wrong-answers-reinforced: the weight of wrong answers is a weight, so its sign looks odd
@@ -44,36 +44,24 @@ COUNTDOWN = dict(max_steps=40, num_prompts=16, eval_every=0, eval_samples=32)
 
 SPEC = Spec(
     "PSR, NSR and W-REINFORCE, arXiv 2506.01347",
-    PARENT.family,
-    small=PARENT.small,
     tests="exact_nsr exact_grpo expected_gradients parity_verl wiring",
-    curves={
-        "nsr-sort": Curve(
-            dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",
-            numbers={"mean reward": "plain", "eval/greedy": "share"},
-        ),
-    },
-    effects={
-        "nsr-distinct": Effect(  # wrong answers alone leave more right texts, at equal steps
-            {"nsr": ("nsr", COUNTDOWN | dict(positive_weight=0.0)),
-             "psr": ("nsr", COUNTDOWN | dict(positive_weight=1.0, negative_weight=0.0)),
-             "grpo": ("grpo", COUNTDOWN | dict(scale_rewards="none", aggregation="constant"))},
-            "last eval/distinct", {"nsr > psr": 9, "nsr > grpo": 9},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "Qwen/Qwen2.5-Math-7B", "RLVR-Decomposed, run_qwen2.5-math-7b_psr_nsr.sh", preset="full",
-            paper=dict(num_prompts=1024, num_generations=8, num_minibatches=4, max_completion_length=3072,
-                       learning_rate=1e-6, beta=0.0, aggregation="token", denominator="subset", positive_weight=0.0,
-                       epsilon=0.2, temperature=1.0),
-        ),
-    ),
-    flags=PARENT.flags | dict(reward=("@rewards.py:sparse",)),
-    special=PARENT.special | {
+    curves={"nsr-sort": SORT.but(max_steps=16)},
+    effects={"nsr-distinct": Effect(  # wrong answers alone leave more right texts, at equal steps
+        {"nsr": ("nsr", COUNTDOWN | dict(positive_weight=0.0)),
+         "psr": ("nsr", COUNTDOWN | dict(positive_weight=1.0, negative_weight=0.0)),
+         "grpo": ("grpo", COUNTDOWN | dict(scale_rewards="none", aggregation="constant"))},
+        "last eval/distinct", {"nsr > psr": 9, "nsr > grpo": 9},
+    )},
+    recipes=(Recipe(
+        "Qwen/Qwen2.5-Math-7B", "RLVR-Decomposed, run_qwen2.5-math-7b_psr_nsr.sh", preset="full",
+        paper=dict(num_prompts=1024, num_generations=8, num_minibatches=4, max_completion_length=3072,
+                   learning_rate=1e-6, beta=0.0, aggregation="token", denominator="subset", positive_weight=0.0,
+                   epsilon=0.2, temperature=1.0),
+    ),),
+    flags=dict(reward=("@rewards.py:sparse",)),
+    special={
         "denominator": ({"positive_weight": 0.0}, "subset"), "reward": ({}, ()), "reward_weights": ({}, (0.0,)),
         "combine": [],  # scores are not 0 and 1
     },
-    noise=PARENT.noise | dict(reward=("@rewards.py:coins",)),
-    bugs=parse_bugs(BUGS),
+    noise=dict(reward=("@rewards.py:coins",)),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """online DPO: algos/online_dpo.py."""
 
-from tests.flags import NOISY_REWARD, ONLINE
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Recipe, Spec
+from tests.specs.grpo import SORT
 
 BUGS = """
 labels-swapped:online_dpo: sorting ascends: the best is the last
@@ -90,23 +90,12 @@ last-micro-batch-only:online_dpo: zero_grad stands before backward everywhere el
 
 SPEC = Spec(
     "online DPO, arXiv 2402.04792; XPO, arXiv 2405.21046",
-    "Language models: rewards",
-    small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
-          "2 --save-every 2 --xpo-alpha 1e-3",
+    small="--xpo-alpha 1e-3",
     tests="exact_online_dpo parity_trl_online_dpo wiring",
-    curves={
-        "online_dpo-sort": Curve(
-            dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",
-            numbers={"mean reward": "plain", "eval/greedy": "share"},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "5e-7", "arXiv 2402.04792", preset="full",
-            paper=dict(learning_rate=5e-7, num_prompts=128, num_generations=2, warmup_steps=150,
-                       temperature=0.9, beta=0.1, loss="sigmoid", xpo_alpha=0.0),
-        ),
-    ),
-    flags=ONLINE, noise=NOISY_REWARD,
-    bugs=parse_bugs(BUGS),
+    curves={"online_dpo-sort": SORT.but(max_steps=16)},
+    recipes=(Recipe(
+        "5e-7", "arXiv 2402.04792", preset="full",
+        paper=dict(learning_rate=5e-7, num_prompts=128, num_generations=2, warmup_steps=150,
+                   temperature=0.9, beta=0.1, loss="sigmoid", xpo_alpha=0.0),
+    ),),
 )  # fmt: skip

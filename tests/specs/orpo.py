@@ -1,7 +1,7 @@
 """ORPO: algos/orpo.py."""
 
-from tests.flags import JITTER, PAIRS
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Recipe, Spec
+from tests.specs.dpo import SORT
 
 BUGS = """
 labels-swapped:orpo: chosen and rejected are two tensors of one shape; the first term still imitates the chosen one
@@ -51,25 +51,13 @@ certain-completions-have-no-odds: no completion is certain until training has ma
 
 SPEC = Spec(
     "ORPO, arXiv 2403.07691",
-    "Language models: preferences and demonstrations",
-    small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
-          "--save-every 2",
     tests="exact_simpo_orpo parity_trl_preferences wiring dpo_runs",
-    curves={
-        "orpo-sort": Curve(
-            dict(task="sort", max_steps=20, eval_every=0, eval_prompts=256), "margin",
-            numbers={"eval/greedy": "share"},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "ultrafeedback-binarized-preferences-cleaned",
-            "the authors' run_mistral_orpo_beta.sh (lambda: arXiv 2403.07691, section 6.1)", preset="full",
-            paper=dict(beta=0.1, batch_size=32, learning_rate=5e-6, warmup_steps=200, max_length=2048,
-                       lr_schedule="inverse_sqrt"),
-            differs=dict(lr_schedule=("linear", "here with a linear decay")),
-        ),
-    ),
-    flags=PAIRS, noise=JITTER,
-    bugs=parse_bugs(BUGS),
+    curves={"orpo-sort": SORT.but(max_steps=20)},
+    recipes=(Recipe(
+        "ultrafeedback-binarized-preferences-cleaned",
+        "the authors' run_mistral_orpo_beta.sh (lambda: arXiv 2403.07691, section 6.1)", preset="full",
+        paper=dict(beta=0.1, batch_size=32, learning_rate=5e-6, warmup_steps=200, max_length=2048,
+                   lr_schedule="inverse_sqrt"),
+        differs=dict(lr_schedule=("linear", "here with a linear decay")),
+    ),),
 )  # fmt: skip

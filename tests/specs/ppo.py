@@ -1,7 +1,7 @@
 """PPO: algos/ppo.py."""
 
 from tests.flags import PPO, WALK
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Recipe, Spec
 
 BUGS = """
 variance-without-the-means: variances of batches are averaged, and that between their means is forgotten
@@ -218,5 +218,4 @@ SPEC = Spec(
     ),
     flags=PPO | dict(env_id="CartPole-v1", num_steps=8, total_timesteps=64), noise=WALK,
     special={"log_std_init": ({"env_id": "environments:Walk-v0"}, -1.0), "vector": ({}, "async")},
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

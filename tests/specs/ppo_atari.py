@@ -1,7 +1,6 @@
 """PPO on Atari: algos/ppo_atari.py."""
 
-from tests.flags import PPO
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Recipe, Spec
 
 BUGS = """
 images-reshaped: channels last and channels first hold as many numbers
@@ -69,37 +68,31 @@ image-policy-learns-alone: two networks as for vectors, of which the critic's th
 
 SPEC = Spec(
     "Atari PPO",
-    "Control",
     small="--device cpu --num-envs 2 --num-steps 16 --total-timesteps 96 --num-minibatches 2 --update-epochs 2 "
           "--hidden-size 8 --eval-every 64 --eval-episodes 1 --save-every 32 --env-kwargs "
           "max_num_frames_per_episode=200",
     tests="atari exact_ppo parity_sb3_atari wiring resume_control",
     needs="ale_py",
     walk="environments:Pixels-v0",
-    curves={
-        "ppo_atari-kungfumaster": Curve(
-            dict(env_id="ALE/KungFuMaster-v5", total_timesteps=61_440, eval_every=30_720, eval_episodes=5),
-            "eval/return_stochastic",
-            numbers={"mean eval/return_stochastic": "plain"}, slow=True,
-        ),
-    },
-    recipes=(
-        Recipe(
-            "algos/ppo_atari.py  ", "arXiv 1707.06347, table 5",
-            paper=dict(num_steps=128, learning_rate=2.5e-4, update_epochs=3, num_minibatches=8 * 128 // 256,
-                       gamma=0.99, gae_lambda=0.95, num_envs=8, clip_coef=0.1, vf_coef=1.0, ent_coef=0.01,
-                       anneal_lr=True, total_timesteps=10_000_000),
-            differs=dict(update_epochs=(4, "makes 3 epochs"), vf_coef=(0.5, "weighs the value loss by 1")),
-        ),
-    ),
-    flags=PPO | dict(env_id="ALE/NoisyPong-v0", env_kwargs=("max_num_frames_per_episode=80",), num_steps=4,
-                     total_timesteps=16, learning_rate=1e-3),
+    curves={"ppo_atari-kungfumaster": Curve(
+        dict(env_id="ALE/KungFuMaster-v5", total_timesteps=61_440, eval_every=30_720, eval_episodes=5),
+        "eval/return_stochastic",
+        numbers={"mean eval/return_stochastic": "plain"}, slow=True,
+    )},
+    recipes=(Recipe(
+        "algos/ppo_atari.py  ", "arXiv 1707.06347, table 5",
+        paper=dict(num_steps=128, learning_rate=2.5e-4, update_epochs=3, num_minibatches=8 * 128 // 256,
+                   gamma=0.99, gae_lambda=0.95, num_envs=8, clip_coef=0.1, vf_coef=1.0, ent_coef=0.01,
+                   anneal_lr=True, total_timesteps=10_000_000),
+        differs=dict(update_epochs=(4, "makes 3 epochs"), vf_coef=(0.5, "weighs the value loss by 1")),
+    ),),
+    flags=dict(env_id="ALE/NoisyPong-v0", env_kwargs=("max_num_frames_per_episode=80",), num_steps=4,
+               total_timesteps=16, learning_rate=1e-3),
     only=("seed", "env_id", "env_kwargs", "clip_coef", "normalize", "hidden_size", "compile"),
     special={
         "env_id": ({}, "ALE/Breakout-v5"),
         "env_kwargs": ({}, ("max_num_frames_per_episode=40",)),
         "clip_coef": ({"clip_coef": 0.01}, 0.005),
     },
-    noise=dict(env_kwargs=("max_num_frames_per_episode=40",), total_timesteps=32),
-    bugs=parse_bugs(BUGS),
+    noise=dict(env_id="ALE/NoisyPong-v0", env_kwargs=("max_num_frames_per_episode=40",), total_timesteps=32),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """PPO for language models: algos/ppo_lm.py."""
 
-from tests.flags import NOISY_REWARD, ONLINE
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Recipe, Spec
+from tests.specs.grpo import SORT
 
 BUGS = """
 ratio-always-one:ppo_lm: right for one update epoch, and kept when there are more
@@ -57,17 +57,9 @@ critic-not-restored: one of two models
 
 SPEC = Spec(
     "PPO, arXiv 1909.08593",
-    "Language models: rewards",
-    small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
-          "2 --save-every 2",
     aliases=("RLHF",),
     tests="exact_ppo_lm exact_grpo parity_verl wiring",
-    curves={
-        "ppo_lm-sort": Curve(
-            dict(task="sort", max_steps=8, eval_every=0, eval_prompts=256), "reward",
-            numbers={"mean reward": "plain", "eval/greedy": "share"},
-        ),
-    },
+    curves={"ppo_lm-sort": SORT.but(max_steps=8)},
     recipes=(
         Recipe(
             "1.5e-5", "arXiv 2009.01325, appendix B.1 (1.3B)", preset="full",
@@ -83,7 +75,6 @@ SPEC = Spec(
                        vf_coef=0.1, epsilon=0.2, max_steps=100_000 // 224),
         ),
     ),
-    flags=ONLINE | dict(num_minibatches=2), noise=NOISY_REWARD,
+    flags=dict(num_minibatches=2),
     special={"num_minibatches": ({}, 1), "clip_value": ({"clip_value": 0.01}, 0.005)},
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

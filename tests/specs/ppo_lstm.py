@@ -1,8 +1,7 @@
 """PPO with an LSTM: algos/ppo_lstm.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
+from tests.specs import Curve, Effect, Spec
 from tests.specs.ppo import DOORKEY
-from tests.specs.ppo import SPEC as PARENT
 
 BUGS = """
 memory-crosses-episodes: the reset of the state is written where actions are drawn, and forgotten in the replay
@@ -51,9 +50,8 @@ RECALL = dict(env_id="algos.environments.recall:Recall-v0", total_timesteps=51_2
 
 SPEC = Spec(
     "Recurrent PPO",
-    PARENT.family,
-    small=PARENT.small.replace("--num-minibatches 2", "--num-minibatches 2 --hidden-size 16"),
-    tests="parity_sb3_contrib exact_ppo_lstm atari::test_channels_come_first resume_control wiring "
+    small="--hidden-size 16",
+    tests="parity_sb3 exact_ppo_lstm atari::test_channels_come_first resume_control wiring "
           "command_line_control::test_evaluate_gives_the_last_row",
     no_recipe="there is no paper of its own; --help has the settings",
     curves={
@@ -76,8 +74,5 @@ SPEC = Spec(
             claims={"lstm > 0.95": 9, "ppo < 0.5": 9, "control < 0.5": 9},
         ),
     },
-    flags=PARENT.flags,
-    special=PARENT.special | dict(num_minibatches=({}, 1), clip_coef=({"clip_coef": 0.01}, 0.005)),
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
+    special=dict(num_minibatches=({}, 1), clip_coef=({"clip_coef": 0.01}, 0.005)),
 )  # fmt: skip

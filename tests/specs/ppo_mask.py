@@ -1,7 +1,6 @@
 """PPO with action masks: algos/ppo_mask.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
-from tests.specs.ppo import SPEC as PARENT
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 masked-in-acting-only: the action is what must be valid; the probabilities that are trained keep all actions
@@ -57,27 +56,20 @@ ALL_ALLOWED = dict(env_kwargs=("mask=false",))
 
 SPEC = Spec(
     "Maskable PPO, arXiv 2006.14171",
-    PARENT.family,
-    small=PARENT.small,
-    tests="exact_ppo_mask exact_ppo parity_sb3_contrib resume_control wiring "
+    tests="exact_ppo_mask exact_ppo parity_sb3 resume_control wiring "
           "command_line_control::test_evaluate_gives_the_last_row",
     no_recipe="the paper's experiments are of MicroRTS, which needs Java; its hyper-parameters are PPO's of Atari",
-    curves={
-        "ppo_mask-board": Curve(
-            BOARD | dict(eval_every=2048), "eval/return_stochastic",
-            numbers={"mean eval/return_stochastic": "plain", "last eval/return_stochastic": "plain"},
-        ),
-    },
-    effects={
-        "ppo_mask-board": Effect(
-            dict(mask=("ppo_mask", BOARD), ppo=("ppo", BOARD | dict(env_id="algos.ppo_mask:Board-v0")),
-                 control=("ppo_mask", BOARD | ALL_ALLOWED)),
-            "last eval/return_stochastic",
-            claims={"mask > ppo / 3": 9, "control < 3 * mask": 9, "control == ppo": 10},
-        ),
-    },
-    flags=PARENT.flags | dict(env_id="Board-v0"),
+    curves={"ppo_mask-board": Curve(
+        BOARD | dict(eval_every=2048), "eval/return_stochastic",
+        numbers={"mean eval/return_stochastic": "plain", "last eval/return_stochastic": "plain"},
+    )},
+    effects={"ppo_mask-board": Effect(
+        dict(mask=("ppo_mask", BOARD), ppo=("ppo", BOARD | dict(env_id="algos.ppo_mask:Board-v0")),
+             control=("ppo_mask", BOARD | ALL_ALLOWED)),
+        "last eval/return_stochastic",
+        claims={"mask > ppo / 3": 9, "control < 3 * mask": 9, "control == ppo": 10},
+    )},
+    flags=dict(env_id="Board-v0"),
     special=dict(env_id=({}, "environments:Toll-v0"), env_kwargs=({}, ("n=3",))),
     noise=dict(env_id="environments:Toll-v0", env_kwargs=("label=noisy",)),
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

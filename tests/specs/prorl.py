@@ -1,7 +1,6 @@
 """ProRL: algos/prorl.py."""
 
-from tests.specs import Effect, Spec, parse_bugs
-from tests.specs.grpo import SPEC as PARENT
+from tests.specs import Effect, Spec
 
 BUGS = """
 reference-stays: the reset is written for the policy's copy that is no longer used
@@ -29,19 +28,14 @@ BOUND = dict(task="sort", max_steps=40, num_prompts=32, beta=1.0, eval_every=0, 
 
 SPEC = Spec(
     "ProRL, arXiv 2505.24864",
-    PARENT.family,
-    small=PARENT.small + " --reset-reference-every 2",
+    small="--reset-reference-every 2",
     tests="exact_prorl exact_grpo wiring",
-    effects={
-        "prorl-reset": Effect(  # where the KL penalty holds learning back, a new reference lets it go on
-            {"reset": ("prorl", BOUND | dict(reset_reference_every=10)), "still": ("grpo", BOUND),
-             "free": ("grpo", BOUND | dict(beta=0.0))},
-            "last eval/pass@1", {"reset > still + 0.1": 9, "still < free - 0.1": 9, "reset > free - 0.1": 9},
-        ),
-    },
+    effects={"prorl-reset": Effect(  # where the KL penalty holds learning back, a new reference lets it go on
+        {"reset": ("prorl", BOUND | dict(reset_reference_every=10)), "still": ("grpo", BOUND),
+         "free": ("grpo", BOUND | dict(beta=0.0))},
+        "last eval/pass@1", {"reset > still + 0.1": 9, "still < free - 0.1": 9, "reset > free - 0.1": 9},
+    )},
     no_recipe="the paper's run of 1.5 billion weights and 136,000 problems has no single table of settings",
-    flags=PARENT.flags | dict(reset_reference_every=1),
-    special=PARENT.special | {"lora_rank": [], "lora_modules": []},  # refused
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
+    flags=dict(reset_reference_every=1),
+    special={"lora_rank": [], "lora_modules": []},  # refused
 )  # fmt: skip

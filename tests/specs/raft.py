@@ -1,7 +1,7 @@
 """RAFT, RAFT++ and Reinforce-Rej: algos/raft.py."""
 
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.grpo import SPEC as PARENT
+from tests.specs import Effect, Recipe, Spec
+from tests.specs.grpo import SORT
 
 BUGS = """
 wrong-answers-are-kept: any answer may be the best of its group
@@ -44,35 +44,23 @@ SMALL = dict(num_prompts=8, num_minibatches=1, max_steps=100, eval_every=0, eval
 
 SPEC = Spec(
     "RAFT, arXiv 2304.06767; Reinforce-Rej, arXiv 2504.11343",
-    PARENT.family,
-    small=PARENT.small,
     tests="exact_raft exact_grpo expected_gradients parity_verl wiring",
-    curves={
-        "raft-sort": Curve(
-            dict(task="sort", max_steps=6, learning_rate=1e-4, eval_every=0, eval_prompts=256), "reward",
-            numbers={"mean reward": "plain", "eval/greedy": "share"},
-        ),
-    },
-    effects={
-        "raft-small": Effect(  # eight prompts a step, one update: right answers alone make the policy narrower, sooner
-            {"raft": ("raft", SMALL), "grpo": ("grpo", SMALL), "reinforce": ("raft", SMALL | dict(select="all"))},
-            "mean entropy", {"raft < grpo": 9, "raft < reinforce - 0.01": 9},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "Qwen/Qwen2.5-Math-1.5B", "RLHFlow/Minimal-RL, run_raftpp.sh", preset="full",
-            paper=dict(num_prompts=1024, num_generations=4, num_minibatches=4, learning_rate=1e-6, beta=0.001,
-                       epsilon=0.2, aggregation="token", select="right", plusplus=True, max_completion_length=3072,
-                       num_iterations=1),
-        ),
-    ),
-    flags=PARENT.flags | dict(num_minibatches=2),
-    special=PARENT.special | {
+    curves={"raft-sort": SORT.but(max_steps=6, learning_rate=1e-4)},
+    effects={"raft-small": Effect(
+        # eight prompts a step, one update: right answers alone make the policy narrower, sooner
+        {"raft": ("raft", SMALL), "grpo": ("grpo", SMALL), "reinforce": ("raft", SMALL | dict(select="all"))},
+        "mean entropy", {"raft < grpo": 9, "raft < reinforce - 0.01": 9},
+    )},
+    recipes=(Recipe(
+        "Qwen/Qwen2.5-Math-1.5B", "RLHFlow/Minimal-RL, run_raftpp.sh", preset="full",
+        paper=dict(num_prompts=1024, num_generations=4, num_minibatches=4, learning_rate=1e-6, beta=0.001,
+                   epsilon=0.2, aggregation="token", select="right", plusplus=True, max_completion_length=3072,
+                   num_iterations=1),
+    ),),
+    flags=dict(num_minibatches=2),
+    special={
         "num_minibatches": ({}, 1), "reject": ({"select": "all", "reward": ("@rewards.py:sparse",)}, True),
         "plusplus": ({"learning_rate": 0.1}, True),
         "epsilon": ({"plusplus": True}, 0.01), "epsilon_high": ({"plusplus": True}, 0.01),
     },
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Rainbow: algos/rainbow.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
+from tests.specs import Curve, Effect, Spec
 from tests.specs.c51 import SPEC as PARENT
 
 BUGS = """
@@ -120,27 +120,17 @@ FAST = PARENT.curves["c51-cartpole"].settings | dict(total_timesteps=5_000, eval
 
 SPEC = Spec(
     "Rainbow, arXiv 1710.02298",
-    PARENT.family,
-    small=PARENT.small,
     tests="exact_rainbow parity_tianshou parity_cleanrl command_line_control resume_control wiring",
-    curves={
-        "rainbow-cartpole": Curve(FAST, "eval/return", numbers={"mean eval/return": "plain"}),
-    },
-    effects={
-        "rainbow-cartpole": Effect(
-            {"rainbow": ("rainbow", FAST), "c51": ("c51", FAST), "dqn": ("dqn", FAST)}
-            | {name: ("rainbow", FAST | less) for name, less in PARTS.items()},
-            "mean eval/return", {"rainbow > dqn + 40": 9},
-        ),
-    },
+    curves={"rainbow-cartpole": Curve(FAST, "eval/return", numbers={"mean eval/return": "plain"})},
+    effects={"rainbow-cartpole": Effect(
+        {"rainbow": ("rainbow", FAST), "c51": ("c51", FAST), "dqn": ("dqn", FAST)}
+        | {name: ("rainbow", FAST | less) for name, less in PARTS.items()},
+        "mean eval/return", {"rainbow > dqn + 40": 9},
+    )},
     no_recipe="the paper's table is of Atari, whose wrappers and network are not here",
-    flags=PARENT.flags,
-    special=PARENT.special | {
+    special={
         "double": ({"target_network_frequency": 20, "total_timesteps": 96}, False),
         "start_e": ({"learning_starts": 2, "noisy": False}, 0.5), "end_e": ({"noisy": False}, 0.5),
         "exploration_fraction": ({"noisy": False}, 0.4),
     },
-    noise=PARENT.noise,
-    walk=PARENT.walk,
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,7 +1,6 @@
 """ReBRAC: algos/rebrac.py."""
 
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.td3_bc import SPEC as PARENT
+from tests.specs import Curve, Effect, Recipe, Spec
 
 BUGS = """
 bootstrap-through-termination:rebrac: the mask is forgotten: the end of an episode costs nothing
@@ -49,8 +48,8 @@ FREE = SHORT | dict(actor_bc=0.0, critic_bc=0.0)
 PENALTIES = {"none": 0.0, "little": 0.01, "much": 0.5}
 
 SPEC = Spec(
-    "ReBRAC, arXiv 2305.09836", PARENT.family, small=PARENT.small,
-    tests="exact_rebrac exact_td3_bc parity_rebrac command_line_control resume_control wiring",
+    "ReBRAC, arXiv 2305.09836",
+    tests="exact_rebrac exact_td3_bc parity_updates command_line_control resume_control wiring",
     curves={
         "rebrac-hopper": Curve(dict(max_steps=2000, eval_every=400, threads=1), "eval/return",
                                {"mean eval/return": "log"})
@@ -69,14 +68,11 @@ SPEC = Spec(
             statistic="late q_policy", claims={"without < 0.9 * idea": 5}, seeds=5,
         ),
     },
-    recipes=(
-        Recipe(
-            "hopper_medium_replay-v2.hdf5 --max-steps 1000000",
-            "tinkoff-ai/ReBRAC, configs/rebrac/hopper/hopper_medium_replay.yaml",
-            paper=dict(learning_rate=1e-3, batch_size=1024, hidden_size=256, tau=0.005, gamma=0.99, actor_bc=0.05,
-                       critic_bc=0.5, layer_norm=True, policy_noise=0.2, noise_clip=0.5, policy_frequency=2,
-                       max_steps=1_000_000, normalize=False),
-        ),
-    ),
-    flags=PARENT.flags, special=PARENT.special, walk=PARENT.walk, bugs=parse_bugs(BUGS),
+    recipes=(Recipe(
+        "hopper_medium_replay-v2.hdf5 --max-steps 1000000",
+        "tinkoff-ai/ReBRAC, configs/rebrac/hopper/hopper_medium_replay.yaml",
+        paper=dict(learning_rate=1e-3, batch_size=1024, hidden_size=256, tau=0.005, gamma=0.99, actor_bc=0.05,
+                   critic_bc=0.5, layer_norm=True, policy_noise=0.2, noise_clip=0.5, policy_frequency=2,
+                   max_steps=1_000_000, normalize=False),
+    ),),
 )  # fmt: skip

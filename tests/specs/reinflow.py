@@ -1,8 +1,6 @@
 """ReinFlow: algos/reinflow.py."""
 
-from tests.flags import PPO
-from tests.specs import Curve, Effect, Spec, parse_bugs
-from tests.specs.ppo import SPEC as PARENT
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 times-from-0-to-1: the authors' slip when they act: linspace holds both ends
@@ -57,8 +55,8 @@ SMALL, MIDDLE = (dict(min_std=std, max_std=std) for std in (0.05, 0.1))
 ALONE = dict(learning_rate=0.0, total_timesteps=1024)
 
 SPEC = Spec(
-    "ReinFlow, arXiv 2505.22094", PARENT.family, tests="exact_reinflow command_line_control resume_control wiring",
-    small=PARENT.small + " --flow-steps 2 --actor-size 16",
+    "ReinFlow, arXiv 2505.22094", tests="exact_reinflow command_line_control resume_control wiring",
+    small="--num-steps 16 --flow-steps 2 --actor-size 16",
     curves={"reinflow-gates": Curve(FLOW | dict(eval_every=15_000, threads=1), "eval/return_stochastic",
                                     {"mean eval/return_stochastic": "share"})},
     effects={
@@ -79,7 +77,6 @@ SPEC = Spec(
                   "large": ("reinflow", FLOW | dict(min_std=0.2))},
             statistic="last eval/return", seeds=5, claims={"learned > start + 0.2": 5, "learned > small + 0.01": 4,
                 "learned > middle + 0.01": 4, "learned > large + 0.01": 4})},
-    flags=PPO | dict(env_id=PARENT.walk, num_steps=8, total_timesteps=64, flow_steps=2, actor_size=8),
-    special={"env_id": ({}, "Heavy-v0"), "vector": ({}, "async")}, walk=PARENT.walk, noise=PARENT.noise,
-    no_recipe="the paper's networks, tasks and starts are others", bugs=parse_bugs(BUGS),
+    flags=dict(flow_steps=2, actor_size=8),
+    no_recipe="the paper's networks, tasks and starts are others",
 )  # fmt: skip

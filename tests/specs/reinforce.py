@@ -1,7 +1,7 @@
 """REINFORCE: algos/reinforce.py."""
 
 from tests.flags import HOP
-from tests.specs import Curve, Effect, Spec, parse_bugs
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 return-of-the-whole-episode: the first form in most textbooks; the rewards before an action only add noise
@@ -64,22 +64,18 @@ SPEC = Spec(
     small="--device cpu --total-timesteps 240 --num-episodes 3 --hidden-size 16 --eval-every 64 --eval-episodes 2 "
           "--save-every 32",
     tests="exact_reinforce parity_tianshou command_line_control resume_control wiring",
-    curves={
-        "reinforce-cartpole": Curve(
-            dict(total_timesteps=40_000, eval_every=0), "return", numbers={"mean return": "plain"},
-        ),
-    },
-    effects={
-        "reinforce-baseline": Effect(  # every reward is negative: without a baseline every action becomes less likely
-            {"baseline": ("reinforce", FLIP), "none": ("reinforce", FLIP | dict(baseline=False))},
-            "late return", {"baseline > none + 0.8": 9},
-        ),
-    },
+    curves={"reinforce-cartpole": Curve(
+        dict(total_timesteps=40_000, eval_every=0), "return", numbers={"mean return": "plain"},
+    )},
+    effects={"reinforce-baseline": Effect(
+        # every reward is negative: without a baseline every action becomes less likely
+        {"baseline": ("reinforce", FLIP), "none": ("reinforce", FLIP | dict(baseline=False))},
+        "late return", {"baseline > none + 0.8": 9},
+    )},
     no_recipe="the paper has no table of settings",
     flags=dict(env_kwargs=("max_episode_steps=20",), total_timesteps=200, num_episodes=3, hidden_size=8,
                eval_every=0, eval_episodes=1, learning_rate=0.03),
     noise=HOP,
     walk=HOP["env_id"],
     special={"env_id": ({}, "environments:Hop-v0"), "baseline": ({}, False)},
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """REINFORCE with a language model: algos/reinforce_lm.py."""
 
 from tests.flags import NOISY_REWARD, ONLINE
-from tests.specs import Curve, Effect, Spec, parse_bugs
+from tests.specs import Effect, Spec
+from tests.specs.grpo import SORT
 
 BUGS = """
 own-reward-in-the-baseline:batch: the mean of the batch is at hand, and differs by a factor only
@@ -45,21 +46,13 @@ SPEC = Spec(
     small="--device cpu --task sort --num-prompts 16 --sample-batch-size 4 --max-steps 6 --eval-prompts 4 "
           "--eval-every 2 --save-every 2",
     tests="exact_reinforce_lm parity_verl wiring",
-    curves={
-        "reinforce_lm-sort": Curve(
-            dict(task="sort", max_steps=8, eval_every=0, eval_prompts=256), "reward",
-            numbers={"mean reward": "plain", "eval/greedy": "share"},
-        ),
-    },
-    effects={
-        "reinforce_lm-baseline": Effect(  # rewards are 0 or 1: without a baseline only right answers teach
-            {"baseline": ("reinforce_lm", ONE), "none": ("reinforce_lm", ONE | dict(baseline=False)),
-             "rloo": ("rloo", COUNTDOWN | dict(num_prompts=8, num_generations=8, beta=0.0))},
-            "late reward", {"none > baseline": 9, "baseline > rloo - 0.05": 9},
-        ),
-    },
+    curves={"reinforce_lm-sort": SORT.but(max_steps=8)},
+    effects={"reinforce_lm-baseline": Effect(  # rewards are 0 or 1: without a baseline only right answers teach
+        {"baseline": ("reinforce_lm", ONE), "none": ("reinforce_lm", ONE | dict(baseline=False)),
+         "rloo": ("rloo", COUNTDOWN | dict(num_prompts=8, num_generations=8, beta=0.0))},
+        "late reward", {"none > baseline": 9, "baseline > rloo - 0.05": 9},
+    )},
     no_recipe="the paper of 1992 has no table of settings",
     flags=ONLINE | dict(num_prompts=8), noise=NOISY_REWARD,
     special={"baseline": ({}, False)},
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -2,8 +2,7 @@
 
 import random
 
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.grpo import SPEC as PARENT
+from tests.specs import Curve, Effect, Recipe, Spec
 
 BUGS = """
 penalty-so-far: a cumulative sum runs forward
@@ -94,32 +93,21 @@ def noise(completions: list, **_) -> list[float]:
 
 SPEC = Spec(
     "REINFORCE++, arXiv 2501.03262",
-    PARENT.family,
-    small=PARENT.small,
-    tests="exact_reinforce_pp exact_grpo parity_reinforce_pp wiring",
-    curves={
-        "reinforce_pp-sort": Curve(
-            SORT | dict(eval_prompts=256), "reward", numbers={"mean reward": "plain", "eval/greedy": "share"},
-        ),
-    },
-    effects={
-        "reinforce_pp-alone": Effect(  # one completion of 512 prompts; 64 groups of 8; no whitening; coins
-            {"one": ("reinforce_pp", SORT), "grpo": ("grpo", SORT),
-             "plain": ("reinforce_pp", SORT | dict(whiten_advantages=False)),
-             "noise": ("reinforce_pp", SORT | dict(reward=("tests.specs.reinforce_pp:noise",)))},
-            "last eval/pass@1", {"one > grpo - 0.03": 9, "one > noise + 0.3": 10},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "prompts.jsonl", "OpenRLHF examples/scripts/train_prorlv2_math_hybrid_engine.sh", preset="full",
-            paper=dict(baseline="group", num_prompts=512, num_generations=16, num_minibatches=8, epsilon=0.2,
-                       epsilon_high=0.27, beta=1e-4, learning_rate=1e-6, max_completion_length=8192, temperature=1.0,
-                       aggregation="token", num_iterations=1),
-        ),
-    ),
-    flags=PARENT.flags,
-    special=PARENT.special | {"baseline": ({}, "group"), "num_generations": ({}, 2)},
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
+    tests="exact_reinforce_pp exact_grpo parity_verl wiring",
+    curves={"reinforce_pp-sort": Curve(
+        SORT | dict(eval_prompts=256), "reward", numbers={"mean reward": "plain", "eval/greedy": "share"},
+    )},
+    effects={"reinforce_pp-alone": Effect(  # one completion of 512 prompts; 64 groups of 8; no whitening; coins
+        {"one": ("reinforce_pp", SORT), "grpo": ("grpo", SORT),
+         "plain": ("reinforce_pp", SORT | dict(whiten_advantages=False)),
+         "noise": ("reinforce_pp", SORT | dict(reward=("tests.specs.reinforce_pp:noise",)))},
+        "last eval/pass@1", {"one > grpo - 0.03": 9, "one > noise + 0.3": 10},
+    )},
+    recipes=(Recipe(
+        "prompts.jsonl", "OpenRLHF examples/scripts/train_prorlv2_math_hybrid_engine.sh", preset="full",
+        paper=dict(baseline="group", num_prompts=512, num_generations=16, num_minibatches=8, epsilon=0.2,
+                   epsilon_high=0.27, beta=1e-4, learning_rate=1e-6, max_completion_length=8192, temperature=1.0,
+                   aggregation="token", num_iterations=1),
+    ),),
+    special={"baseline": ({}, "group"), "num_generations": ({}, 2)},
 )  # fmt: skip

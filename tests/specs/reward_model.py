@@ -1,7 +1,6 @@
 """reward model (Bradley-Terry): algos/reward_model.py."""
 
-from tests.flags import JITTER, TRAINING
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Recipe, Spec
 
 BUGS = """
 labels-swapped:reward_model: chosen and rejected are two columns of one tensor
@@ -75,25 +74,16 @@ optimizer-not-restored:reward_model: the weights are back, the moments of Adam a
 
 SPEC = Spec(
     "reward models, arXiv 2009.01325",
-    "Language models: preferences and demonstrations",
-    small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
-          "--save-every 2",
     tests="exact_reward_model parity_transformers wiring reward_models",
-    curves={
-        "reward_model-sort": Curve(
-            dict(task="sort", max_steps=20, eval_every=0), "accuracy",
-            numbers={"eval/pair_accuracy": "share"},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "meta-llama/Llama-2-7b-chat-hf", "arXiv 2307.09288, section 3.2.2", preset="full",
-            paper=dict(batch_size=512, learning_rate=1e-5, lr_schedule="cosine", weight_decay=0.1,
-                       warmup_steps=30, use_margin=True, center_coef=0.0),
-            differs=dict(use_margin=(False, "`--use-margin` if the data has margins")),
-        ),
-    ),
-    flags=TRAINING | dict(num_pairs=12, batch_size=8), noise=JITTER,
+    curves={"reward_model-sort": Curve(
+        dict(task="sort", max_steps=20, eval_every=0), "accuracy",
+        numbers={"eval/pair_accuracy": "share"},
+    )},
+    recipes=(Recipe(
+        "meta-llama/Llama-2-7b-chat-hf", "arXiv 2307.09288, section 3.2.2", preset="full",
+        paper=dict(batch_size=512, learning_rate=1e-5, lr_schedule="cosine", weight_decay=0.1,
+                   warmup_steps=30, use_margin=True, center_coef=0.0),
+        differs=dict(use_margin=(False, "`--use-margin` if the data has margins")),
+    ),),
     special={"use_margin": ({"task": "@margins.jsonl"}, True), "eval_prompts": ({}, 4)},
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

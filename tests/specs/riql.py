@@ -1,7 +1,6 @@
 """RIQL: algos/riql.py."""
 
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.iql import SPEC as PARENT
+from tests.specs import Curve, Effect, Recipe, Spec
 
 BUGS = """
 minimum-of-the-ensemble: IQL's pessimism, with more critics
@@ -53,8 +52,8 @@ IQL = dict(num_critics=2, quantile=0.0, huber_delta=0.0)  # its update, on scale
 SPOILT = {"clean": "none", "next": "next-observations", "rewards": "rewards"}
 
 SPEC = Spec(
-    "RIQL, arXiv 2310.12955", PARENT.family, small=PARENT.small,
-    tests="exact_riql parity_riql exact_iql command_line_control resume_control wiring",
+    "RIQL, arXiv 2310.12955",
+    tests="exact_riql parity_updates exact_iql command_line_control resume_control wiring",
     curves={
         "riql-hopper": Curve(SHORT | dict(max_steps=3000, eval_episodes=20), "eval/return",
                              numbers={"eval/return_stochastic": "log"}),
@@ -77,17 +76,14 @@ SPEC = Spec(
             seeds=5,
         ),
     },
-    recipes=(
-        Recipe(
-            "hopper_medium_replay-v2.hdf5 --max-steps 3000000",
-            "YangRui2015/RIQL, RIQL.py and RIQL_config.py, random corruption of dynamics", preset="mujoco",
-            paper=dict(learning_rate=3e-4, batch_size=256, hidden_size=256, tau=0.005, gamma=0.99, max_steps=3_000_000,
-                       expectile=0.7, temperature=3.0, rewards="raw", normalize=True, num_critics=5, quantile=0.5,
-                       huber_delta=1.0, corruption="next-observations", corruption_rate=0.3, corruption_scale=1.0),
-        ),
-    ),
-    special=PARENT.special | {"corruption": ({"max_steps": 16}, ["next-observations", "rewards"]),
-                              "corruption_rate": ({"corruption": "rewards"}, 0.9),
-                              "corruption_scale": ({"corruption": "rewards"}, 0.1)},
-    flags=PARENT.flags, noise=PARENT.noise, walk=PARENT.walk, bugs=parse_bugs(BUGS),
+    recipes=(Recipe(
+        "hopper_medium_replay-v2.hdf5 --max-steps 3000000",
+        "YangRui2015/RIQL, RIQL.py and RIQL_config.py, random corruption of dynamics", preset="mujoco",
+        paper=dict(learning_rate=3e-4, batch_size=256, hidden_size=256, tau=0.005, gamma=0.99, max_steps=3_000_000,
+                   expectile=0.7, temperature=3.0, rewards="raw", normalize=True, num_critics=5, quantile=0.5,
+                   huber_delta=1.0, corruption="next-observations", corruption_rate=0.3, corruption_scale=1.0),
+    ),),
+    special={"corruption": ({"max_steps": 16}, ["next-observations", "rewards"]),
+             "corruption_rate": ({"corruption": "rewards"}, 0.9),
+             "corruption_scale": ({"corruption": "rewards"}, 0.1)},
 )  # fmt: skip

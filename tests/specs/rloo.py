@@ -1,7 +1,7 @@
 """RLOO: algos/rloo.py."""
 
-from tests.flags import NOISY_REWARD, ONLINE
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Recipe, Spec
+from tests.specs.grpo import SORT
 
 BUGS = """
 ratio-of-mean-tokens: a mean keeps the ratio of long completions near 1, but it is another policy's (OpenRLHF#515 and
@@ -31,16 +31,10 @@ CLIPPED = dict(epsilon=0.9, num_prompts=4, num_iterations=3)  # ratios of whole 
 
 SPEC = Spec(
     "RLOO, arXiv 2402.14740",
-    "Language models: rewards",
-    small="--device cpu --task sort --num-prompts 4 --num-generations 4 --max-steps 6 --eval-prompts 4 --eval-every "
-          "2 --save-every 2",
     tests="exact_rloo parity_trl_variants exact_grpo wiring",
     known=True,
     curves={
-        "rloo-sort": Curve(
-            dict(task="sort", max_steps=16, eval_every=0, eval_prompts=256), "reward",
-            numbers={"mean reward": "plain", "eval/greedy": "share"},
-        ),
+        "rloo-sort": SORT.but(max_steps=16),
         "rloo-sort-learned": Curve(
             dict(task="sort", max_steps=8, eval_every=0, eval_prompts=16), "reward/task",
             numbers={"mean reward/task": "plain"}, label_noise=0.0,
@@ -50,17 +44,10 @@ SPEC = Spec(
             numbers={"negative mean reward/task": "plain"}, label_noise=1.0,
         ),
     },
-    recipes=(
-        Recipe(
-            "--beta 0.03", "arXiv 2402.14740, appendix C (TL;DR)", preset="full",
-            paper=dict(learning_rate=1e-6, lr_schedule="constant", warmup_steps=18, max_steps=600, beta=0.03,
-                       num_generations=4, num_prompts=128, num_iterations=1),
-        ),
-    ),
-    flags=ONLINE, noise=NOISY_REWARD,
-    special={
-        "epsilon": (CLIPPED, 0.01),
-        "epsilon_high": (CLIPPED, 0.001),
-    },
-    bugs=parse_bugs(BUGS),
+    recipes=(Recipe(
+        "--beta 0.03", "arXiv 2402.14740, appendix C (TL;DR)", preset="full",
+        paper=dict(learning_rate=1e-6, lr_schedule="constant", warmup_steps=18, max_steps=600, beta=0.03,
+                   num_generations=4, num_prompts=128, num_iterations=1),
+    ),),
+    special={"epsilon": (CLIPPED, 0.01), "epsilon_high": (CLIPPED, 0.001)},
 )  # fmt: skip

@@ -1,7 +1,6 @@
 """RND: algos/rnd.py."""
 
-from tests.specs import Curve, Effect, Spec, parse_bugs
-from tests.specs.ppo import SPEC as PARENT
+from tests.specs import Curve, Effect, Spec
 
 BUGS = """
 bonus-of-what-was-left: the batch's observations are at hand, the next ones are the point
@@ -93,26 +92,16 @@ SEA = dict(env_id="DeepSea-v0", total_timesteps=65_536, num_envs=16, num_steps=6
 
 SPEC = Spec(
     "RND, arXiv 1810.12894",
-    PARENT.family,
-    small=PARENT.small,
     tests="exact_rnd parity_cleanrl_rnd environments resume_control wiring "
           "command_line_control::test_evaluate_gives_the_last_row",
     no_recipe="the paper's experiments are of Atari's frames, and rnd.py takes vectors",
-    curves={
-        "rnd-deepsea": Curve(
-            dict(total_timesteps=49_152, eval_every=4096), "eval/return", numbers={"mean eval/return": "plain"},
-        ),
-    },
-    effects={
-        "rnd-deepsea": Effect(
-            dict(rnd=("rnd", SEA), ppo=("ppo", SEA | dict(env_id="algos.rnd:DeepSea-v0")),
-                 control=("rnd", SEA | dict(update_proportion=0.0))),
-            "last eval/return_stochastic",
-            claims={"rnd > 0.9": 9, "ppo < 0.05": 9, "control < 0.05": 9},
-        ),
-    },
-    flags=PARENT.flags,
-    special=PARENT.special,
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
+    curves={"rnd-deepsea": Curve(
+        dict(total_timesteps=49_152, eval_every=4096), "eval/return", numbers={"mean eval/return": "plain"},
+    )},
+    effects={"rnd-deepsea": Effect(
+        dict(rnd=("rnd", SEA), ppo=("ppo", SEA | dict(env_id="algos.rnd:DeepSea-v0")),
+             control=("rnd", SEA | dict(update_proportion=0.0))),
+        "last eval/return_stochastic",
+        claims={"rnd > 0.9": 9, "ppo < 0.05": 9, "control < 0.05": 9},
+    )},
 )  # fmt: skip

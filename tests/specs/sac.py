@@ -1,7 +1,7 @@
 """SAC: algos/sac.py."""
 
 from tests.flags import WALK
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Recipe, Spec
 
 BUGS = """
 bootstrap-through-termination:sac: the mask is forgotten: the end of an episode costs nothing
@@ -209,5 +209,4 @@ SPEC = Spec(
                hidden_size=8, buffer_size=1000, log_every=16, eval_every=0, eval_episodes=1),
     noise=WALK,
     special={"alpha": ({}, 0.5), "buffer_size": ({}, 16), "subset_size": ({"num_critics": 3}, 2)},
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """supervised fine-tuning: algos/sft.py."""
 
 from tests.flags import JITTER, PAIRS
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Curve, Recipe, Spec
 
 BUGS = """
 mean-over-padding:sft: .mean() of a padded tensor
@@ -45,21 +45,16 @@ SPEC = Spec(
     small="--device cpu --task sort --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 --save-every 2",
     tests="sft parity_transformers wiring runs "
           "resume::test_killed_at_any_moment",
-    curves={
-        "sft-sort": Curve(
-            dict(task=("sort",), max_steps=100, batch_size=64, eval_every=0, eval_prompts=16), "loss",
-            numbers={"negative final loss": "plain"},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "9.65e-6", "arXiv 2203.02155, appendix C.1 (1.3B)", preset="full",
-            paper=dict(learning_rate=9.65e-6, batch_size=32, lr_schedule="cosine", warmup_steps=0,
-                       max_steps=6500),
-        ),
-    ),
+    curves={"sft-sort": Curve(
+        dict(task=("sort",), max_steps=100, batch_size=64, eval_every=0, eval_prompts=16), "loss",
+        numbers={"negative final loss": "plain"},
+    )},
+    recipes=(Recipe(
+        "9.65e-6", "arXiv 2203.02155, appendix C.1 (1.3B)", preset="full",
+        paper=dict(learning_rate=9.65e-6, batch_size=32, lr_schedule="cosine", warmup_steps=0,
+                   max_steps=6500),
+    ),),
     flags=PAIRS | dict(task=("sort",)), noise=JITTER,
     special={"task": ({}, ("countdown",)), "prompt_column": ({"task": ("@rows.jsonl",)}, "question"),
              "max_prompt_length": ({"task": ("@lengths.jsonl",)}, 4)},
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """SimPO: algos/simpo.py."""
 
-from tests.flags import JITTER, PAIRS
-from tests.specs import Curve, Recipe, Spec, parse_bugs
+from tests.specs import Recipe, Spec
+from tests.specs.dpo import SORT
 
 BUGS = """
 target-margin-of-the-wrong-sign: a margin to be reached is taken off what is there, and people add bonuses
@@ -55,23 +55,12 @@ groups-interleaved:likelihoods: other code puts all chosen ones first; both give
 
 SPEC = Spec(
     "SimPO, arXiv 2405.14734",
-    "Language models: preferences and demonstrations",
-    small="--device cpu --task sort --num-pairs 20 --batch-size 8 --max-steps 6 --eval-prompts 4 --eval-every 2 "
-          "--save-every 2 --gamma 1.375",
+    small="--gamma 1.375",
     tests="exact_simpo_orpo parity_trl_preferences wiring dpo_runs",
-    curves={
-        "simpo-sort": Curve(
-            dict(task="sort", max_steps=40, eval_every=0, eval_prompts=256), "margin",
-            numbers={"eval/greedy": "share"},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "llama3-ultrafeedback", "arXiv 2405.14734 and the authors' llama-3-8b-instruct-simpo.yaml", preset="full",
-            paper=dict(beta=2.5, gamma=1.375, batch_size=128, max_length=2048, learning_rate=1e-6,
-                       lr_schedule="cosine", sft_coef=0.0),
-        ),
-    ),
-    flags=PAIRS, noise=JITTER,
-    bugs=parse_bugs(BUGS),
+    curves={"simpo-sort": SORT.but(max_steps=40)},
+    recipes=(Recipe(
+        "llama3-ultrafeedback", "arXiv 2405.14734 and the authors' llama-3-8b-instruct-simpo.yaml", preset="full",
+        paper=dict(beta=2.5, gamma=1.375, batch_size=128, max_length=2048, learning_rate=1e-6,
+                   lr_schedule="cosine", sft_coef=0.0),
+    ),),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """TBA: algos/tba.py."""
 
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.rloo import SPEC as PARENT
+from tests.specs import Effect, Recipe, Spec
+from tests.specs.grpo import SORT
 
 BUGS = """
 gradient-through-log-z: it would be 0, but for a group without rewards, where the mean of nothing has the slope NaN
@@ -85,46 +85,34 @@ buffer-outside-the-checkpoint: weights and optimizer are what others keep
 + {"buffer": None}
 """
 
-SORT = dict(task="sort", eval_every=0, eval_prompts=128)
-START = SORT | dict(max_steps=20, sync_every=20, buffer_size=1280, on_policy_share=1.0)  # samples of the first policy
-CLIPPED = SORT | dict(max_steps=1, num_prompts=1280, num_minibatches=20, scale_rewards="none", aggregation="constant",
+TASK = dict(task="sort", eval_every=0, eval_prompts=128)
+START = TASK | dict(max_steps=20, sync_every=20, buffer_size=1280, on_policy_share=1.0)  # samples of the first policy
+CLIPPED = TASK | dict(max_steps=1, num_prompts=1280, num_minibatches=20, scale_rewards="none", aggregation="constant",
                       max_grad_norm=0.05)  # fmt: skip
 
 SPEC = Spec(
     "TBA, arXiv 2503.18929",
-    PARENT.family,
-    small=PARENT.small + " --sync-every 4 --on-policy-share 0.5",
+    small="--sync-every 4 --on-policy-share 0.5",
     tests="exact_tba exact_grpo parity_verl wiring",
-    curves={
-        "tba-sort": Curve(
-            dict(task="sort", max_steps=10, eval_every=0, eval_prompts=256), "reward",
-            numbers={"mean reward": "plain", "eval/greedy": "share"},
-        ),
-    },
-    effects={
-        "tba-stale": Effect(  # without the divergence ("plain") TBA is REINFORCE; "clipped" has the same samples
-            {"tba": ("tba", START | dict(beta=0.2)), "plain": ("tba", START | dict(beta=1e-6)),
-             "clipped": ("grpo", CLIPPED), "fresh": ("rloo", SORT | dict(max_steps=20))},
-            "last eval/pass@1",
-            {"tba > plain + 0.4": 10, "plain < 0.3": 9, "tba > clipped": 9, "tba > fresh - 0.15": 9},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "realtreetune/rho-1b-sft-GSM8K", "bbartoldson/TBA, launch_training_gsm8k.sh", preset="full",
-            paper=dict(num_prompts=7, num_generations=20, learning_rate=1e-5, warmup_steps=50, max_steps=700,
-                       beta=0.014, sync_every=2, on_policy_share=0.95, max_completion_length=512,
-                       lr_schedule="warmup_stable_decay", temperature=0.7),
-            differs=dict(lr_schedule=("constant", "The authors' learning rate falls in the end")),
-        ),
-    ),
-    flags=PARENT.flags | dict(sync_every=1, on_policy_share=1.0),
+    curves={"tba-sort": SORT.but(max_steps=10)},
+    effects={"tba-stale": Effect(  # without the divergence ("plain") TBA is REINFORCE; "clipped" has the same samples
+        {"tba": ("tba", START | dict(beta=0.2)), "plain": ("tba", START | dict(beta=1e-6)),
+         "clipped": ("grpo", CLIPPED), "fresh": ("rloo", TASK | dict(max_steps=20))},
+        "last eval/pass@1",
+        {"tba > plain + 0.4": 10, "plain < 0.3": 9, "tba > clipped": 9, "tba > fresh - 0.15": 9},
+    )},
+    recipes=(Recipe(
+        "realtreetune/rho-1b-sft-GSM8K", "bbartoldson/TBA, launch_training_gsm8k.sh", preset="full",
+        paper=dict(num_prompts=7, num_generations=20, learning_rate=1e-5, warmup_steps=50, max_steps=700,
+                   beta=0.014, sync_every=2, on_policy_share=0.95, max_completion_length=512,
+                   lr_schedule="warmup_stable_decay", temperature=0.7),
+        differs=dict(lr_schedule=("constant", "The authors' learning rate falls in the end")),
+    ),),
+    flags=dict(sync_every=1, on_policy_share=1.0),
     special={
         "num_generations": ({"micro_batch_size": 8}, 8),
         "sync_every": ({}, 2),
         "on_policy_share": ({"max_steps": 4}, 0.0),
         "buffer_size": ({"on_policy_share": 0.0, "max_steps": 6}, 2),
     },
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
 )  # fmt: skip

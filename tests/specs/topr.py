@@ -1,7 +1,7 @@
 """TOPR: algos/topr.py."""
 
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.grpo import SPEC as PARENT
+from tests.specs import Effect, Recipe, Spec
+from tests.specs.grpo import SORT
 
 BUGS = """
 gradient-through-the-weight:topr: rho is made from log pi
@@ -58,32 +58,19 @@ ONCE = dict(task="sort", max_steps=1, num_prompts=256, num_minibatches=64, aggre
 
 SPEC = Spec(
     "TOPR, arXiv 2503.14286",
-    PARENT.family,
-    small=PARENT.small,
     tests="exact_topr exact_grpo expected_gradients parity_verl wiring",
-    curves={
-        "topr-sort": Curve(
-            dict(task="sort", max_steps=6, learning_rate=1e-4, eval_every=0, eval_prompts=256), "reward",
-            numbers={"mean reward": "plain", "eval/greedy": "share"},
-        ),
-    },
-    effects={
-        "topr-stale": Effect(
-            {"topr": ("topr", ONCE), "reinforce": ("raft", ONCE | dict(select="all")),
-             "clipped": ("raft", ONCE | dict(select="all", plusplus=True)), "positives": ("raft", ONCE)},
-            "last eval/pass@1",
-            {"topr > reinforce + 0.5": 10, "topr > clipped + 0.2": 9, "topr > positives - 0.05": 9},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "meta-llama/Meta-Llama-3-8B-Instruct", "arXiv 2503.14286", preset="full",
-            paper=dict(num_generations=16, learning_rate=5e-7, aggregation="sequence", beta=0.0, num_iterations=1,
-                       max_grad_norm=1.0, temperature=1.0, baseline=0.0),
-        ),
-    ),
-    flags=PARENT.flags | dict(num_minibatches=2),
-    special=PARENT.special | {"num_minibatches": ({}, 1)},
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
+    curves={"topr-sort": SORT.but(max_steps=6, learning_rate=1e-4)},
+    effects={"topr-stale": Effect(
+        {"topr": ("topr", ONCE), "reinforce": ("raft", ONCE | dict(select="all")),
+         "clipped": ("raft", ONCE | dict(select="all", plusplus=True)), "positives": ("raft", ONCE)},
+        "last eval/pass@1",
+        {"topr > reinforce + 0.5": 10, "topr > clipped + 0.2": 9, "topr > positives - 0.05": 9},
+    )},
+    recipes=(Recipe(
+        "meta-llama/Meta-Llama-3-8B-Instruct", "arXiv 2503.14286", preset="full",
+        paper=dict(num_generations=16, learning_rate=5e-7, aggregation="sequence", beta=0.0, num_iterations=1,
+                   max_grad_norm=1.0, temperature=1.0, baseline=0.0),
+    ),),
+    flags=dict(num_minibatches=2),
+    special={"num_minibatches": ({}, 1)},
 )  # fmt: skip

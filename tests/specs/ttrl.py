@@ -1,7 +1,6 @@
 """TTRL: algos/ttrl.py."""
 
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.grpo import SPEC as PARENT
+from tests.specs import Curve, Effect, Recipe, Spec
 
 BUGS = """
 silence-is-an-answer: a counter counts None like everything else
@@ -57,29 +56,19 @@ RIGHT = ("grpo", dict(task="sort", max_steps=5, eval_every=0, eval_prompts=4))  
 
 SPEC = Spec(
     "TTRL, arXiv 2504.16084",
-    PARENT.family,
-    small=f"{PARENT.small} --num-votes 4",
+    small="--num-votes 4",
     tests="exact_ttrl exact_grpo parity_verl wiring",
-    curves={
-        "ttrl-sort": Curve(SORT | dict(model=RIGHT, eval_prompts=256), "reward/true", {"eval/pass@1": "share"}),
-    },
-    effects={
-        "ttrl-start": Effect(  # the start decides: most of its answers are right, or wrong (the shipped model)
-            {"right": ("ttrl", SORT | dict(model=RIGHT)), "wrong": ("ttrl", SORT), "labels": ("grpo", SORT)},
-            "rise eval/pass@1", {"right > 0.03": 9, "wrong < -0.1": 9, "labels > 0.3": 9},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "aime.jsonl", "PRIME-RL/TTRL, verl/examples/ttrl/aime.sh and verl's defaults of that commit",
-            preset="full",
-            paper=dict(num_prompts=8, num_votes=64, num_generations=32, num_minibatches=8, max_completion_length=3072,
-                       learning_rate=5e-7, lr_schedule="cosine", max_steps=240, warmup_steps=7, beta=0.001,
-                       epsilon=0.2, temperature=1.0, aggregation="token", num_iterations=1),
-        ),
-    ),
-    flags=PARENT.flags,
-    special=PARENT.special | {"num_votes": ({}, 8)},
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
+    curves={"ttrl-sort": Curve(SORT | dict(model=RIGHT, eval_prompts=256), "reward/true", {"eval/pass@1": "share"})},
+    effects={"ttrl-start": Effect(  # the start decides: most of its answers are right, or wrong (the shipped model)
+        {"right": ("ttrl", SORT | dict(model=RIGHT)), "wrong": ("ttrl", SORT), "labels": ("grpo", SORT)},
+        "rise eval/pass@1", {"right > 0.03": 9, "wrong < -0.1": 9, "labels > 0.3": 9},
+    )},
+    recipes=(Recipe(
+        "aime.jsonl", "PRIME-RL/TTRL, verl/examples/ttrl/aime.sh and verl's defaults of that commit",
+        preset="full",
+        paper=dict(num_prompts=8, num_votes=64, num_generations=32, num_minibatches=8, max_completion_length=3072,
+                   learning_rate=5e-7, lr_schedule="cosine", max_steps=240, warmup_steps=7, beta=0.001,
+                   epsilon=0.2, temperature=1.0, aggregation="token", num_iterations=1),
+    ),),
+    special={"num_votes": ({}, 8)},
 )  # fmt: skip

@@ -1,7 +1,6 @@
 """VinePPO: algos/vineppo.py."""
 
-from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.grpo import SPEC as PARENT
+from tests.specs import Curve, Effect, Recipe, Spec
 
 BUGS = """
 advantages-turned-round: before minus behind
@@ -81,35 +80,27 @@ VINE = SHORT | dict(num_continuations=3)
 
 SPEC = Spec(
     "VinePPO, arXiv 2410.01679",
-    PARENT.family,
-    small=f"{PARENT.small} --num-continuations 2".replace("--task sort", "--task countdown"),
+    small="--task countdown --num-continuations 2",
     tests="exact_vineppo exact_grpo parity_verl wiring",
-    curves={
-        "vineppo-countdown": Curve(
-            dict(task="countdown", max_steps=15, num_continuations=3, eval_every=0, eval_prompts=256), "reward",
-            numbers={"mean reward": "plain", "eval/pass@1": "share"},
-        ),
-    },
-    effects={
-        "vineppo-credit": Effect(  # S is never sampled: one step, V(x) as baseline. 88 * 8: as many samples as vine
-            {"vine": ("vineppo", VINE), "grpo": ("grpo", SHORT),
-             "one_step": ("vineppo", VINE | dict(step_separator=("S",))),
-             "equal_samples": ("grpo", SHORT | dict(num_prompts=88))},
-            "late reward", {"vine > grpo": 9, "vine > one_step": 9, "vine < equal_samples": 9},
-        ),
-    },
-    recipes=(
-        Recipe(
-            "realtreetune/rho-1b-sft-GSM8K", "polIter_rho1bSft2_vineppo_GSM8K.jsonnet of McGill-NLP/VinePPO",
-            preset="full",
-            paper=dict(num_prompts=64, num_generations=8, num_continuations=9, num_iterations=2, num_minibatches=8,
-                       learning_rate=1e-6, epsilon=0.2, beta=1e-4, temperature=0.6, max_completion_length=1024,
-                       max_steps=650, warmup_steps=20, max_grad_norm=1.0, weight_decay=0.0, aggregation="token",
-                       whiten_advantages=True),
-        ),
-    ),
-    flags=PARENT.flags | dict(num_continuations=2),
-    special=PARENT.special | {"step_separator": ({}, ("1",))},
-    noise=PARENT.noise,
-    bugs=parse_bugs(BUGS),
+    curves={"vineppo-countdown": Curve(
+        dict(task="countdown", max_steps=15, num_continuations=3, eval_every=0, eval_prompts=256), "reward",
+        numbers={"mean reward": "plain", "eval/pass@1": "share"},
+    )},
+    effects={"vineppo-credit": Effect(
+        # S is never sampled: one step, V(x) as baseline. 88 * 8: as many samples as vine
+        {"vine": ("vineppo", VINE), "grpo": ("grpo", SHORT),
+         "one_step": ("vineppo", VINE | dict(step_separator=("S",))),
+         "equal_samples": ("grpo", SHORT | dict(num_prompts=88))},
+        "late reward", {"vine > grpo": 9, "vine > one_step": 9, "vine < equal_samples": 9},
+    )},
+    recipes=(Recipe(
+        "realtreetune/rho-1b-sft-GSM8K", "polIter_rho1bSft2_vineppo_GSM8K.jsonnet of McGill-NLP/VinePPO",
+        preset="full",
+        paper=dict(num_prompts=64, num_generations=8, num_continuations=9, num_iterations=2, num_minibatches=8,
+                   learning_rate=1e-6, epsilon=0.2, beta=1e-4, temperature=0.6, max_completion_length=1024,
+                   max_steps=650, warmup_steps=20, max_grad_norm=1.0, weight_decay=0.0, aggregation="token",
+                   whiten_advantages=True),
+    ),),
+    flags=dict(num_continuations=2),
+    special={"step_separator": ({}, ("1",))},
 )  # fmt: skip
