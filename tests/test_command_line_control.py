@@ -66,9 +66,11 @@ OWN = {
         (f"{BANDIT} action=box", "Box", "finite bounds"),
         (f"{BANDIT} action=multibinary", "action space", "MultiBinary"),
         ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),
-        ("--subset-size 3", "--subset-size 3", "--num-critics 2"),
+        ("--utd-ratio 20", "--utd-ratio moved to redq.py"),
+        ("--no-layer_norm", "--no-layer_norm moved to redq.py"),
         *ANY,
     ],
+    "redq": [("--subset-size 6", "--subset-size 6", "--num-critics 5")],
     "crossq": [
         ("--env-id CartPole-v1", "Discrete", "CrossQ needs a Box"),
         ("--total-timesteps 161", "--total-timesteps 161", "--num-envs 2"),

@@ -42,17 +42,10 @@ def ours(inputs: dict, learned: bool) -> dict[str, torch.Tensor]:
     for i in range(sb3.UPDATES):
         batch = sac.Transitions(*(inputs[name][i] for name in sac.Transitions._fields))
         noise, next_noise = inputs["noise"][i], inputs["next_noise"][i]
-        losses = (lambda agent, batch, _, gamma, subset, noise=next_noise: sac.critic_loss(agent, batch, noise, gamma),
-                  lambda agent, obs, _, actor_q, noise=noise: sac.actor_loss(agent, obs, noise))  # fmt: skip
-        sac.update(
-            agent,
-            sac.Optimizers(*adam[:2], adam[2] if learned else None),
-            batch,
-            torch.Generator(),
-            args,
-            i + 1,
-            *losses,
-        )
+        losses = (lambda agent, batch, _, gamma, noise=next_noise: sac.critic_loss(agent, batch, noise, gamma),
+                  lambda agent, obs, _, noise=noise: sac.actor_loss(agent, obs, noise))  # fmt: skip
+        optimizers = sac.Optimizers(*adam[:2], adam[2] if learned else None)
+        sac.update(agent, optimizers, batch, torch.Generator(), args, *losses)
         state = {name: t.detach().clone() for name, t in agent.state_dict().items()}
         states.append(state | ({"log_alpha_gradient": agent.log_alpha.grad.clone()} if learned else {}))
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}

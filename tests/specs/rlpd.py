@@ -1,7 +1,7 @@
 """RLPD: algos/rlpd.py."""
 
 from tests.specs import Curve, Effect, Recipe, Spec, parse_bugs
-from tests.specs.sac import SPEC as PARENT
+from tests.specs.redq import SPEC as PARENT
 
 BUGS = """
 no-data: the buffers are exchanged nowhere, one is forgotten
@@ -44,10 +44,6 @@ target-entropy-of-sac: the authors' code has half of it
 - args.target_entropy = -action_size / 2
 + args.target_entropy = -float(action_size)
 
-actor-moves-in-every-update: SAC's default
-- args.policy_frequency = args.utd_ratio
-+ args.policy_frequency = 1
-
 uniform-warm-up: as without --init
 - if step < args.learning_starts and not args.init:
 + if step < args.learning_starts:
@@ -80,8 +76,7 @@ SPEC = Spec(
     "RLPD, arXiv 2302.02948",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_rlpd exact_sac parity_authors "
-          "command_line_control resume_control wiring",
+    tests="exact_rlpd exact_redq parity_authors command_line_control resume_control wiring",
     curves={
         "rlpd-hopper": Curve(
             dict(total_timesteps=1500, learning_starts=500, learning_rate=0.001, tau=0.01, batch_size=128,
