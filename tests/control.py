@@ -8,6 +8,7 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from environments import Probe
 from helpers import command_line
@@ -106,6 +107,23 @@ def adam(p: dict, moments: dict, part: str, loss, rate: float, decay: float = 0,
     return gradients
 
 
+BACKENDS = pytest.mark.parametrize(
+    "backend, tolerance", [("eager", 1e-6), pytest.param("inductor", 1e-5, marks=pytest.mark.slow)]
+)
+
+
+def assert_compiled_is_equal(make, loss, inputs, backend: str, tolerance: float) -> None:
+    """A loss of agents that `make` makes is one graph: same outputs, gradients and statistics."""
+    results = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend=backend)):
+        outputs = function(agent := make(), *inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs[0].backward()
+        gradients = [x.grad for x in agent.parameters() if x.grad is not None]
+        results.append(torch.cat([x.detach().flatten() for x in [*outputs, *gradients, *agent.buffers()]]))
+    assert (results[0] - results[1]).abs().max() < tolerance * results[0].abs().max()
+
+
 DRAWN = ("noise", "subset")  # arguments of losses
 
 
@@ -129,7 +147,8 @@ def assert_update_is(reference: type, module, agent, args, rate=1e-2, learned=Tr
         return listens
 
     losses = {name: listening(name) for name in ("critic_loss", "actor_loss")}
-    given = dict(agent=agent, optimizers=optimizers, generator=torch.Generator().manual_seed(0), args=args, **losses)
+    own.generator = torch.Generator().manual_seed(0)
+    given = dict(agent=agent, optimizers=optimizers, generator=own.generator, args=args, **losses)
     for number in range(1, updates + 1):
         given |= dict(batch=minibatch(module.Transitions, number), number=number)
         drawn.clear()

@@ -2,6 +2,7 @@
 implementation (tests/reference/sac.py), the replay buffer and what train() puts into it by environments that tell what
 happened."""
 
+import inspect
 import itertools
 import math
 import sys
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from control import (
+    BACKENDS,
+    assert_compiled_is_equal,
     assert_in_order,
     assert_probed,
     assert_update_is,
@@ -117,21 +120,11 @@ def test_update_is_that_of_the_reference(module, learned, log_std):
     assert len(noises) == 8 * B * A == len(np.unique(noises)) and stats.kstest(noises, "norm").pvalue > 0.01
 
 
-SLOW = pytest.param("inductor", 1e-5, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("backend, tolerance", [("eager", 1e-6), SLOW])
+@BACKENDS
 def test_the_compiled_losses_are_one_graph_with_equal_gradients(backend, tolerance):
     batch, noise = minibatch(sac.Transitions), torch.randn(B, A, generator=torch.Generator().manual_seed(1))
     for loss, inputs in [(sac.critic_loss, (batch, noise, GAMMA)), (sac.actor_loss, (batch.obs, noise))]:
-        results = []
-        for function in (loss, torch.compile(loss, fullgraph=True, backend=backend)):
-            agent = make_agent()
-            outputs = function(agent, *inputs)
-            outputs[0].backward()
-            gradients = [x.grad for x in agent.parameters() if x.grad is not None]
-            results.append(torch.cat([x.detach().flatten() for x in [*outputs, *gradients]]))
-        assert (results[0] - results[1]).abs().max() < tolerance * results[0].abs().max()
+        assert_compiled_is_equal(make_agent, loss, inputs, backend, tolerance)
 
 
 # --- expectations by quadrature
@@ -179,64 +172,6 @@ def test_expected_gradient_of_the_actor_is_that_of_the_objective(alpha, smaller)
     close(value, objective(mean, log_std), 1e-7)
     close(agent.actor.net[-1].bias.grad, slopes, 1e-6)
     assert min(map(abs, slopes)) > 0.05
-
-
-@float64()
-def test_soft_bellman_backup_and_its_fixed_point():
-    """Two states that lead to each other, one of them sometimes to the end. The mean of y over the noise is the backup
-    by quadrature, and at the exact soft value the critics' expected gradient is 0."""
-    alpha, centres, means, log_stds, curvature = 0.4, [0.5, -0.3], [0.2, -0.6], [-0.5, 0.1], 1.5
-    ends = [0.0, 0.25]  # probability that the step from a state is the last
-
-    def soft_reward(s):
-        """Mean over pi(. | s) of -curvature (a - centre)^2 - alpha log pi(a | s)."""
-
-        def integrand(u):
-            density = stats.norm(means[s], np.exp(log_stds[s]))
-            a = np.tanh(u)
-            logp = density.logpdf(u) - np.log(1 - a**2)
-            return density.pdf(u) * (-curvature * (a - centres[s]) ** 2 - alpha * logp)
-
-        return integrate.quad(integrand, means[s] - 9, means[s] + 9, epsabs=1e-12, limit=200)[0]
-
-    soft, bonus = np.array([soft_reward(0), soft_reward(1)]), np.array([1.0, -0.5])
-    # Q(s, a) = height(s) - curvature (a - centre)^2, height(s) = bonus(s) + gamma (1 - ends(s)) (height(s') + soft(s'))
-    kept = GAMMA * (1 - np.array(ends))
-    heights = np.linalg.solve([[1, -kept[0]], [-kept[1], 1]], bonus + kept * soft[::-1])
-
-    actor = sac.Actor(1, 1, 4)  # mean and log std are linear in the state through one hidden unit
-    with torch.no_grad():
-        for parameter in actor.parameters():
-            parameter.zero_()
-        actor.net[0].weight[0, 0] = actor.net[2].weight[0, 0] = 1.0
-        actor.net[4].bias.copy_(torch.tensor([means[0], log_stds[0]]))
-        actor.net[4].weight[:, 0] = torch.tensor([means[1] - means[0], log_stds[1] - log_stds[0]])
-
-    def expected(heights, s, a):
-        """Means of y and of the critics' gradient with respect to their heights, at state s and action a."""
-        agent = SimpleNamespace(actor=actor, log_alpha=torch.tensor(alpha).log(),
-                                targets=Quadratic(heights, centres, curvature, smaller=1),
-                                critics=Quadratic(heights, centres, curvature, gap=0.0))  # fmt: skip
-        reward, mean = bonus[s] - curvature * (a - centres[s]) ** 2, 0.0
-        for terminated, chance in ((0.0, 1 - ends[s]), (1.0, ends[s])):
-            batch = sac.Transitions(*(torch.full((1, 1), float(x)) for x in (s, a, reward, terminated, 1 - s)))
-            for node, weight in zip(NODES, chance * WEIGHTS):
-                loss, _, y = sac.critic_loss(agent, batch, torch.full((1, 1), node), GAMMA)
-                mean += weight * y.item()
-                (weight * loss).backward()
-        return mean, agent.critics.heights.grad
-
-    for s in (0, 1):
-        for a in (-0.9, 0.1, 0.8):
-            y, gradient = expected(heights.tolist(), s, a)
-            close(y, heights[s] - curvature * (a - centres[s]) ** 2, 1e-9)
-            close(gradient, 0.0, 1e-9)
-        others = [3.0, -7.0]  # any other values: their backup, which they are not a fixed point of
-        y, gradient = expected(others, s, 0.1)
-        backup = bonus[s] - curvature * (0.1 - centres[s]) ** 2 + kept[s] * (others[1 - s] + soft[1 - s])
-        close(y, backup, 1e-9)
-        close(gradient[s], 2 * (others[s] - curvature * (0.1 - centres[s]) ** 2 - backup), 1e-9)  # two critics
-        close(gradient[1 - s], 0.0, 1e-12)
 
 
 # --- the replay buffer
@@ -325,31 +260,36 @@ def test_train_updates_on_what_it_stored(probe_run):
     assert len(set(seen)) > 150 and len({tuple(x[2].obs.flatten().tolist()) for x in calls}) == len(calls)
 
 
+OWN = {"crossq": (1e-3, 0.5, 3), "redq": (3e-4, 0.9, 3), "ddpg": (1e-3, 0.9, 1), "td3": (1e-3, 0.9, 2)}
+
+
 def test_train_takes_every_update(probe_run):
     """One or utd-ratio updates for each step of an environment after learning_starts, by Adam at the learning rate for
-    exactly actor, critics and temperature; all of them, targets and statistics moved; target entropy is -(number of
-    actions). CrossQ's Adam forgets sooner, but for the temperature's; its actor and REDQ's move in every third one."""
+    exactly the parts that are named; all of them, targets and statistics moved; target entropy is -(number of actions).
+    CrossQ's Adam forgets sooner, but for the temperature's; some actors move in every second or third update."""
     folder, calls, untrained = probe_run
-    agent, optimizers, _, _, args, *number, first, second = calls[0]
-    module, name = sys.modules[type(agent).__module__], type(agent).__module__.removeprefix("algos.")
-    updates = getattr(args, "utd_ratio", 1) * (160 - 40)  # after steps 42, 44, .. 160, twice
-    assert len(calls) == updates == (360 if number else 120)
-    if number:  # of all that the steps so far have had
-        assert [call[5] for call in calls] == list(range(121, 481))
-    rate, beta, every = {"crossq": (1e-3, 0.5, 3), "redq": (3e-4, 0.9, 3)}.get(name, (3e-4, 0.9, 1))
-    assert args.target_entropy == -2 and (first, second) == (module.critic_loss, module.actor_loss)
-    parts = agent.actor.parameters(), agent.critics.parameters(), [agent.log_alpha]
-    for optimizer, part, beta1 in zip(optimizers, parts, (beta, beta, 0.9), strict=True):
-        (group,) = optimizer.param_groups
+    agent, optimizers = calls[0][:2]
+    module = sys.modules[type(agent).__module__]
+    names = list(inspect.signature(module.update).parameters)
+    args, updates = calls[0][names.index("args")], (360 if "utd_ratio" in options(module.NAME) else 120)
+    assert len(calls) == updates and calls[0][-2:] == (module.critic_loss, module.actor_loss)
+    if "number" in names:  # of all that the steps so far have had
+        assert [call[names.index("number")] for call in calls] == list(range(121, 481))
+    rate, beta, every = OWN.get(module.NAME, (3e-4, 0.9, 1))
+    assert getattr(args, "target_entropy", -2) == -2
+    for name, optimizer in optimizers._asdict().items():
+        part = [agent.log_alpha] if name == "alpha" else getattr(agent, name).parameters()
+        (group,), beta1 = optimizer.param_groups, 0.9 if name == "alpha" else beta
         assert [id(x) for x in group["params"]] == [id(x) for x in part]
         assert type(optimizer) is torch.optim.Adam
         assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (rate, (beta1, 0.999), 1e-8, 0)
-    for part, count in (("actor", updates // every), ("critics", updates), ("alpha", updates // every)):
-        assert {x["step"].item() for x in checkpoint(folder)[part]["state"].values()} == {count}
-    for name, tensor in weights(folder).items():
+        count = updates if name.startswith("critic") else updates // every
+        assert {x["step"].item() for x in checkpoint(folder)[name]["state"].values()} == {count}
+    for name, tensor in (saved := weights(folder)).items():
         assert not torch.equal(tensor, untrained[name]), name
-        if name.startswith("targets"):  # they lag
-            assert not torch.equal(tensor, weights(folder)[name.replace("targets", "critics")])
+        if name.startswith("target"):  # they lag, and began as copies
+            follows = name.removeprefix("target_").replace("targets", "critics")
+            assert torch.equal(untrained[name], untrained[follows]) and not torch.equal(tensor, saved[follows])
 
 
 @each

@@ -14,7 +14,7 @@ STEP = 1e-30
 
 class Sac:
     critics, targets, layers = "critics", "targets", (0, 2, 4)
-    names, share = ("q1", "q2"), 0.5
+    names, share, always_lags = ("q1", "q2"), 0.5, True
 
     def __init__(self, state: dict, args, rate: float, learned: bool):
         """state: name -> array; learned: whether the temperature is."""
@@ -113,9 +113,11 @@ class Sac:
         slopes = self.step(self.critics, lambda: self.critic_loss(batch, target))
         metrics = {"q": self.first.mean(), "td_error": np.abs(self.first - target).mean(),
                    "grad_norm": np.sqrt(sum((x**2).sum() for x in slopes.values()))}  # fmt: skip
-        if self.moves(number):
+        moves = self.moves(number)
+        if moves:
             metrics |= self.move_actor(batch, **drawn["actor_loss"])
-        self.lag()
+        if moves or self.always_lags:
+            self.lag()
         return metrics
 
 

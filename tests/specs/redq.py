@@ -75,7 +75,7 @@ SPEC = Spec(
         "redq-pendulum": Curve(FAST, "eval/return", numbers={"mean eval/return": "plain"}),
     },
     effects={
-        # chosen after one seed, 101; control has the ensemble without the updates, many the updates without the ensemble
+        # chosen after one seed, 101; control has the ensemble and one update a step, many the updates and two critics
         "redq-pendulum": Effect(
             runs={
                 "redq": ("redq", FAST),
