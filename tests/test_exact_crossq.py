@@ -87,7 +87,7 @@ def test_update_is_that_of_the_reference(batch_norm, warmup):
     for name, x in agent.named_buffers():  # some means are far off, some deviations too small or too large
         kind = {"mean": [0.0, 9.0, -9.0], "variance": [1.0, 0.01, 30.0, 1.0]}.get(name.rpartition(".")[2])
         x.copy_(torch.tensor(kind).repeat(9)[: len(x)] if kind else x)
-    _, own = assert_update_is(CrossQ, crossq, agent, args, RATE)
+    _, own = assert_update_is(CrossQ, crossq, agent, args, RATE, atol=1e-8)  # Adam magnifies small slopes
     assert len(own.smallest) == 4 and not any(module.training for module in agent.modules())
     assert own.clipped == ({-2, -1, 1, 2} if batch_norm and warmup < 4 else set())
     passes = {x.item() for name, x in buffers(agent).items() if name.endswith("passes")}

@@ -1,32 +1,14 @@
-"""ddpg.py and its child td3.py against numbers computed another way: updates by a second
-implementation (tests/reference/sac.py), what train() stores and draws by environments that tell what happened. What TD3
-adds is in test_exact_td3.py."""
+"""ddpg.py and its child td3.py against numbers computed another way: updates by a second implementation, and noise.
+What train() shares with sac.py is tested in test_exact_sac.py, what TD3 adds in test_exact_td3.py."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from control import (
-    BACKENDS,
-    assert_compiled_is_equal,
-    assert_update_is,
-    close,
-    float64,
-    minibatch,
-    randomise,
-)
-from helpers import metrics, new_run
+from control import BACKENDS, assert_compiled_is_equal, assert_update_is, close, float64, minibatch, randomise
 from reference.sac import Ddpg
 from scipy import stats
-from test_exact_sac import (  # noqa: F401  # the tests run here with ddpg.py and td3.py
-    SETTINGS,
-    recorded_run,
-    rows_of,
-    test_train_stores_true_transitions,
-    test_train_takes_every_update,
-    test_train_updates_on_what_it_stored,
-)
 from torch import nn
 
 from algos import ddpg, td3
@@ -61,38 +43,6 @@ def constant_actor(module, u) -> nn.Module:
         actor.net[-1].weight.zero_()
         actor.net[-1].bias.copy_(torch.tensor(u))
     return actor
-
-
-# --- train()
-
-
-@pytest.fixture(scope="module", params=MODULES)
-def probe_run(request, tmp_path_factory):
-    return recorded_run(MODULES[request.param], tmp_path_factory.mktemp("probe"))
-
-
-@both
-def test_train_explores_uniformly_then_by_noise(algo, tmp_path, monkeypatch):
-    """The first learning_starts steps are uniform in [-1, 1], later ones the actor's, which is given the standard
-    deviation of the noise and the observation that is stored with its action. In evaluation half of the episodes get no
-    noise, half that of exploration; actions are stretched there, too."""
-    given = []
-
-    def quarter(actor, obs, scale, generator):
-        given.append((obs.copy(), scale))
-        return np.full((len(obs), 2), 0.25, np.float32)
-
-    monkeypatch.setattr(MODULES[algo], "act", quarter)
-    settings = [*SETTINGS, "--learning-starts", 120, "--exploration-noise", 0.3]
-    folder = new_run(MODULES[algo], tmp_path, *settings)
-    obs, actions = rows_of(folder)[:2]
-    assert stats.kstest(actions[:120].flatten(), stats.uniform(-1, 2).cdf).pvalue > 0.01
-    assert len(np.unique(actions[:120])) == 240 and (actions[120:] == 0.25).all()
-    close(np.concatenate([x for x, _ in given[:20]]), obs[120:])
-    assert all(scale == 0.3 for _, scale in given[:20])
-    assert all(scale.flatten().tolist() == pytest.approx([0, 0, 0.3, 0.3]) for _, scale in given[20:])
-    (row,) = metrics(folder)
-    close(row["eval/return"], row["eval/length"] * (100 - 1 + 1.25 / 2 * 4), 1e-3)
 
 
 @both

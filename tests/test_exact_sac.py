@@ -13,6 +13,7 @@ import pytest
 import torch
 from control import (
     BACKENDS,
+    CONTROL,
     assert_compiled_is_equal,
     assert_in_order,
     assert_probed,
@@ -31,7 +32,7 @@ from reference.sac import Sac
 from scipy import integrate, stats
 from torch import nn
 
-from algos import crossq, gsde, her_sac, redq, sac
+from algos import her_sac, sac
 from utils.control import ReplayBuffer
 
 D, A, H, B = 3, 2, 8, 16  # observations, actions, hidden units, rows of a minibatch
@@ -214,7 +215,7 @@ def rows_of(folder):
     return np.split(stored_rows(folder), [4, 6, 7, 8], 1)
 
 
-MODULES = {"sac": sac, "crossq": crossq, "gsde": gsde, "redq": redq}
+MODULES = {algo: CONTROL[algo] for algo in ("sac", "crossq", "gsde", "redq", "ddpg", "td3")}
 each = pytest.mark.parametrize("algo", MODULES)
 
 
@@ -236,7 +237,7 @@ def recorded_run(module, folder, *flags) -> tuple:
 
 @pytest.fixture(scope="module", params=MODULES)
 def probe_run(request, tmp_path_factory):
-    return recorded_run(MODULES[request.param], tmp_path_factory.mktemp("probe"), "--alpha", None)
+    return recorded_run(MODULES[request.param], tmp_path_factory.mktemp("probe"))
 
 
 def test_train_stores_true_transitions(probe_run):
@@ -294,29 +295,32 @@ def test_train_takes_every_update(probe_run):
 
 @each
 def test_train_explores_uniformly_then_acts(algo, tmp_path, monkeypatch):
-    """The first learning_starts steps are uniform in [-1, 1], later ones the policy's, which is given full noise and
-    the observation that is stored with its action. Evaluation stretches actions too, likeliest ones without noise."""
-    given = []
+    """The first learning_starts steps are uniform in [-1, 1], later ones the policy's, which is given full noise, or
+    DDPG's standard deviation of it, and the observation that is stored with its action. Evaluation stretches actions,
+    too; half of its episodes get no noise."""
+    module, given, deterministic = MODULES[algo], [], algo in ("ddpg", "td3")
+    names, noise = list(inspect.signature(module.act).parameters), 0.3 if deterministic else 1.0
 
-    def quarter(actor, space, obs, scale, generator, matrices=None):
-        given.append((obs.copy(), scale))
-        return np.full((len(obs), 2), 0.25, np.float32)
+    def quarter(*inputs):
+        given.append((inputs[names.index("obs")].copy(), inputs[names.index("scale")]))
+        return np.full((len(given[-1][0]), 2), 0.25, np.float32)
 
-    monkeypatch.setattr(MODULES[algo], "act", quarter)
-    folder = new_run(MODULES[algo], tmp_path, *SETTINGS, "--learning-starts", 120, "--alpha", 0.2)
+    monkeypatch.setattr(module, "act", quarter)
+    flags = ["--exploration-noise", noise] if deterministic else ["--alpha", 0.2]
+    folder = new_run(module, tmp_path, *SETTINGS, "--learning-starts", 120, *flags)
     obs, actions = rows_of(folder)[:2]
     assert stats.kstest(actions[:120].flatten(), stats.uniform(-1, 2).cdf).pvalue > 0.01
     assert len(np.unique(actions[:120])) == 240 and (actions[120:] == 0.25).all()
     close(np.concatenate([x for x, _ in given[:20]]), obs[120:])
-    assert all(scale == 1.0 for _, scale in given[:20])
-    assert all(scale.flatten().tolist() == [0, 0, 1, 1] for _, scale in given[20:])
+    assert all(scale == noise for _, scale in given[:20])
+    assert all(scale.flatten().tolist() == pytest.approx([0, 0, noise, noise]) for _, scale in given[20:])
     (row,) = metrics(folder)
     close(row["eval/return"], row["eval/length"] * (100 - 1 + 1.25 / 2 * 4), 1e-3)
-    assert weights(folder)["log_alpha"].item() == pytest.approx(math.log(0.2)) == pytest.approx(math.log(row["alpha"]))
-    assert {"actor", "critics"} == {"actor", "critics", "alpha"} & checkpoint(folder).keys()
+    assert deterministic or weights(folder)["log_alpha"].item() == pytest.approx(math.log(0.2))
+    assert deterministic or row["alpha"] == pytest.approx(0.2) and "alpha" not in checkpoint(folder)
 
 
-@pytest.mark.parametrize("algo", [*MODULES, "her_sac", "rlpd"])
+@pytest.mark.parametrize("algo", ["sac", "crossq", "gsde", "redq", "her_sac", "rlpd"])
 def test_a_temperature_of_zero_is_no_other(algo, tmp_path):
     module, args = script(algo, tmp_path)
     rows = metrics(new_run(module, tmp_path / "runs", *args, "--alpha", 0))

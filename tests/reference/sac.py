@@ -9,7 +9,7 @@ Arrays have a minibatch's rows first; what `update` drew is given.
 
 import numpy as np
 
-STEP = 1e-30
+STEP, STATISTICS = 1e-30, ("mean", "variance", "passes")  # which are no parameters
 
 
 class Sac:
@@ -81,7 +81,8 @@ class Sac:
 
     def step(self, part: str, loss) -> dict:
         """Moves the parameters of a part by Adam; returns their slopes."""
-        slopes = {name: np.zeros(x.shape) for name, x in self.p.items() if name.partition(".")[0] == part}
+        names = [name for name in self.p if name.partition(".")[0] == part and not name.endswith(STATISTICS)]
+        slopes = {name: np.zeros(self.p[name].shape) for name in names}
         for name, slope in slopes.items():
             x = self.p[name]
             for index in np.ndindex(x.shape):

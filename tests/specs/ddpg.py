@@ -72,7 +72,7 @@ SPEC = Spec(
     "DDPG, arXiv 1509.02971",
     "Control",
     small=SMALL,
-    tests="exact_ddpg parity_sb3_td3 command_line_control resume_control wiring",
+    tests="exact_ddpg exact_sac parity_sb3_td3 command_line_control resume_control wiring",
     curves={
         "ddpg-pendulum": Curve(PENDULUM, "eval/return",
                                numbers={"mean eval/return": "plain", "last eval/return": "plain"}),

@@ -76,7 +76,7 @@ SPEC = Spec(
     "TD3, arXiv 1802.09477",
     PARENT.family,
     small=PARENT.small,
-    tests="exact_td3 exact_ddpg parity_sb3_td3 command_line_control resume_control wiring",
+    tests="exact_td3 exact_ddpg exact_sac parity_sb3_td3 command_line_control resume_control wiring",
     curves={
         "td3-pendulum": Curve(PENDULUM, "eval/return",
                               numbers={"mean eval/return": "plain", "last eval/return": "plain"}),

@@ -38,10 +38,6 @@ fraction-of-trajectories: 10 %-BC is of steps in the paper's code; of trajectori
 - np.cumsum(self.lengths()[best_first]) < fraction * len(self.obs)
 + np.arange(len(best_first)) < fraction * len(best_first)
 
-best-trajectory-left-out: one that is longer than the fraction leaves no row
-- count = max(1, (
-+ count = max(0, (
-
 unknown-arguments-are-dropped: what is unknown cannot have mattered
 - if lost := {name: saved[name] for name in gone if saved[name] != moved.get(name, ("", then.get(name)))[1]}:
 + if lost := {}:
