@@ -160,18 +160,6 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions, g
     return {"loss": loss.detach(), "good": batch.labels[:, 0].mean()}
 
 
-def top_rows(data: Dataset, fraction: float) -> np.ndarray:
-    """(n,) bool: rows of the trajectories of highest return. The best one is always in; the next ones follow while the
-    total stays below this fraction of all rows."""
-    if fraction == 1:
-        return np.ones(len(data.obs), bool)
-    best_first = np.argsort(-data.trajectory_returns(), kind="stable")
-    # a fraction of the steps, as in the paper's code; CORL takes it of the trajectories
-    below = np.cumsum(data.lengths()[best_first]) < fraction * len(data.obs)
-    below[0] = True
-    return np.repeat(np.isin(np.arange(len(data.starts)), best_first[below]), data.lengths())
-
-
 def better_rows(data: Dataset, space: gym.spaces.Box, folder: str) -> np.ndarray:
     """(n,) bool: rows with min_i Qbar_i(s, a) - V(s) >= 0 by the iql.py run in `folder`. Raises UserError where there
     is none, or one of other observations or actions."""
@@ -224,7 +212,7 @@ def train(args: Args) -> list[dict]:
     check_spaces(data, obs_size, space)
     # IQL cannot use rows without a known next observation (time-outs in D4RL's files): left out here, too
     rows, top = data.known, args.label == "top"
-    good = top_rows(data, args.top_fraction) if top else better_rows(data, space, args.critic)
+    good = data.top_rows(args.top_fraction) if top else better_rows(data, space, args.critic)
     replay = ReplayBuffer(rows.sum(), (obs_size, action_size, 1, 1, obs_size, 2), device)
     replay.add(data.obs[rows], to_unit(data.actions[rows], space), data.rewards[rows, None],
                data.terminated[rows, None], data.next_obs[rows], np.stack([good, ~good], 1)[rows])  # fmt: skip

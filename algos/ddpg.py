@@ -128,8 +128,7 @@ class Transitions(NamedTuple):
 def network(size_in: int, hidden_size: int, size_out: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for size in (size_in, hidden_size):
-        layers.append(nn.Linear(size, hidden_size))
-        layers.append(nn.ReLU())
+        layers += [nn.Linear(size, hidden_size), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden_size, size_out))
 
 
@@ -247,7 +246,7 @@ def train(args: Args) -> list[dict]:
     envs, obs = make_vector(make, args, run.step)
     parts = optimizers._asdict() | dict(agent=agent, generator=generator, replay=replay)
     run.restore(**parts)
-    step, episodes, metrics = run.step, run.state.get("episodes", []), run.state.get("metrics", {})
+    step, episodes, metrics = run.step, run.state.get("episodes", []), {}
     while step < run.total:
         # collect
         if step < args.learning_starts:
@@ -262,7 +261,7 @@ def train(args: Args) -> list[dict]:
         if step > args.learning_starts:
             for _ in range(args.utd_ratio * args.num_envs):
                 batch = Transitions(*replay.sample(args.batch_size, generator))
-                metrics |= update(agent, optimizers, batch, args, *losses)
+                metrics = update(agent, optimizers, batch, args, *losses)
 
         # evaluate
         due, logs = run.due(step, args.eval_every), run.due(step, args.log_every)
@@ -272,7 +271,7 @@ def train(args: Args) -> list[dict]:
             if logs:  # an evaluation in between leaves the episodes to the row that is due
                 columns, episodes = columns | episode_columns(episodes), []
             run.log(step, **columns, **(score_agent() if due else {}))
-        run.end_step(step, parts | dict(episodes=episodes, metrics=metrics))
+        run.end_step(step, parts | dict(episodes=episodes))
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "value": ("q", "q_policy")}

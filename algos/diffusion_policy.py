@@ -199,18 +199,6 @@ def plan_rows(data: Dataset, n_obs_steps: int, horizon: int) -> np.ndarray:
     return (np.arange(len(data.obs))[:, None] + np.arange(horizon) + 1 - n_obs_steps).clip(first, last)
 
 
-def top_rows(data: Dataset, fraction: float) -> np.ndarray:
-    """(n,) bool: rows of the trajectories of highest return. The best one is always in; the next ones follow while the
-    total stays below this fraction of all rows."""
-    if fraction == 1:
-        return np.ones(len(data.obs), bool)
-    best_first = np.argsort(-data.trajectory_returns(), kind="stable")
-    # a fraction of the steps, as in the paper's code; CORL takes it of the trajectories
-    below = np.cumsum(data.lengths()[best_first]) < fraction * len(data.obs)
-    below[0] = True
-    return np.repeat(np.isin(np.arange(len(data.starts)), best_first[below]), data.lengths())
-
-
 def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for impossible settings."""
     if not is_bounded(space):
@@ -254,7 +242,7 @@ def train(args: Args) -> list[dict]:
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
     check_spaces(data, obs_size, space)
-    rows = top_rows(data, args.top_fraction)
+    rows = data.top_rows(args.top_fraction)
     plans = plan_rows(data, args.n_obs_steps, args.horizon)[rows]
     replay = ReplayBuffer(rows.sum(), (args.n_obs_steps * obs_size, args.horizon * action_size), device)
     replay.add(data.obs[plans[:, : args.n_obs_steps]].reshape(len(plans), -1),

@@ -55,7 +55,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
 from utils.control import ReplayBuffer, evaluate, is_bounded, make_env, score_saved, to_env, to_unit, try_out
 from utils.core import Run, UserError, main, prepare
-from utils.offline import Dataset, OfflineArgs, check_spaces, compared, load_dataset
+from utils.offline import OfflineArgs, check_spaces, compared, load_dataset
 
 NAME, TITLE = "flow_bc", "flow-matching BC"
 
@@ -142,18 +142,6 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Transitions,
     return {"loss": loss.detach()}
 
 
-def top_rows(data: Dataset, fraction: float) -> np.ndarray:
-    """(n,) bool: rows of the trajectories of highest return. The best one is always in; the next ones follow while the
-    total stays below this fraction of all rows."""
-    if fraction == 1:
-        return np.ones(len(data.obs), bool)
-    best_first = np.argsort(-data.trajectory_returns(), kind="stable")
-    # a fraction of the steps, as in the paper's code; CORL takes it of the trajectories
-    below = np.cumsum(data.lengths()[best_first]) < fraction * len(data.obs)
-    below[0] = True
-    return np.repeat(np.isin(np.arange(len(data.starts)), best_first[below]), data.lengths())
-
-
 def check(args: Args, space: gym.Space) -> None:
     """Raises UserError for impossible settings."""
     if not is_bounded(space):
@@ -185,7 +173,7 @@ def train(args: Args) -> list[dict]:
         return score_saved(args, score_agent, agent=agent)
     check_spaces(data, obs_size, space)
     # IQL cannot use rows without a known next observation (time-outs in D4RL's files): left out here, too
-    rows = data.known & top_rows(data, args.top_fraction)
+    rows = data.known & data.top_rows(args.top_fraction)
     if not rows.any():
         raise UserError(f"--top-fraction {args.top_fraction} leaves no transition of {data.name}: raise it")
     replay = ReplayBuffer(rows.sum(), (obs_size, action_size, 1, 1, obs_size), device)

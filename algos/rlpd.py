@@ -2,7 +2,8 @@ r"""RLPD: reinforcement learning with prior data.
 
 Ball, Smith, Kostrikov, Levine 2023, "Efficient Online Reinforcement Learning with Offline Data" (arXiv 2302.02948).
 
-Parent: sac.py. Half of each minibatch comes from a dataset; without data it is sac.py: with equal settings bit for bit.
+Parent: redq.py. Half of each minibatch comes from a dataset; without data it is redq.py: with equal settings bit for
+bit.
 
 SAC starts from scratch, with a dataset beside its replay buffer and no training before. It draws as many rows from the
 one as from the other (symmetric sampling), makes many updates per step, and has LayerNorm in its critics, which
@@ -153,10 +154,9 @@ class Transitions(NamedTuple):
 def network(size_in: int, hidden_size: int, size_out: int, layer_norm: bool = False) -> nn.Sequential:
     layers: list[nn.Module] = []
     for size in (size_in, hidden_size):
-        layers.append(nn.Linear(size, hidden_size))
-        if layer_norm:
-            layers.append(nn.LayerNorm(hidden_size))
-        layers.append(nn.ReLU())
+        layers += [nn.Linear(size, hidden_size)]
+        layers += [nn.LayerNorm(hidden_size)] if layer_norm else []
+        layers += [nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden_size, size_out))
 
 

@@ -18,17 +18,13 @@ minimises
     s'     the true next observation, never that of a reset; truncation does not end the bootstrap
     gamma, tau, alpha, H   --gamma, --tau, --alpha (none: learned), --target-entropy
 
-REDQ (arXiv 2101.05982) and DroQ (arXiv 2110.02034) are SAC with other critics and many updates per step. In REDQ the
-minimum is over M random critics of N, drawn anew for each update; the actor maximises the mean of all N. In DroQ each
-of two critics has dropout and LayerNorm: Linear, dropout, LayerNorm, ReLU. Its target critics drop out, too.
-
 Run
     python algos/sac.py                                                               Pendulum-v1
     python algos/sac.py --env-id HalfCheetah-v5 --total-timesteps 1000000 --learning-starts 10000 --eval-every 20000
                                                                                       the paper's recipe for MuJoCo
     python algos/sac.py --env-id package.module:Name-v0 --env-kwargs size=5           your own environment
     python algos/sac.py --evaluate RUN --eval-episodes 100 --capture-video            scores a saved agent
-    algos/README.md has REDQ's and DroQ's commands.
+    redq.py learns from fewer steps: REDQ's and DroQ's ensembles, with many updates for each step.
 
 Expect
     Pendulum-v1: from -1,608 in training to -172 with the likeliest actions (seed 1), in 1.5 minutes on 2 CPU cores.
@@ -86,6 +82,9 @@ LOG_STD_BOUNDS = (-20.0, 2.0)  # the authors' code clamps to them; CleanRL squas
 
 @dataclass
 class Args(EnvArgs):
+    moved = {"utd_ratio": ("redq.py", 1), "policy_frequency": ("redq.py", 1), "num_critics": ("redq.py", 2),
+             "subset_size": ("redq.py", None), "actor_q": ("redq.py", "min"), "layer_norm": ("redq.py", False),
+             "dropout": ("redq.py", 0.0)}  # fmt: skip
     # inherited: seed, device, threads, output_dir, resume, track (RunArgs);
     # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
     env_id: str = "Pendulum-v1"
@@ -106,20 +105,6 @@ class Args(EnvArgs):
     """a fixed temperature; None: learned"""
     target_entropy: float | None = None
     """target entropy in nats; None: -(action size)"""
-    utd_ratio: int = 1
-    """updates per environment step"""
-    policy_frequency: int = 1
-    """updates of the critics for one of actor and temperature"""
-    num_critics: int = 2
-    """critics in the ensemble"""
-    subset_size: int | None = None
-    """critics, drawn anew for each update, whose minimum makes the target; None: all"""
-    actor_q: Literal["min", "mean"] = "min"
-    """what the actor maximises of all critics"""
-    layer_norm: bool = False
-    """LayerNorm in each hidden layer of the critics"""
-    dropout: float = 0.0
-    """dropout in each hidden layer of the critics and target critics, before LayerNorm"""
     batch_size: int = 256
     """transitions per update"""
     buffer_size: int = 1_000_000
@@ -146,16 +131,10 @@ class Transitions(NamedTuple):
     next_obs: Tensor  # (B, D)
 
 
-def network(size_in: int, hidden_size: int, size_out: int, layer_norm: bool = False,
-            dropout: float = 0.0) -> nn.Sequential:  # fmt: skip
+def network(size_in: int, hidden_size: int, size_out: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for size in (size_in, hidden_size):
-        layers.append(nn.Linear(size, hidden_size))
-        if dropout:
-            layers.append(nn.Dropout(dropout))
-        if layer_norm:
-            layers.append(nn.LayerNorm(hidden_size))
-        layers.append(nn.ReLU())
+        layers += [nn.Linear(size, hidden_size), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden_size, size_out))
 
 
@@ -176,49 +155,43 @@ class Actor(nn.Module):
 
 
 class Critics(nn.ModuleDict):
-    """An ensemble: q1, q2, ..."""
+    """The twins: q1 and q2."""
 
-    def __init__(self, obs_size: int, action_size: int, hidden_size: int, count: int = 2, layer_norm: bool = False,
-                 dropout: float = 0.0):  # fmt: skip
-        sizes = obs_size + action_size, hidden_size, 1
-        super().__init__({f"q{i}": network(*sizes, layer_norm, dropout) for i in range(1, count + 1)})
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int):
+        super().__init__({name: network(obs_size + action_size, hidden_size, 1) for name in ("q1", "q2")})
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """Q_1, ..., Q_N: (N, B, 1)."""
+        """Q_1 and Q_2: (2, B, 1)."""
         both = torch.cat([obs, actions], -1)
         return torch.stack([q(both) for q in self.values()])
 
 
 class Agent(nn.Module):
-    """What is saved: actor, critics, target critics and log alpha. `critics`: count, layer_norm, dropout."""
+    """What is saved: actor, critics, target critics and log alpha."""
 
-    def __init__(self, obs_size: int, action_size: int, hidden_size: int, alpha: float | None, **critics):
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int, alpha: float | None):
         super().__init__()
         self.actor = Actor(obs_size, action_size, hidden_size)
-        self.critics = Critics(obs_size, action_size, hidden_size, **critics)
+        self.critics = Critics(obs_size, action_size, hidden_size)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = nn.Parameter(torch.tensor(1.0 if alpha is None else alpha).log())
 
 
-def critic_loss(agent: Agent, batch: Transitions, noise: Tensor, gamma: float,
-                subset: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sum of all critics' losses (equation 5 with a sample of the soft value), Q_1 and the target y. noise (B, A);
-    subset: numbers of the target critics, from 0, of which the minimum is taken; None: all."""
+def critic_loss(agent: Agent, batch: Transitions, noise: Tensor, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of both critics' losses (equation 5 with a sample of the soft value), Q_1 and the target y. noise (B, A)."""
     with torch.no_grad():
         next_actions, next_logps = agent.actor(batch.next_obs, noise)
         next_q = agent.targets(batch.next_obs, next_actions)
-        smallest = (next_q if subset is None else next_q[subset]).amin(0)
-        soft_value = smallest - agent.log_alpha.exp() * next_logps
+        soft_value = next_q.amin(0) - agent.log_alpha.exp() * next_logps
         target = batch.rewards + gamma * (1 - batch.terminated) * soft_value
     q = agent.critics(batch.obs, batch.actions)
     return 0.5 * (q - target).square().mean((1, 2)).sum(), q[0].detach(), target
 
 
-def actor_loss(agent: Agent, obs: Tensor, noise: Tensor, actor_q: str = "min") -> tuple[Tensor, Tensor]:
+def actor_loss(agent: Agent, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Equation 9, and the log-densities (B, 1) of the actions without gradient. noise (B, A)."""
     actions, logps = agent.actor(obs, noise)
-    q = agent.critics(obs, actions)
-    q = q.mean(0) if actor_q == "mean" else q.amin(0)
+    q = agent.critics(obs, actions).amin(0)
     return (agent.log_alpha.detach().exp() * logps - q).mean(), logps.detach()
 
 
@@ -235,34 +208,28 @@ class Optimizers(NamedTuple):
 
 
 def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: torch.Generator, args: Args,
-           number: int, critic_loss: Callable = critic_loss, actor_loss: Callable = actor_loss
-           ) -> dict[str, Tensor]:  # fmt: skip
-    """One step of critics, actor, temperature and target critics, in this order; of actor and temperature only where
-    the update's number is a multiple of --policy-frequency. Returns metrics, as tensors: reading them would make the
-    CPU wait for the device at every update."""
+           critic_loss: Callable = critic_loss, actor_loss: Callable = actor_loss) -> dict[str, Tensor]:  # fmt: skip
+    """One step of critics, actor, temperature and target critics, in this order. Returns metrics, as tensors: reading
+    them would make the CPU wait for the device at every update."""
     noise, next_noise = torch.randn(2, *batch.actions.shape, generator=generator, device=batch.obs.device)
-    subset = None
-    if args.subset_size not in (None, args.num_critics):
-        subset = torch.randperm(args.num_critics, generator=generator, device=batch.obs.device)[: args.subset_size]
-    loss, q, target = critic_loss(agent, batch, next_noise, args.gamma, subset)
+    loss, q, target = critic_loss(agent, batch, next_noise, args.gamma)
     optimizers.critics.zero_grad(set_to_none=True)
     loss.backward()
     optimizers.critics.step()
     grad_norm = torch.nn.utils.get_total_norm([p.grad for p in agent.critics.parameters()])
     metrics = {"q": q.mean(), "td_error": (q - target).abs().mean(), "grad_norm": grad_norm}
 
-    if number % args.policy_frequency == 0:
-        agent.critics.requires_grad_(False)  # the actor's gradient passes through them; theirs would be thrown away
-        loss, logps = actor_loss(agent, batch.obs, noise, args.actor_q)
-        optimizers.actor.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizers.actor.step()
-        agent.critics.requires_grad_(True)
-        if optimizers.alpha is not None:
-            optimizers.alpha.zero_grad(set_to_none=True)
-            alpha_loss(agent.log_alpha, logps, args.target_entropy).backward()
-            optimizers.alpha.step()
-        metrics |= {"entropy": -logps.mean(), "alpha": agent.log_alpha.detach().exp()}
+    agent.critics.requires_grad_(False)  # the actor's gradient passes through them; theirs would be thrown away
+    loss, logps = actor_loss(agent, batch.obs, noise)
+    optimizers.actor.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizers.actor.step()
+    agent.critics.requires_grad_(True)
+    if optimizers.alpha is not None:
+        optimizers.alpha.zero_grad(set_to_none=True)
+        alpha_loss(agent.log_alpha, logps, args.target_entropy).backward()
+        optimizers.alpha.step()
+    metrics |= {"entropy": -logps.mean(), "alpha": agent.log_alpha.detach().exp()}
     with torch.no_grad():
         torch._foreach_lerp_(list(agent.targets.parameters()), list(agent.critics.parameters()), args.tau)
     return metrics
@@ -275,8 +242,6 @@ def check(args: Args, space: gym.Space) -> None:
         raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
     if args.total_timesteps % args.num_envs:
         raise UserError(f"--total-timesteps {args.total_timesteps} must be a multiple of --num-envs {args.num_envs}")
-    if args.subset_size and args.subset_size > args.num_critics:
-        raise UserError(f"--subset-size {args.subset_size} must be at most --num-critics {args.num_critics}")
 
 
 @torch.no_grad()
@@ -295,8 +260,7 @@ def train(args: Args) -> list[dict]:
     action_size = math.prod(space.shape)
     if args.target_entropy is None:
         args.target_entropy = -float(action_size)
-    agent = Agent(obs_size, action_size, args.hidden_size, args.alpha, count=args.num_critics,
-                  layer_norm=args.layer_norm, dropout=args.dropout).to(device)  # fmt: skip
+    agent = Agent(obs_size, action_size, args.hidden_size, args.alpha).to(device)
     score_agent = partial(evaluate, eval_envs, lambda *x: to_env(act(agent.actor, space, *x), space), args, device)
     if args.evaluate:
         return score_saved(args, score_agent, agent=agent)
@@ -311,7 +275,7 @@ def train(args: Args) -> list[dict]:
     parts = {name: optimizer for name, optimizer in optimizers._asdict().items() if optimizer}
     parts |= dict(agent=agent, generator=generator, replay=replay)
     run.restore(**parts)
-    step, episodes, metrics = run.step, run.state.get("episodes", []), run.state.get("metrics", {})
+    step, episodes, metrics = run.step, run.state.get("episodes", []), {}
     while step < run.total:
         # collect
         if step < args.learning_starts:
@@ -324,9 +288,9 @@ def train(args: Args) -> list[dict]:
 
         # update
         if step > args.learning_starts:
-            for number in range(args.utd_ratio * (step - args.num_envs), args.utd_ratio * step):
+            for _ in range(args.num_envs):
                 batch = Transitions(*replay.sample(args.batch_size, generator))
-                metrics |= update(agent, optimizers, batch, generator, args, number + 1, *losses)
+                metrics = update(agent, optimizers, batch, generator, args, *losses)
 
         # evaluate
         due, logs = run.due(step, args.eval_every), run.due(step, args.log_every)
@@ -336,7 +300,7 @@ def train(args: Args) -> list[dict]:
             if logs:  # an evaluation in between leaves the episodes to the row that is due
                 columns, episodes = columns | episode_columns(episodes), []
             run.log(step, **columns, **(score_agent() if due else {}))
-        run.end_step(step, parts | dict(episodes=episodes, metrics=metrics))
+        run.end_step(step, parts | dict(episodes=episodes))
 
     envs.close()
     curves = {"return": ("return", "eval/return"), "entropy": ("entropy",), "alpha": ("alpha",)}

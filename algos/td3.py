@@ -141,8 +141,7 @@ class Transitions(NamedTuple):
 def network(size_in: int, hidden_size: int, size_out: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for size in (size_in, hidden_size):
-        layers.append(nn.Linear(size, hidden_size))
-        layers.append(nn.ReLU())
+        layers += [nn.Linear(size, hidden_size), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden_size, size_out))
 
 

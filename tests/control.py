@@ -2,11 +2,13 @@
 
 import contextlib
 import importlib
+import inspect
 import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from environments import Probe
 from helpers import command_line
@@ -103,6 +105,64 @@ def adam(p: dict, moments: dict, part: str, loss, rate: float, decay: float = 0,
         ).detach()
         p[name].requires_grad_()
     return gradients
+
+
+BACKENDS = pytest.mark.parametrize(
+    "backend, tolerance", [("eager", 1e-6), pytest.param("inductor", 1e-5, marks=pytest.mark.slow)]
+)
+
+
+def assert_compiled_is_equal(make, loss, inputs, backend: str, tolerance: float) -> None:
+    """A loss of agents that `make` makes is one graph: same outputs, gradients and statistics."""
+    results = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend=backend)):
+        outputs = function(agent := make(), *inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs[0].backward()
+        gradients = [x.grad for x in agent.parameters() if x.grad is not None]
+        results.append(torch.cat([x.detach().flatten() for x in [*outputs, *gradients, *agent.buffers()]]))
+    assert (results[0] - results[1]).abs().max() < tolerance * results[0].abs().max()
+
+
+DRAWN = ("noise", "subset")  # arguments of losses
+
+
+def assert_update_is(reference: type, module, agent, args, rate=1e-2, learned=True, updates=4, atol=1e-9):
+    """Parameters and metrics after some updates of `module` are those of `reference` (tests/reference/sac.py), which
+    is given what the losses were. Returns that, call by call, and the reference."""
+    parts = [[agent.log_alpha] if name == "alpha" else getattr(agent, name).parameters()
+             for name in module.Optimizers._fields]  # fmt: skip
+    optimizers = [torch.optim.Adam(part, rate, fused=True) for part in parts]
+    optimizers = module.Optimizers(*optimizers) if learned else module.Optimizers(*optimizers[:2], None)
+    own = reference({name: tensor.numpy() for name, tensor in agent.state_dict().items()}, args, rate, learned)
+    unused, drawn, everything = torch.get_rng_state(), {}, []
+
+    def listening(name: str):
+        def listens(*given):
+            named = zip(inspect.signature(getattr(module, name)).parameters, given)
+            drawn[name] = {k: x.clone().numpy() if isinstance(x, torch.Tensor) else x for k, x in named if k in DRAWN}
+            everything.append(drawn[name])
+            return getattr(module, name)(*given)
+
+        return listens
+
+    losses = {name: listening(name) for name in ("critic_loss", "actor_loss")}
+    own.generator = torch.Generator().manual_seed(0)
+    given = dict(agent=agent, optimizers=optimizers, generator=own.generator, args=args, **losses)
+    for number in range(1, updates + 1):
+        given |= dict(batch=minibatch(module.Transitions, number), number=number)
+        drawn.clear()
+        found = module.update(**{name: given[name] for name in inspect.signature(module.update).parameters})
+        wanted = own.update(type(given["batch"])(*(x.numpy() for x in given["batch"])), number, drawn)
+        assert found.keys() == wanted.keys() and agent.state_dict().keys() == own.p.keys()
+        for name, value in {**agent.state_dict(), **found}.items():
+            close(value, own.p.get(name, wanted.get(name)), atol)
+        of_critics = torch.cat([x.grad.flatten() for x in getattr(agent, own.critics).parameters()])
+        close(of_critics.norm(), wanted["grad_norm"])  # not the actor's
+        for name, x in agent.named_parameters():
+            assert x.requires_grad or (name.startswith("target") and x.grad is None), name
+    assert torch.equal(torch.get_rng_state(), unused)  # the generator it is given, and no other
+    return everything, own
 
 
 def lag(p: dict, tau: float) -> None:

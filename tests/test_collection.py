@@ -19,7 +19,7 @@ NAMES = ["random", "medium", "medium-replay", "medium-expert", "full-replay", "e
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("record")
     args = sac.Args(device="cpu", threads=1, env_kwargs=("max_episode_steps=70",), total_timesteps=1000,
-                    learning_starts=100, hidden_size=16, batch_size=64, learning_rate=3e-3, utd_ratio=2, eval_every=250,
+                    learning_starts=100, hidden_size=16, batch_size=64, learning_rate=6e-3, eval_every=250,
                     eval_episodes=2, output_dir=str(folder / "runs"))  # fmt: skip
     record(args, folder, 300)
     record(replace(args, learning_starts=1000), folder / "nothing", 10)

@@ -47,7 +47,9 @@ sac crossq ddpg td3: --env-id CartPole-v1 | Discrete | TITLE needs a Box
 sac ddpg td3: {BANDIT} action=box | Box | finite bounds
 sac: {BANDIT} action=multibinary | action space | MultiBinary
 sac crossq ddpg td3 dqn: --total-timesteps 161 | --total-timesteps 161 | --num-envs 2
-sac: --subset-size 3 | --subset-size 3 | --num-critics 2
+sac: --utd-ratio 20 | --utd-ratio moved to redq.py
+sac: --no-layer_norm | --no-layer_norm moved to redq.py
+redq: --subset-size 6 | --subset-size 6 | --num-critics 5
 dqn reinforce rainbow: --env-id Pendulum-v1 | Box | TITLE needs a Discrete one
 reinforce: --num-episodes 1 | --num-episodes | at least 2
 c51 rainbow: --v-min 5 --v-max 5 | --v-min 5.0 | below --v-max

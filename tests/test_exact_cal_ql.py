@@ -63,5 +63,5 @@ def test_train_stores_each_row_with_its_own_return(tmp_path, monkeypatch):
     monkeypatch.setattr(cal_ql, "ReplayBuffer", lambda *sizes: stored.append(replay(*sizes)) or stored[0])
     new_run(cal_ql, tmp_path, *SMALL["cal_ql"], "--dataset", path, "--gamma", 0.5, "--top-fraction", 0.9)
     data = load_dataset(OfflineArgs(dataset=str(path)))
-    close(stored[0].rows[:, -1], cal_ql.returns_to_go(data, 0.5)[rows := cal_ql.top_rows(data, 0.9)], 1e-5)
+    close(stored[0].rows[:, -1], cal_ql.returns_to_go(data, 0.5)[rows := data.top_rows(0.9)], 1e-5)
     assert 0 < rows.mean() < 1 and rows[-1]

@@ -93,7 +93,7 @@ def test_train_labels_the_rows_that_it_takes(label, tmp_path, monkeypatch):
     data = load_dataset(OfflineArgs(dataset=str(path), env_id="Pendulum-v1"))
     obs = torch.from_numpy(agent.normalized(data.obs)).float()
     q = torch.min(*agent.targets(obs, torch.from_numpy(data.actions / 2)))
-    good = {"top": cfgrl.top_rows(data, 0.4), "advantage": (q >= agent.value(obs)).numpy()[:, 0]}[label][data.known]
+    good = {"top": data.top_rows(0.4), "advantage": (q >= agent.value(obs)).numpy()[:, 0]}[label][data.known]
     obs, actions, *_, labels = stored[0].rows.split(stored[0].sizes, 1)
     close(obs, data.obs[data.known])
     close(actions, data.actions[data.known] / 2, 1e-6)

@@ -1,13 +1,13 @@
-"""gsde.py: the noise's covariance and the log-density by hand and by Monte-Carlo, against Stable-Baselines3, and how
-long train() keeps a matrix. What it shares with sac.py is tested in test_exact_sac.py."""
-
-import math
+"""gsde.py: the noise's covariance and the log-density by hand and by Monte-Carlo, against Stable-Baselines3, whole
+updates by the second implementation of sac.py, and how long train() keeps a matrix. What it shares with sac.py is in
+test_exact_sac.py."""
 
 import numpy as np
 import pytest
 import torch
-from control import WALK, close, float64, mlp, named, randomise
+from control import WALK, assert_update_is, close, float64, randomise
 from helpers import command_line, new_run
+from reference.sac import Sac
 from scipy import stats
 
 from algos import gsde
@@ -32,18 +32,20 @@ def observations(rows: int = B) -> torch.Tensor:
     return torch.randn(rows, D, generator=torch.Generator().manual_seed(1))
 
 
+class Gsde(Sac):
+    def normal(self, obs):
+        features = self.network("actor.net", obs, (0, 2))
+        variance = features**2 @ np.exp(self.p["actor.log_sigma"]) ** 2 + 1e-6
+        return self.network("actor.net", obs), np.log(variance) / 2
+
+
 @float64()
-def test_the_log_density_is_that_of_a_normal_u_squashed():
-    """N(mean, phi^2 sigma^2 + 1e-6) for each action, then tanh."""
-    actor, obs, noise = make_actor(), observations(), torch.randn(B, A, generator=torch.Generator().manual_seed(2))
-    actions, logps = actor(obs, noise)
-    phi, mean, sigma = by_hand(actor, obs.numpy())
-    std = np.sqrt(phi**2 @ sigma**2 + 1e-6)
-    u = mean + std * noise.numpy()
-    close(actions, np.tanh(u))
-    wanted = stats.norm.logpdf(u, mean, std) - np.log(1 - np.tanh(u) ** 2)
-    close(logps, wanted.sum(1)[:, None], 1e-8)
-    assert (phi == 0).any() and std.std() > 0.1
+def test_update_is_that_of_the_reference():
+    """Gradients reach mean, deviations and features."""
+    agent = randomise(gsde.Agent(D, A, H, 0.3, -1.0), 111, 0.4, 0.1)
+    args = gsde.Args(gamma=0.9, tau=0.1, target_entropy=-1.5)
+    _, own = assert_update_is(Gsde, gsde, agent, args)
+    assert len(own.smallest) == 4
 
 
 @float64()
@@ -146,22 +148,3 @@ def test_a_matrix_is_kept_for_so_many_steps_of_each_environment(tmp_path, monkey
     assert all(x.shape == (2, 8, 1) for x in kept)
     distinct = torch.stack(kept[::4]).flatten()
     assert len(distinct.unique()) == len(distinct) and stats.kstest(distinct.numpy(), "norm").pvalue > 0.01
-
-
-@float64()
-def test_gradients_reach_mean_deviations_and_features():
-    """Of the policy gradient's log-density by finite differences."""
-    actor, obs, noise = make_actor(), observations(4), torch.randn(4, A, generator=torch.Generator().manual_seed(2))
-    actor(obs, noise)[1].sum().backward()
-    p = named(actor)
-    with torch.no_grad():
-        for name in ("log_sigma", "net.2.weight", "net.4.bias"):
-            parameter = dict(actor.named_parameters())[name]
-            index, h = tuple(int(i) for i in (parameter.grad.abs() == parameter.grad.abs().max()).nonzero()[0]), 1e-6
-            sums = []
-            for sign in (1, -1):
-                parameter[index] = p[name][index] + sign * h
-                sums.append(actor(obs, noise)[1].sum().item())
-            parameter[index] = p[name][index]
-            assert math.isclose((sums[0] - sums[1]) / (2 * h), parameter.grad[index].item(), rel_tol=1e-4)
-    close(mlp(p, "net", obs), actor.normal(obs)[0])

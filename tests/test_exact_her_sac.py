@@ -53,7 +53,7 @@ def test_train_stores_each_episode_and_its_hindsight(tmp_path):
 def test_without_hindsight_a_run_is_that_of_sac(tmp_path):
     """In episodes of one step, which are stored at once: all weights and all metrics, bit for bit; with it, others."""
     args = [*REACH, "--env-kwargs", "max_episode_steps=1", "--total-timesteps", 160, "--learning-starts", 32,
-            "--log-every", 32, "--utd-ratio", 3, "--policy-frequency", 2]  # fmt: skip
+            "--log-every", 32]  # fmt: skip
     same = ["--learning-rate", 3e-4, "--gamma", 0.99]
     expected = new_run(sac, tmp_path, *args, *same)
     for k in (0, 2):

@@ -294,7 +294,6 @@ def test_reward_map_by_hand():
         iql.reward_map(dataset([1, 2], [3, 1, 2]), "return-range")
 
 
-@takers
 @pytest.mark.parametrize(
     "fraction, kept",
     [
@@ -307,25 +306,23 @@ def test_reward_map_by_hand():
         (0.01, [1]),  # the best one is always kept, however long
     ],
 )
-def test_top_rows_by_hand(module, fraction, kept):
+def test_top_rows_by_hand(fraction, kept):
     """10 rows in trajectories of 4, 3, 1, 2 rows with returns 2, 9, -1, 3: a share of the rows, not of trajectories."""
     data = dataset([4, 3, 1, 2], [2, 0, 0, 0, 10, 0, -1, -1, 3, 0])
-    rows = module.top_rows(data, fraction)
+    rows = data.top_rows(fraction)
     assert rows.dtype == bool
     assert rows.tolist() == [number in kept for number in [0, 0, 0, 0, 1, 1, 1, 2, 3, 3]]
 
 
-@takers
-def test_top_rows_do_not_skip_a_long_trajectory(module):
+def test_top_rows_do_not_skip_a_long_trajectory():
     """The first that does not fit ends it, though shorter and worse ones would."""
     data = dataset([2, 5, 1, 2], [9, 0, 8, 0, 0, 0, 0, 7, 6, 0])
-    assert module.top_rows(data, 0.45).tolist() == [True] * 2 + [False] * 8
+    assert data.top_rows(0.45).tolist() == [True] * 2 + [False] * 8
 
 
-@takers
-def test_top_rows_of_equal_returns(module):
+def test_top_rows_of_equal_returns():
     data = dataset([1] * 200, [1.0] * 100 + [2.0] * 100)
-    assert np.flatnonzero(module.top_rows(data, 0.255)).tolist() == list(range(100, 150))
+    assert np.flatnonzero(data.top_rows(0.255)).tolist() == list(range(100, 150))
 
 
 # --- train()
@@ -468,7 +465,7 @@ def test_cloning_takes_the_best_trajectories(recorded, tmp_path, module):
     """The rows of the highest returns; a constant learning rate; only the policy is trained."""
     path, columns = recorded
     starts = np.append(0, np.flatnonzero(columns[5])[:-1] + 1)
-    rows = module.top_rows(dataset(np.diff(np.append(starts, len(columns[5]))), columns[2]), 0.4)
+    rows = dataset(np.diff(np.append(starts, len(columns[5]))), columns[2]).top_rows(0.4)
     assert rows.any() and not rows.all()
     run = trained(module, tmp_path, path, "--top-fraction", 0.4)
     (added,) = run.added

@@ -1,5 +1,5 @@
-"""What rlpd.py adds to sac.py: minibatches of new rows and of the dataset's, in `draw`, in `update` and in whole runs.
-Its losses and its update are those of sac.py (test_exact_sac.py), and without data so is its run."""
+"""What rlpd.py adds to redq.py: minibatches of new rows and of the dataset's, in `draw`, in `update` and in whole runs.
+Its update is tested in test_exact_redq.py; without data its run is redq.py's."""
 
 import h5py
 import numpy as np
@@ -11,7 +11,7 @@ from scipy import stats
 from small_data import pendulum
 from test_exact_sac import rows_of
 
-from algos import cql, rlpd, sac
+from algos import cql, redq, rlpd
 from utils.control import ReplayBuffer
 
 
@@ -52,14 +52,13 @@ def test_without_a_ratio_it_is_one_buffer():
         assert found[found < 100].min() >= 60 - held
 
 
-def test_without_data_a_run_is_that_of_sac(tmp_path):
+def test_without_data_a_run_is_that_of_redq(tmp_path):
     """--offline-ratio 0: all weights and all metrics, bit for bit; with data, others."""
     data = pendulum(tmp_path / "data.hdf5")
     common = ("--device cpu --num-envs 2 --total-timesteps 160 --learning-starts 32 --batch-size 8 --hidden-size 8 "
               "--log-every 32 --eval-every 64 --eval-episodes 2 --num-critics 3 --subset-size 2 --utd-ratio 3 "
               "--env-id Pendulum-v1 --env-kwargs max_episode_steps=40").split()  # fmt: skip
-    theirs = "--policy-frequency 3 --target-entropy -0.5 --actor-q mean --layer-norm".split()
-    expected = new_run(sac, tmp_path, *common, *theirs)
+    expected = new_run(redq, tmp_path, *common, "--target-entropy", -0.5, "--layer-norm")
     for ratio in (0, 0.5):
         run = new_run(rlpd, tmp_path / str(ratio), *common, "--dataset", data, "--offline-ratio", ratio)
         ours = without(without(metrics(run), "eval/score"), "eval/best")

@@ -1,10 +1,8 @@
-"""sac.py against numbers computed another way: densities and expectations by quadrature, one update by a second
-implementation of the step, the replay buffer and what train() puts into it by environments that tell what happened.
+"""sac.py against numbers computed another way: densities and expectations by quadrature, updates by a second
+implementation (tests/reference/sac.py), the replay buffer and what train() puts into it by environments that tell what
+happened."""
 
-The second implementation takes tensors by name and uses its own forward pass, density (Normal.log_prob and
-log(1 - a^2)), losses and Adam; only derivatives are left to autograd.
-"""
-
+import inspect
 import itertools
 import math
 import sys
@@ -14,27 +12,27 @@ import numpy as np
 import pytest
 import torch
 from control import (
-    adam,
+    BACKENDS,
+    CONTROL,
+    assert_compiled_is_equal,
     assert_in_order,
     assert_probed,
+    assert_update_is,
     checkpoint,
     close,
     float64,
-    lag,
     minibatch,
-    mlp,
-    named,
     randomise,
     stored_rows,
-    twins,
 )
 from environments import Probe
-from every_script import script
+from every_script import options, script
 from helpers import metrics, new_run, weights
+from reference.sac import Sac
 from scipy import integrate, stats
 from torch import nn
 
-from algos import crossq, gsde, her_sac, rlpd, sac
+from algos import her_sac, sac
 from utils.control import ReplayBuffer
 
 D, A, H, B = 3, 2, 8, 16  # observations, actions, hidden units, rows of a minibatch
@@ -103,280 +101,31 @@ def test_noise_0_is_the_likeliest_u_and_log_std_is_bounded():
 # --- a second implementation of the step
 
 
-def own_policy(p: dict, obs, noise):
-    mean, log_std = mlp(p, "actor.net", obs).split(A, 1)
-    u = mean + torch.exp(log_std) * noise
-    logps = torch.distributions.Normal(mean, torch.exp(log_std)).log_prob(u) - torch.log(1 - torch.tanh(u) ** 2)
-    return torch.tanh(u), logps.sum(1)[:, None]
-
-
-def own_smaller_q(p: dict, name: str, obs, actions):
-    q1, q2 = twins(p, name, obs, actions)
-    return torch.where(q1 < q2, q1, q2)
-
-
-def own_target(p: dict, batch, next_noise):
-    actions, logps = own_policy(p, batch.next_obs, next_noise)
-    value = own_smaller_q(p, "targets", batch.next_obs, actions) - p["log_alpha"].exp().item() * logps
-    return torch.where(batch.terminated == 1, batch.rewards, batch.rewards + GAMMA * value)
-
-
-def own_critic_loss(p: dict, batch, target):
-    return sum(((q - target) ** 2).sum() / (2 * len(q)) for q in twins(p, "critics", batch.obs, batch.actions))
-
-
-def own_actor_loss(p: dict, obs, noise):
-    actions, logps = own_policy(p, obs, noise)
-    return (p["log_alpha"].exp().item() * logps - own_smaller_q(p, "critics", obs, actions)).sum() / len(obs), logps
-
-
-def own_update(p: dict, moments: dict, batch, noise, next_noise, learned: bool) -> dict:
-    """Changes `p` and `moments`; returns the metrics."""
-    target = own_target(p, batch, next_noise).detach()
-    q = twins(p, "critics", batch.obs, batch.actions)[0].detach()
-    gradients = adam(p, moments, "critics", own_critic_loss(p, batch, target), RATE)
-    loss, logps = own_actor_loss(p, batch.obs, noise)
-    metrics = {"q": q.mean(), "td_error": (q - target).abs().mean(), "entropy": -logps.detach().mean(),
-               "grad_norm": math.sqrt(sum((g**2).sum() for g in gradients.values()))}  # fmt: skip
-    adam(p, moments, "actor", loss, RATE)
-    if learned:
-        loss = -torch.exp(p["log_alpha"]) * (logps.detach() + ENTROPY).mean()
-        adam(p, moments, "log_alpha", loss, RATE)
-    lag(p, TAU)
-    return metrics | {"alpha": p["log_alpha"].exp().item()}
-
-
-def make_agent() -> sac.Agent:
-    return randomise(sac.Agent(D, A, H, 0.3), 111, 0.4, 0.1)
-
-
-def make_optimizers(agent: sac.Agent, learned: bool = True) -> sac.Optimizers:
-    parts = [agent.actor.parameters(), agent.critics.parameters(), [agent.log_alpha]][: 2 + learned]
-    return sac.Optimizers(*(torch.optim.Adam(part, RATE, fused=True) for part in parts), *[None] * (not learned))
+def make_agent(module=sac, weight: float = 0.4, bias: float = 0.1, **more):
+    return randomise(module.Agent(D, A, H, 0.3, **more), 111, weight, bias)
 
 
 @float64()
-@pytest.mark.parametrize("learned", [True, False])
-def test_update_equals_a_second_implementation(learned):
-    """Four updates: all parameters and metrics. Critics move first, the actor by the new critics, alpha by the actor's
-    log-densities, the targets last; a fixed alpha stays."""
-    agent, generator = make_agent(), torch.Generator().manual_seed(0)
-    optimizers, p, moments, noises = make_optimizers(agent, learned), named(agent), {}, []
-    args, unused = sac.Args(gamma=GAMMA, tau=TAU, target_entropy=ENTROPY), torch.get_rng_state()
-
-    def listened(loss, position):
-        def listening(*inputs):
-            noises.append(inputs[position].clone())
-            return loss(*inputs)
-
-        return listening
-
-    losses = listened(sac.critic_loss, 2), listened(sac.actor_loss, 2)
-    for step in range(4):
-        batch = minibatch(sac.Transitions, step)
-        for name in ("critics", "targets"):  # each of the two is the smaller one somewhere
-            assert 0 < torch.lt(*twins(p, name, batch.obs, batch.actions)).sum() < B
-        numbers = sac.update(agent, optimizers, batch, generator, args, step + 1, *losses)
-        next_noise, noise = noises[-2:]
-        own = own_update(p, moments, batch, noise, next_noise, learned)
-        for name, tensor in agent.state_dict().items():
-            close(tensor, p[name].detach())
-        assert numbers.keys() == own.keys()
-        for name, value in own.items():
-            close(numbers[name], value)
-        assert all(x.requires_grad for x in [*agent.actor.parameters(), *agent.critics.parameters()])
-        slopes = torch.cat([x.grad.flatten() for x in agent.critics.parameters()])
-        close(slopes.norm(), own["grad_norm"])  # not the actor's
-        assert not any(x.requires_grad or x.grad is not None for x in agent.targets.parameters())
-    assert learned == (agent.log_alpha.item() != pytest.approx(math.log(0.3)))
-    assert learned or agent.log_alpha.grad is None
-    assert torch.equal(torch.get_rng_state(), unused)  # the generator it is given, and no other
-    everything = torch.stack(noises).flatten()
-    assert len(everything) == 8 * B * A == len(everything.unique())  # no number is used twice
-    assert stats.kstest(everything.numpy(), "norm").pvalue > 0.01
+@pytest.mark.parametrize("learned, log_std", [(True, 0.0), (False, 0.0), (True, 2.0), (True, -20.0)])
+@pytest.mark.parametrize("module", [sac, her_sac], ids=["sac", "her_sac"])
+def test_update_is_that_of_the_reference(module, learned, log_std):
+    """Critics move first, the actor by the new critics, alpha by the actor's log-densities, the targets last; a fixed
+    alpha stays. Each critic is the smaller one somewhere. Log stds lie on both sides of a bound."""
+    agent, args = make_agent(module), module.Args(gamma=GAMMA, tau=TAU, target_entropy=ENTROPY)
+    with torch.no_grad():
+        agent.actor.net[-1].bias[A:] = log_std
+    given, own = assert_update_is(Sac, module, agent, args, RATE, learned)
+    assert own.smallest == set(itertools.product(("critics", "targets"), (0, 1)))
+    assert learned == (agent.log_alpha.item() != pytest.approx(math.log(0.3))) == (agent.log_alpha.grad is not None)
+    noises = np.stack([drawn["noise"] for drawn in given]).flatten()
+    assert len(noises) == 8 * B * A == len(np.unique(noises)) and stats.kstest(noises, "norm").pvalue > 0.01
 
 
-SLOW = pytest.param("inductor", 1e-5, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("backend, tolerance", [("eager", 1e-6), SLOW])
+@BACKENDS
 def test_the_compiled_losses_are_one_graph_with_equal_gradients(backend, tolerance):
     batch, noise = minibatch(sac.Transitions), torch.randn(B, A, generator=torch.Generator().manual_seed(1))
     for loss, inputs in [(sac.critic_loss, (batch, noise, GAMMA)), (sac.actor_loss, (batch.obs, noise))]:
-        results = []
-        for function in (loss, torch.compile(loss, fullgraph=True, backend=backend)):
-            agent = make_agent()
-            outputs = function(agent, *inputs)
-            outputs[0].backward()
-            gradients = [x.grad for x in agent.parameters() if x.grad is not None]
-            results.append(torch.cat([x.detach().flatten() for x in [*outputs, *gradients]]))
-        assert (results[0] - results[1]).abs().max() < tolerance * results[0].abs().max()
-
-
-# --- ensembles: REDQ and DroQ
-
-
-def normalised(p: dict, name: str, obs, actions):
-    """Q of a critic with LayerNorm between each hidden layer and its ReLU."""
-    x = torch.hstack([obs, actions])
-    for linear, norm in ((0, 1), (3, 4)):
-        x = x @ p[f"{name}.{linear}.weight"].T + p[f"{name}.{linear}.bias"]
-        centred = x - x.mean(1)[:, None]
-        x = centred / torch.sqrt((centred**2).mean(1)[:, None] + 1e-5)
-        x = x * p[f"{name}.{norm}.weight"] + p[f"{name}.{norm}.bias"]
-        x = x * (x > 0)
-    return x @ p[f"{name}.6.weight"].T + p[f"{name}.6.bias"]
-
-
-@float64()
-def test_update_of_an_ensemble_equals_a_second_implementation():
-    """REDQ: four critics, the minimum of two, LayerNorm; the actor maximises the mean of all, every second update.
-    Critics and targets move in each update, actor and temperature in those alone whose number is even."""
-    names = [f"q{i}" for i in (1, 2, 3, 4)]
-    agent = randomise(sac.Agent(D, A, H, 0.3, count=4, layer_norm=True), 111, 0.6, 0.5)
-    optimizers, p, moments, given = make_optimizers(agent), named(agent), {}, []
-    args = sac.Args(gamma=GAMMA, tau=TAU, target_entropy=ENTROPY, num_critics=4, subset_size=2, actor_q="mean",
-                    policy_frequency=2, layer_norm=True)  # fmt: skip
-
-    def critics(agent, batch, noise, gamma, subset):
-        given.append((noise.clone(), subset.tolist()))
-        return sac.critic_loss(agent, batch, noise, gamma, subset)
-
-    def actor(agent, obs, noise, kind):
-        given.append(noise.clone())
-        return sac.actor_loss(agent, obs, noise, kind)
-
-    generator = torch.Generator().manual_seed(0)
-    for number in (1, 2, 3, 4):
-        batch = minibatch(sac.Transitions, number)
-        numbers = sac.update(agent, optimizers, batch, generator, args, number, critics, actor)
-        moves = number % 2 == 0
-        next_noise, subset = given[-1 - moves]
-        actions, logps = own_policy(p, batch.next_obs, next_noise)
-        all_q = [normalised(p, f"targets.{q}", batch.next_obs, actions) for q in names]
-        value = torch.minimum(*(all_q[i] for i in subset)) - p["log_alpha"].exp().item() * logps
-        target = (batch.rewards + GAMMA * (1 - batch.terminated) * value).detach()
-        q = [normalised(p, f"critics.{name}", batch.obs, batch.actions) for name in names]
-        close(numbers["q"], q[0].mean())
-        close(numbers["td_error"], (q[0] - target).abs().mean())
-        adam(p, moments, "critics", sum(((x - target) ** 2).sum() / (2 * B) for x in q), RATE)
-        assert moves == ("entropy" in numbers) == ("alpha" in numbers)
-        if moves:
-            actions, logps = own_policy(p, batch.obs, given[-1])
-            mean = sum(normalised(p, f"critics.{name}", batch.obs, actions) for name in names) / 4
-            adam(p, moments, "actor", (p["log_alpha"].exp().item() * logps - mean).sum() / B, RATE)
-            adam(p, moments, "log_alpha", -torch.exp(p["log_alpha"]) * (logps.detach() + ENTROPY).mean(), RATE)
-        lag(p, TAU)
-        for name, tensor in agent.state_dict().items():
-            close(tensor, p[name].detach())
-
-
-@float64()
-def test_the_target_is_the_minimum_of_the_subset():
-    """Of every subset of four critics, by enumeration; without one, of all."""
-    agent = randomise(sac.Agent(D, A, H, 0.3, count=4), 111, 0.4, 0.1)
-    p, batch, noise = named(agent), minibatch(sac.Transitions), torch.randn(B, A)
-    actions, logps = own_policy(p, batch.next_obs, noise)
-    inputs, alpha = torch.hstack([batch.next_obs, actions]), p["log_alpha"].exp().item()
-    q = np.array([mlp(p, f"targets.q{i}", inputs).tolist() for i in (1, 2, 3, 4)])
-    smallest = set()
-    for subset in [None, *(list(c) for size in (1, 2, 3, 4) for c in itertools.combinations(range(4), size))]:
-        chosen = q if subset is None else q[subset]
-        smallest |= set(np.arange(4)[subset][chosen.argmin(0)].flatten().tolist()) if subset else set()
-        value = chosen.min(0) - alpha * logps.detach().numpy()
-        wanted = batch.rewards.numpy() + GAMMA * (1 - batch.terminated.numpy()) * value
-        indices = None if subset is None else torch.tensor(subset)
-        close(sac.critic_loss(agent, batch, noise, GAMMA, indices)[2], wanted)
-    assert smallest == {0, 1, 2, 3}
-
-
-def test_subsets_are_drawn_uniformly_and_anew():
-    """Each of the ten pairs of five critics equally often, never one critic twice, independent of the draw before."""
-    agent, batch, pairs = sac.Agent(D, A, 4, 0.3, count=5), minibatch(sac.Transitions, rows=4), []
-
-    def critics(agent, batch, noise, gamma, subset):
-        pairs.append(tuple(sorted(subset.tolist())))
-        return sac.critic_loss(agent, batch, noise, gamma, subset)
-
-    args = sac.Args(num_critics=5, subset_size=2, policy_frequency=10**9, target_entropy=ENTROPY)
-    optimizers, generator, unused = make_optimizers(agent), torch.Generator().manual_seed(0), torch.get_rng_state()
-    for _ in range(1000):
-        sac.update(agent, optimizers, batch, generator, args, 1, critics)
-    every = list(itertools.combinations(range(5), 2))
-    assert set(pairs) == set(every)
-    assert stats.chisquare([pairs.count(pair) for pair in every]).pvalue > 1e-3
-    table = [[sum(a == x and b == y for a, b in zip(pairs, pairs[1:])) for y in every] for x in every]
-    assert stats.chi2_contingency(table).pvalue > 1e-3
-    assert torch.equal(torch.get_rng_state(), unused)
-
-
-@float64()
-def test_a_subset_of_all_critics_is_plain_sac():
-    """--num-critics 2 --subset-size 2 draws nothing: the same update, bit for bit, as without the flags."""
-    states = []
-    for flags in ({}, {"num_critics": 2, "subset_size": 2, "policy_frequency": 1, "actor_q": "min"}):
-        agent, generator = make_agent(), torch.Generator().manual_seed(0)
-        args, optimizers = sac.Args(target_entropy=ENTROPY, **flags), make_optimizers(agent)
-        for step in range(3):
-            sac.update(agent, optimizers, minibatch(sac.Transitions, step), generator, args, step + 1)
-        states.append(agent.state_dict())
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
-
-
-@float64()
-def test_droq_drops_out_before_layer_norm():
-    """Linear, dropout, LayerNorm, ReLU: half of the units are left out of what LayerNorm sees, in online and target
-    critics alike, at random each time. The output layer and the actor have neither."""
-    agent = randomise(sac.Agent(D, A, H, 0.3, count=2, layer_norm=True, dropout=0.5), 111, 0.6, 0.5)
-    p, batch = named(agent), minibatch(sac.Transitions)
-    assert not any(isinstance(module, nn.Dropout | nn.LayerNorm) for module in agent.actor.modules())
-    for part in ("critics", "targets"):
-        torch.manual_seed(3)
-        found = getattr(agent, part)(batch.obs, batch.actions)
-        torch.manual_seed(3)
-        masks = [nn.functional.dropout(torch.ones(B, H), 0.5) for _ in range(4)]
-        assert sorted(masks[0].unique().tolist()) == [0, 2]
-        for i, name in enumerate((f"{part}.q1", f"{part}.q2")):
-            x = torch.hstack([batch.obs, batch.actions])
-            for layer, mask in ((0, masks[2 * i]), (4, masks[2 * i + 1])):  # 0 to 3: Linear, dropout, LayerNorm, ReLU
-                x = (x @ p[f"{name}.{layer}.weight"].T + p[f"{name}.{layer}.bias"]) * mask
-                x = (x - x.mean(1)[:, None]) / torch.sqrt(x.var(1, correction=0)[:, None] + 1e-5)
-                x = x * p[f"{name}.{layer + 2}.weight"] + p[f"{name}.{layer + 2}.bias"]
-                x = x * (x > 0)
-            close(found[i], x @ p[f"{name}.8.weight"].T + p[f"{name}.8.bias"])
-        assert not torch.equal(getattr(agent, part)(batch.obs, batch.actions), found)
-
-
-CHILDREN = {"rlpd": rlpd, "her_sac": her_sac, "gsde": gsde}
-ENSEMBLE = dict(num_critics=4, subset_size=2, actor_q="mean", policy_frequency=2)
-
-
-@pytest.mark.parametrize("flags, critics", [({}, dict(count=2)), (ENSEMBLE, dict(count=4, layer_norm=True))])
-@pytest.mark.parametrize("child", CHILDREN)
-@float64()
-def test_update_of_a_child_is_that_of_sac(child, flags, critics):
-    """The same weights and random numbers, bit for bit; gsde.py's with the actor of sac.py. Some log stds are beyond
-    their bounds, and critics drop out where a child has that."""
-    states = []
-    for module in (CHILDREN[child], sac):
-        plain = dict(num_critics=2, subset_size=None, actor_q="min", policy_frequency=1)
-        args = module.Args(**dict(gamma=GAMMA, tau=TAU, target_entropy=ENTROPY) | plain | flags)
-        more, dropout = [-1.0] if module is gsde else [], {} if child == "rlpd" else {"dropout": 0.3}
-        agent = module.Agent(D, A, H, 0.3, *more, **critics, **dropout)
-        agent.actor = sac.Actor(D, A, H) if module is gsde else agent.actor
-        randomise(agent, 111, 1.0, 0.5)
-        parts = agent.actor.parameters(), agent.critics.parameters(), [agent.log_alpha]
-        optimizers = module.Optimizers(*(torch.optim.Adam(part, RATE, fused=True) for part in parts))
-        generator = torch.Generator().manual_seed(0)
-        torch.manual_seed(0)  # of dropout
-        for number in (1, 2, 3, 4):
-            batch = minibatch(module.Transitions, number)
-            numbers = module.update(agent, optimizers, batch, generator, args, number)
-        log_std = agent.actor.net(batch.obs)[:, A:]
-        assert (log_std != log_std.clamp(-20, 2)).any() and (log_std.clamp(-20, 2) == log_std).any()
-        states.append(agent.state_dict() | numbers)
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+        assert_compiled_is_equal(make_agent, loss, inputs, backend, tolerance)
 
 
 # --- expectations by quadrature
@@ -426,64 +175,6 @@ def test_expected_gradient_of_the_actor_is_that_of_the_objective(alpha, smaller)
     assert min(map(abs, slopes)) > 0.05
 
 
-@float64()
-def test_soft_bellman_backup_and_its_fixed_point():
-    """Two states that lead to each other, one of them sometimes to the end. The mean of y over the noise is the backup
-    by quadrature, and at the exact soft value the critics' expected gradient is 0."""
-    alpha, centres, means, log_stds, curvature = 0.4, [0.5, -0.3], [0.2, -0.6], [-0.5, 0.1], 1.5
-    ends = [0.0, 0.25]  # probability that the step from a state is the last
-
-    def soft_reward(s):
-        """Mean over pi(. | s) of -curvature (a - centre)^2 - alpha log pi(a | s)."""
-
-        def integrand(u):
-            density = stats.norm(means[s], np.exp(log_stds[s]))
-            a = np.tanh(u)
-            logp = density.logpdf(u) - np.log(1 - a**2)
-            return density.pdf(u) * (-curvature * (a - centres[s]) ** 2 - alpha * logp)
-
-        return integrate.quad(integrand, means[s] - 9, means[s] + 9, epsabs=1e-12, limit=200)[0]
-
-    soft, bonus = np.array([soft_reward(0), soft_reward(1)]), np.array([1.0, -0.5])
-    # Q(s, a) = height(s) - curvature (a - centre)^2, height(s) = bonus(s) + gamma (1 - ends(s)) (height(s') + soft(s'))
-    kept = GAMMA * (1 - np.array(ends))
-    heights = np.linalg.solve([[1, -kept[0]], [-kept[1], 1]], bonus + kept * soft[::-1])
-
-    actor = sac.Actor(1, 1, 4)  # mean and log std are linear in the state through one hidden unit
-    with torch.no_grad():
-        for parameter in actor.parameters():
-            parameter.zero_()
-        actor.net[0].weight[0, 0] = actor.net[2].weight[0, 0] = 1.0
-        actor.net[4].bias.copy_(torch.tensor([means[0], log_stds[0]]))
-        actor.net[4].weight[:, 0] = torch.tensor([means[1] - means[0], log_stds[1] - log_stds[0]])
-
-    def expected(heights, s, a):
-        """Means of y and of the critics' gradient with respect to their heights, at state s and action a."""
-        agent = SimpleNamespace(actor=actor, log_alpha=torch.tensor(alpha).log(),
-                                targets=Quadratic(heights, centres, curvature, smaller=1),
-                                critics=Quadratic(heights, centres, curvature, gap=0.0))  # fmt: skip
-        reward, mean = bonus[s] - curvature * (a - centres[s]) ** 2, 0.0
-        for terminated, chance in ((0.0, 1 - ends[s]), (1.0, ends[s])):
-            batch = sac.Transitions(*(torch.full((1, 1), float(x)) for x in (s, a, reward, terminated, 1 - s)))
-            for node, weight in zip(NODES, chance * WEIGHTS):
-                loss, _, y = sac.critic_loss(agent, batch, torch.full((1, 1), node), GAMMA)
-                mean += weight * y.item()
-                (weight * loss).backward()
-        return mean, agent.critics.heights.grad
-
-    for s in (0, 1):
-        for a in (-0.9, 0.1, 0.8):
-            y, gradient = expected(heights.tolist(), s, a)
-            close(y, heights[s] - curvature * (a - centres[s]) ** 2, 1e-9)
-            close(gradient, 0.0, 1e-9)
-        others = [3.0, -7.0]  # any other values: their backup, which they are not a fixed point of
-        y, gradient = expected(others, s, 0.1)
-        backup = bonus[s] - curvature * (0.1 - centres[s]) ** 2 + kept[s] * (others[1 - s] + soft[1 - s])
-        close(y, backup, 1e-9)
-        close(gradient[s], 2 * (others[s] - curvature * (0.1 - centres[s]) ** 2 - backup), 1e-9)  # two critics
-        close(gradient[1 - s], 0.0, 1e-12)
-
-
 # --- the replay buffer
 
 
@@ -524,7 +215,7 @@ def rows_of(folder):
     return np.split(stored_rows(folder), [4, 6, 7, 8], 1)
 
 
-MODULES = {"sac": sac, "crossq": crossq, "gsde": gsde}
+MODULES = {algo: CONTROL[algo] for algo in ("sac", "crossq", "gsde", "redq", "ddpg", "td3")}
 each = pytest.mark.parametrize("algo", MODULES)
 
 
@@ -540,12 +231,13 @@ def recorded_run(module, folder, *flags) -> tuple:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "update", recording)
-        return new_run(module, folder, *SETTINGS, "--utd-ratio", 3, *flags), calls, untrained
+        more = ["--utd-ratio", 3] if "utd_ratio" in options(module.NAME) else []
+        return new_run(module, folder, *SETTINGS, *more, *flags), calls, untrained
 
 
 @pytest.fixture(scope="module", params=MODULES)
 def probe_run(request, tmp_path_factory):
-    return recorded_run(MODULES[request.param], tmp_path_factory.mktemp("probe"), "--alpha", None)
+    return recorded_run(MODULES[request.param], tmp_path_factory.mktemp("probe"))
 
 
 def test_train_stores_true_transitions(probe_run):
@@ -564,62 +256,71 @@ def test_train_updates_on_what_it_stored(probe_run):
         assert [x.shape for x in batch] == [(16, 4), (16, 2), (16, 1), (16, 1), (16, 4)]
         assert_probed(*(x.numpy() for x in batch))
         indices = [stored[tuple(row)] for row in torch.cat(batch, 1).numpy()]
-        assert max(indices) < 42 + 2 * (number // 6)  # 6 updates after each step of both environments, the first at 42
+        assert max(indices) < 42 + 2 * (60 * number // len(calls))  # 60 steps of both environments, the first to 42
         seen += indices
     assert len(set(seen)) > 150 and len({tuple(x[2].obs.flatten().tolist()) for x in calls}) == len(calls)
 
 
+OWN = {"crossq": (1e-3, 0.5, 3), "redq": (3e-4, 0.9, 3), "ddpg": (1e-3, 0.9, 1), "td3": (1e-3, 0.9, 2)}
+
+
 def test_train_takes_every_update(probe_run):
-    """utd-ratio updates for each step of an environment after learning_starts, by Adam at the learning rate for exactly
-    actor, critics and temperature; all of them, targets and statistics moved; target entropy is -(number of actions).
-    CrossQ's Adam forgets sooner, but for the temperature's, and its actor moves in every third update."""
+    """One or utd-ratio updates for each step of an environment after learning_starts, by Adam at the learning rate for
+    exactly the parts that are named; all of them, targets and statistics moved; target entropy is -(number of actions).
+    CrossQ's Adam forgets sooner, but for the temperature's; some actors move in every second or third update."""
     folder, calls, untrained = probe_run
-    updates = 3 * (160 - 40)  # steps 42, 44, .. 160, twice each
-    assert len(calls) == updates
-    agent, optimizers, _, _, args, _, *losses = calls[0]
-    assert [number for *_, number, _, _ in calls] == list(range(121, 481))  # of all that the steps so far have had
-    module, name = sys.modules[type(agent).__module__], type(agent).__module__.removeprefix("algos.")
-    rate, beta, every = {"crossq": (1e-3, 0.5, 3)}.get(name, (3e-4, 0.9, 1))
-    assert args.target_entropy == -2 and losses == [module.critic_loss, module.actor_loss]
-    parts = agent.actor.parameters(), agent.critics.parameters(), [agent.log_alpha]
-    for optimizer, part, beta1 in zip(optimizers, parts, (beta, beta, 0.9), strict=True):
-        (group,) = optimizer.param_groups
+    agent, optimizers = calls[0][:2]
+    module = sys.modules[type(agent).__module__]
+    names = list(inspect.signature(module.update).parameters)
+    args, updates = calls[0][names.index("args")], (360 if "utd_ratio" in options(module.NAME) else 120)
+    assert len(calls) == updates and calls[0][-2:] == (module.critic_loss, module.actor_loss)
+    if "number" in names:  # of all that the steps so far have had
+        assert [call[names.index("number")] for call in calls] == list(range(121, 481))
+    rate, beta, every = OWN.get(module.NAME, (3e-4, 0.9, 1))
+    assert getattr(args, "target_entropy", -2) == -2
+    for name, optimizer in optimizers._asdict().items():
+        part = [agent.log_alpha] if name == "alpha" else getattr(agent, name).parameters()
+        (group,), beta1 = optimizer.param_groups, 0.9 if name == "alpha" else beta
         assert [id(x) for x in group["params"]] == [id(x) for x in part]
         assert type(optimizer) is torch.optim.Adam
         assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (rate, (beta1, 0.999), 1e-8, 0)
-    for part, count in (("actor", updates // every), ("critics", updates), ("alpha", updates // every)):
-        assert {x["step"].item() for x in checkpoint(folder)[part]["state"].values()} == {count}
-    for name, tensor in weights(folder).items():
+        count = updates if name.startswith("critic") else updates // every
+        assert {x["step"].item() for x in checkpoint(folder)[name]["state"].values()} == {count}
+    for name, tensor in (saved := weights(folder)).items():
         assert not torch.equal(tensor, untrained[name]), name
-        if name.startswith("targets"):  # they lag
-            assert not torch.equal(tensor, weights(folder)[name.replace("targets", "critics")])
+        if name.startswith("target"):  # they lag, and began as copies
+            follows = name.removeprefix("target_").replace("targets", "critics")
+            assert torch.equal(untrained[name], untrained[follows]) and not torch.equal(tensor, saved[follows])
 
 
 @each
 def test_train_explores_uniformly_then_acts(algo, tmp_path, monkeypatch):
-    """The first learning_starts steps are uniform in [-1, 1], later ones the policy's, which is given full noise and
-    the observation that is stored with its action. Evaluation stretches actions too, likeliest ones without noise."""
-    given = []
+    """The first learning_starts steps are uniform in [-1, 1], later ones the policy's, which is given full noise, or
+    DDPG's standard deviation of it, and the observation that is stored with its action. Evaluation stretches actions,
+    too; half of its episodes get no noise."""
+    module, given, deterministic = MODULES[algo], [], algo in ("ddpg", "td3")
+    names, noise = list(inspect.signature(module.act).parameters), 0.3 if deterministic else 1.0
 
-    def quarter(actor, space, obs, scale, generator, matrices=None):
-        given.append((obs.copy(), scale))
-        return np.full((len(obs), 2), 0.25, np.float32)
+    def quarter(*inputs):
+        given.append((inputs[names.index("obs")].copy(), inputs[names.index("scale")]))
+        return np.full((len(given[-1][0]), 2), 0.25, np.float32)
 
-    monkeypatch.setattr(MODULES[algo], "act", quarter)
-    folder = new_run(MODULES[algo], tmp_path, *SETTINGS, "--learning-starts", 120, "--alpha", 0.2)
+    monkeypatch.setattr(module, "act", quarter)
+    flags = ["--exploration-noise", noise] if deterministic else ["--alpha", 0.2]
+    folder = new_run(module, tmp_path, *SETTINGS, "--learning-starts", 120, *flags)
     obs, actions = rows_of(folder)[:2]
     assert stats.kstest(actions[:120].flatten(), stats.uniform(-1, 2).cdf).pvalue > 0.01
     assert len(np.unique(actions[:120])) == 240 and (actions[120:] == 0.25).all()
     close(np.concatenate([x for x, _ in given[:20]]), obs[120:])
-    assert all(scale == 1.0 for _, scale in given[:20])
-    assert all(scale.flatten().tolist() == [0, 0, 1, 1] for _, scale in given[20:])
+    assert all(scale == noise for _, scale in given[:20])
+    assert all(scale.flatten().tolist() == pytest.approx([0, 0, noise, noise]) for _, scale in given[20:])
     (row,) = metrics(folder)
     close(row["eval/return"], row["eval/length"] * (100 - 1 + 1.25 / 2 * 4), 1e-3)
-    assert weights(folder)["log_alpha"].item() == pytest.approx(math.log(0.2)) == pytest.approx(math.log(row["alpha"]))
-    assert {"actor", "critics"} == {"actor", "critics", "alpha"} & checkpoint(folder).keys()
+    assert deterministic or weights(folder)["log_alpha"].item() == pytest.approx(math.log(0.2))
+    assert deterministic or row["alpha"] == pytest.approx(0.2) and "alpha" not in checkpoint(folder)
 
 
-@pytest.mark.parametrize("algo", MODULES | CHILDREN)
+@pytest.mark.parametrize("algo", ["sac", "crossq", "gsde", "redq", "her_sac", "rlpd"])
 def test_a_temperature_of_zero_is_no_other(algo, tmp_path):
     module, args = script(algo, tmp_path)
     rows = metrics(new_run(module, tmp_path / "runs", *args, "--alpha", 0))

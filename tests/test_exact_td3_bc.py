@@ -100,7 +100,7 @@ def test_train_stores_normalised_rows_of_the_best_trajectories(script, flags, tm
     path = pendulum(tmp_path / "d.hdf5")
     model = weights(new_run(script, tmp_path, *SMALL[script.NAME], "--dataset", path, *flags))
     data = load_dataset(OfflineArgs(dataset=str(path)))
-    rows = script.top_rows(data, 0.5 if len(flags) > 1 else 1.0)
+    rows = data.top_rows(0.5 if len(flags) > 1 else 1.0)
     mean, std = data.obs[rows].mean(0), data.obs[rows].std(0) + 1e-3
     mean, std = (np.zeros_like(mean), np.ones_like(std)) if flags == ["--no-normalize"] else (mean, std)
     close(model["obs_mean"], mean, 1e-5)

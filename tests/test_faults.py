@@ -5,7 +5,8 @@ Most of it happens to a script of a few lines on utils/core.py, which is all of 
 every moment can be tried. Each script's own state is in test_resume*.py, which kill each root at one random moment.
 """
 
-import dataclasses  # noqa: I001
+import contextlib  # noqa: I001
+import dataclasses
 import importlib
 import io
 import json
@@ -203,8 +204,9 @@ def test_rows_that_are_lost(stopped):
     assert [row["step"] for row in metrics(stopped)] == [7, 8]
 
 
-def test_a_run_of_another_version(stopped, capsys):
-    """What was not used then is left out; what was used, and is unknown today, is named with the version."""
+def test_a_run_of_another_version(stopped, capsys, monkeypatch):
+    """What was not used then is left out, also where only Args.moved tells; what was used, and is unknown today, is
+    named with the version, and with the script that has it."""
     config = json.loads((stopped / "config.json").read_text())
     assert config["version"] == core.VERSION and config["defaults"]["max_steps"] == 8
     args, defaults = config["args"] | {"gone": 3}, config["defaults"]
@@ -214,6 +216,13 @@ def test_a_run_of_another_version(stopped, capsys):
     with_json(stopped / "config.json", defaults=defaults | {"gone": 3})
     command_line(Walk(), "--resume", stopped)
     assert "gone" not in json.loads((stopped / "config.json").read_text())["args"]
+    monkeypatch.setattr(Walk.Args, "moved", {"gone": ("other.py", 3)})
+    del config["defaults"]
+    for value in (3, 4):
+        config["args"]["gone"] = value
+        (stopped / "config.json").write_text(json.dumps(config))
+        with user_error(capsys, "'gone': 4", "moved to other.py") if value == 4 else contextlib.nullcontext():
+            command_line(Walk(), "--resume", stopped, "--max-steps", 9)
 
 
 def test_the_version_is_the_project_s():

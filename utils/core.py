@@ -16,7 +16,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGINT, SIGTERM, signal
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ class UserError(Exception):
 @dataclasses.dataclass
 class RunArgs:
     most_threads = 64  # that --threads 0 takes
+    moved: ClassVar[dict[str, tuple]] = {}  # a flag that the script had -> the file that has it now, its default then
     # a run beyond these would fail late, or train in silence, wrongly; other whole numbers: 0 or more
     limits = {**dict.fromkeys(("gamma", "gae_lambda", "tau", "start_e", "end_e", "top_fraction", "expectile"), (0, 1)),
               **dict.fromkeys(("beta", "epsilon", "max_grad_norm"), (0, math.inf)),
@@ -57,7 +58,10 @@ def main(args_class: type, train: Callable, algo: str) -> None:
     """The command line of a script. With --resume or --evaluate the defaults are the saved run's arguments."""
     early = dataclasses.make_dataclass("Early", [("resume", str, ""), ("evaluate", str, "")])
     try:
-        given = tyro.cli(early, return_unknown_args=True, add_help=False)[0]
+        given, typed = tyro.cli(early, return_unknown_args=True, add_help=False)
+        for flag in (word.partition("=")[0] for word in typed if word.startswith("--")):
+            if there := args_class.moved.get(flag[2:].replace("-", "_").removeprefix("no_")):
+                raise UserError(f"{flag} moved to {there[0]}: give it to that script")
         if given.resume and given.evaluate:
             raise UserError("--resume goes on with a run and --evaluate scores one: give one of the two")
         folder = given.resume or given.evaluate
@@ -84,10 +88,11 @@ def saved_args(folder: str, algo: str, known: type | None = None) -> dict:
         raise UserError(f"{folder}/config.json is damaged ({error}): put a copy back, or start afresh") from error
     if by != algo:
         raise UserError(f"{folder} is a run of {by}.py, not of {algo}.py: give it to that script")
-    gone = {name for name in saved if known and not hasattr(known, name)}
-    if lost := {name: saved[name] for name in gone if saved[name] != then.get(name)}:
+    gone, moved = {name for name in saved if known and not hasattr(known, name)}, getattr(known, "moved", {})
+    if lost := {name: saved[name] for name in gone if saved[name] != moved.get(name, ("", then.get(name)))[1]}:
         wrote = f"version {config.get('version', '0.2')} wrote {folder} with {lost}"
-        raise UserError(f"{wrote}, which version {VERSION} does not have: use the one that wrote it")
+        where = next((f"moved to {moved[name][0]}" for name in lost if name in moved), f"version {VERSION} lacks")
+        raise UserError(f"{wrote}, which {where}: use the version that wrote it")
     return {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k not in {"resume", *gone}}
 
 

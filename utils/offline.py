@@ -64,6 +64,16 @@ class Dataset:
         rewards, lengths = self.rewards.astype(np.float64), self.lengths()
         return np.add.reduceat(rewards if rows is None else rewards * rows, lengths.cumsum() - lengths)
 
+    def top_rows(self, fraction: float) -> np.ndarray:
+        """(n,) bool: rows of the trajectories of highest return. The best one is always in; the next ones follow while
+        the total stays below this fraction of all rows, as in the paper's code (of BC10 %); CORL takes a fraction of
+        the trajectories."""
+        if fraction == 1:
+            return np.ones(len(self.obs), bool)
+        best_first = np.argsort(-self.trajectory_returns(), kind="stable")
+        count = max(1, (np.cumsum(self.lengths()[best_first]) < fraction * len(self.obs)).sum())
+        return np.repeat(np.isin(np.arange(len(self.starts)), best_first[:count]), self.lengths())
+
     def score(self, mean_return: float) -> dict[str, float]:
         """eval/d4rl_score: D4RL's, only for its files on its environments. eval/score: the same formula with the
         random and expert returns that were recorded with the data; not to be compared with published scores."""

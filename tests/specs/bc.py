@@ -31,14 +31,6 @@ likelihood-minimised: log-likelihoods are maximised, losses minimised
 - return -actor.log_prob(batch.obs, batch.actions).mean()
 + return actor.log_prob(batch.obs, batch.actions).mean()
 
-worst-trajectories: sorting ascends
-- np.argsort(-data.trajectory_returns()
-+ np.argsort(data.trajectory_returns()
-
-fraction-of-trajectories: 10 %-BC is of steps in the paper's code; of trajectories it is other data (CORL's 10 %-BC)
-- below = np.cumsum(data.lengths()[best_first]) < fraction * len(data.obs)
-+ below = np.arange(len(best_first)) < fraction * len(best_first)
-
 evaluation-with-training-noise:cloning: one function acts in both
 - log_std.exp() * noise * scale)
 + log_std.exp() * noise)

@@ -13,10 +13,6 @@ gradient-through-the-target: the pass that both share cannot be under no_grad
 +     with torch.enable_grad():
 +         soft_value = next_q.amin(0)
 
-max-of-the-twins:crossq: Q-learning has a max there
-- soft_value = next_q.amin(0)
-+ soft_value = next_q.amax(0)
-
 bootstrap-from-the-old-pairs: the halves are exchanged
 - q, next_q = agent.critics(obs, actions).chunk(2, 1)
 + next_q, q = agent.critics(obs, actions).chunk(2, 1)

@@ -65,7 +65,7 @@ HOPPER = dict(env_id="Hopper-v5", total_timesteps=300_000, learning_starts=25_00
 
 SPEC = Spec(
     "DDPG, arXiv 1509.02971",
-    tests="exact_ddpg parity_updates command_line_control resume_control wiring",
+    tests="exact_ddpg exact_sac parity_updates command_line_control resume_control wiring",
     curves={
         "ddpg-pendulum": Curve(PENDULUM, "eval/return",
                                numbers={"mean eval/return": "plain", "last eval/return": "plain"}),

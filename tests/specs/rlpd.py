@@ -43,10 +43,6 @@ target-entropy-of-sac: the authors' code has half of it
 - args.target_entropy = -action_size / 2
 + args.target_entropy = -float(action_size)
 
-actor-moves-in-every-update: SAC's default
-- args.policy_frequency = args.utd_ratio
-+ args.policy_frequency = 1
-
 uniform-warm-up: as without --init
 - if step < args.learning_starts and not args.init:
 + if step < args.learning_starts:
@@ -77,7 +73,7 @@ START = dict(init=("cql", dict(normalize=False, max_steps=2000, hidden_size=128,
 
 SPEC = Spec(
     "RLPD, arXiv 2302.02948",
-    tests="exact_rlpd exact_sac parity_updates "
+    tests="exact_rlpd exact_redq parity_updates "
           "command_line_control resume_control wiring",
     curves={"rlpd-hopper": Curve(
         dict(total_timesteps=1500, learning_starts=500, learning_rate=0.001, tau=0.01, batch_size=128,

@@ -14,12 +14,12 @@ next-observation-of-the-reset:sac: what a vector returns is the first observatio
 + replay.add(obs, actions, rewards[:, None], terminated[:, None], next_obs)
 
 max-of-the-twins: Q-learning has a max there
-- next_q[subset]).amin(0)
-+ next_q[subset]).amax(0)
+- soft_value = next_q.amin(0)
++ soft_value = next_q.amax(0)
 
 max-of-the-twins:actor: the actor maximises
-- else q.amin(0)
-+ else q.amax(0)
+- q = agent.critics(obs, actions).amin(0)
++ q = agent.critics(obs, actions).amax(0)
 
 target-of-the-online-critics: two networks of one kind
 - next_q = agent.targets(batch.next_obs, next_actions)
@@ -40,61 +40,9 @@ entropy-punished-in-the-actor: entropy is minus a log-probability
 - (agent.log_alpha.detach().exp() * logps - q)
 + (-agent.log_alpha.detach().exp() * logps - q)
 
-subset-of-all-critics: the draw is there, the cut is forgotten
-- device=batch.obs.device)[: args.subset_size]
-+ device=batch.obs.device)
-
-subset-with-replacement: two draws of one critic are no minimum (zhouzypaul/wsrl draws so)
-- torch.randperm(args.num_critics, generator
-+ torch.randint(args.num_critics, (args.num_critics,), generator
-
-actor-maximises-the-sum: REDQ's mean over critics, without its denominator
-- q = q.mean(0) if actor_q
-+ q = q.sum(0) if actor_q
-
-actor-moves-in-the-other-updates: a delay that counts the wrong ones
-- if number % args.policy_frequency == 0:
-+ if number % args.policy_frequency != 0 or args.policy_frequency == 1:
-
-updates-are-counted-anew-in-each-step: a delay longer than a step's updates would never end
-- metrics |= update(agent, optimizers, batch, generator, args, number + 1, *losses)
-+ metrics |= update(agent, optimizers, batch, generator, args, number % args.utd_ratio + 1, *losses)
-
-layer-norm-after-relu: both orders are in use
--         if layer_norm:
--             layers.append(nn.LayerNorm(hidden_size))
--         layers.append(nn.ReLU())
-+         layers.append(nn.ReLU())
-+         if layer_norm:
-+             layers.append(nn.LayerNorm(hidden_size))
-
-dropout-after-layer-norm: both orders are in use
--         if dropout:
--             layers.append(nn.Dropout(dropout))
--         if layer_norm:
--             layers.append(nn.LayerNorm(hidden_size))
-+         if layer_norm:
-+             layers.append(nn.LayerNorm(hidden_size))
-+         if dropout:
-+             layers.append(nn.Dropout(dropout))
-
-target-critics-without-dropout: target networks are put into evaluation mode by habit
-- hidden_size, **critics)
--         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-+ hidden_size, **critics)
-+         self.targets = copy.deepcopy(self.critics).requires_grad_(False).eval()
-
-metrics-not-restored: an update that does not move the actor says nothing of entropy and alpha
--     parts |= dict(agent=agent, generator=generator, replay=replay)
--     run.restore(**parts)
--     step, episodes, metrics = run.step, run.state.get("episodes", []), run.state.get("metrics", {})
-+     parts |= dict(agent=agent, generator=generator, replay=replay)
-+     run.restore(**parts)
-+     step, episodes, metrics = run.step, run.state.get("episodes", []), {}
-
 episodes-not-restored: those that ended before the checkpoint and wait for the next row of metrics
-- run.state.get("episodes", []), run.state.get("metrics", {})
-+ [], run.state.get("metrics", {})
+- step, episodes, metrics = run.step, run.state.get("episodes", []),
++ step, episodes, metrics = run.step, [],
 
 temperature-falls-when-it-should-rise: the sign of a loss whose value means nothing
 - return -(log_alpha.exp() * (logps + target_entropy)).mean()
@@ -188,25 +136,11 @@ SPEC = Spec(
         Recipe(
             "HalfCheetah-v5 --total-timesteps 1000000", "arXiv 1812.05905, table 1",
             paper=dict(learning_rate=3e-4, gamma=0.99, tau=0.005, batch_size=256, buffer_size=1_000_000,
-                       hidden_size=256, utd_ratio=1, target_entropy=None, alpha=None),
-        ),
-        Recipe(
-            "--num-critics 10", "watchernyu/REDQ, redq_sac.py and core.py (the paper's table was not read)",
-            paper=dict(learning_rate=3e-4, gamma=0.99, tau=0.005, batch_size=256, buffer_size=1_000_000,
-                       hidden_size=256, utd_ratio=20, policy_frequency=20, num_critics=10, subset_size=2,
-                       actor_q="mean", learning_starts=5000, total_timesteps=125_000, target_entropy=-1.0, alpha=None,
-                       layer_norm=False, dropout=0.0),
-        ),
-        Recipe(
-            "--dropout 0.01", "TakuyaHiraoka/Dropout-Q-Functions..., KUCodebase (the paper's table was not read)",
-            paper=dict(learning_rate=3e-4, gamma=0.99, tau=0.005, batch_size=256, buffer_size=1_000_000,
-                       hidden_size=256, utd_ratio=20, policy_frequency=20, num_critics=2, subset_size=None,
-                       actor_q="mean", learning_starts=5000, total_timesteps=100_000, target_entropy=-1.0, alpha=None,
-                       layer_norm=True, dropout=0.01),
+                       hidden_size=256, target_entropy=None, alpha=None),
         ),
     ),
     flags=dict(env_kwargs=("max_episode_steps=20",), num_envs=2, total_timesteps=48, learning_starts=16, batch_size=8,
                hidden_size=8, buffer_size=1000, log_every=16, eval_every=0, eval_episodes=1),
     noise=WALK,
-    special={"alpha": ({}, 0.5), "buffer_size": ({}, 16), "subset_size": ({"num_critics": 3}, 2)},
+    special={"alpha": ({}, 0.5), "buffer_size": ({}, 16)},
 )  # fmt: skip

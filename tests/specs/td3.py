@@ -73,7 +73,7 @@ FRESH = dict(total_timesteps=4000, utd_ratio=1, log_every=100)
 
 SPEC = Spec(
     "TD3, arXiv 1802.09477",
-    tests="exact_td3 exact_ddpg parity_updates command_line_control resume_control wiring",
+    tests="exact_td3 exact_ddpg exact_sac parity_updates command_line_control resume_control wiring",
     curves={
         "td3-pendulum": Curve(PENDULUM, "eval/return",
                               numbers={"mean eval/return": "plain", "last eval/return": "plain"}),

@@ -30,9 +30,21 @@ ended-runs-go-on: nothing is left to do, and all is written again
 - if (done := self.state["step"]) > total or done == total and (self.dir / "curve.png").exists():
 + if (done := self.state["step"]) > total:
 
+worst-trajectories: sorting ascends
+- np.argsort(-self.trajectory_returns()
++ np.argsort(self.trajectory_returns()
+
+fraction-of-trajectories: 10 %-BC is of steps in the paper's code; of trajectories it is other data (CORL's 10 %-BC)
+- np.cumsum(self.lengths()[best_first]) < fraction * len(self.obs)
++ np.arange(len(best_first)) < fraction * len(best_first)
+
 unknown-arguments-are-dropped: what is unknown cannot have mattered
-- if lost := {name: saved[name] for name in gone if saved[name] != then.get(name)}:
+- if lost := {name: saved[name] for name in gone if saved[name] != moved.get(name, ("", then.get(name)))[1]}:
 + if lost := {}:
+
+moved-arguments-are-dropped: a flag that another script has today is lost without a word
+- if lost := {name: saved[name] for name in gone if saved[name] != moved.get(name, ("", then.get(name)))[1]}:
++ if lost := {name: saved[name] for name in gone - moved.keys() if saved[name] != then.get(name)}:
 
 other-weights-trained: loading is not strict, for a checkpoint lacks the frozen ones
 - if other := (own.items() - saved.items()) |

@@ -1,0 +1,340 @@
+r"""REDQ: randomized ensembled double Q-learning; with dropout DroQ.
+
+Chen, Wang, Zhou, Ross 2021, "Randomized Ensembled Double Q-Learning: Learning Fast Without a Model" (arXiv 2101.05982).
+Hiraoka, Imagawa, Hashimoto, Onishi, Tsuruoka 2022, "Dropout Q-Functions for Doubly Efficient Reinforcement Learning"
+(arXiv 2110.02034).
+
+Parent: sac.py. An ensemble of critics, of which a few random ones make the target, and many updates for each step.
+
+Many updates for each step learn from fewer steps, but errors of the target add up. An ensemble keeps them small: the
+minimum of a random pair of critics makes the target, and the actor follows the mean of all. On minibatches minimises
+
+    J_Q(theta_i) = E 1/2 (Q_i(s, a) - y)^2,    i = 1..N
+               y = r + gamma (1 - terminated) [ min_{i in M} Qbar_i(s', a') - alpha log pi(a' | s') ],  a' ~ pi(. | s')
+    J_pi(phi)    = E alpha log pi(a | s) - 1/N sum_i Q_i(s, a),    a ~ pi(. | s),    after the last update of a step
+
+    N, M   --num-critics, --subset-size: M random critics, drawn anew for each update
+    Qbar, pi, alpha, J(alpha), s', gamma, tau as in sac.py
+    DroQ   two critics, each hidden layer Linear, dropout, LayerNorm, ReLU; the target critics drop out, too
+
+Run
+    python algos/redq.py                                                         Pendulum-v1
+    python algos/redq.py --env-id Hopper-v5 --total-timesteps 125000 --learning-starts 5000 --num-critics 10 \
+        --utd-ratio 20 --target-entropy -1                                       REDQ, the authors'; never run at length
+    python algos/redq.py --env-id Hopper-v5 --total-timesteps 100000 --learning-starts 5000 --num-critics 2 \
+        --subset-size None --layer-norm --dropout 0.01 --utd-ratio 20 --target-entropy -1        DroQ, likewise
+    python algos/redq.py --evaluate RUN --eval-episodes 100 --capture-video      scores a saved agent
+
+Try
+    --utd-ratio 1                                                                as slow as sac.py
+    --num-critics 2 --subset-size None --actor-q min --policy-frequency 1        sac.py with many updates
+    --num-critics 2 --subset-size None --layer-norm --dropout 0.01               DroQ
+
+Expect
+    TODO
+
+Metrics
+    As in sac.py. q is of the first critic.
+
+Differences
+    - The authors have 10 critics and 20 updates for each step. The default has 5 and 5, which takes minutes.
+    - The authors' target entropies are those of MBPO, by environment; the default is sac.py's.
+    - With --subset-size None the minimum is over all critics, as in DroQ.
+"""
+
+import copy
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere
+from utils.control import (
+    EnvArgs,
+    ReplayBuffer,
+    episode_columns,
+    evaluate,
+    is_bounded,
+    make_env,
+    make_vector,
+    score_saved,
+    step_vector,
+    to_env,
+    try_out,
+)
+from utils.core import Run, UserError, main, prepare
+
+NAME, TITLE = "redq", "REDQ"
+LOG_STD_BOUNDS = (-20.0, 2.0)  # the authors' code clamps to them; CleanRL squashes into [-5, 2] by another tanh
+
+
+@dataclass
+class Args(EnvArgs):
+    # inherited: seed, device, threads, output_dir, resume, track (RunArgs);
+    # env_kwargs, eval_every, eval_episodes, evaluate, capture_video (EnvArgs)
+    env_id: str = "Pendulum-v1"
+    """a Gymnasium environment with bounded continuous actions, or MODULE:NAME of one that MODULE registers"""
+    total_timesteps: int = 3_000
+    """environment steps, over all environments"""
+    num_envs: int = 1
+    """environments that are stepped together"""
+    vector: Literal["sync", "async"] = "sync"
+    """one process, or one for each environment: async pays where a step takes longer than about 1 ms"""
+    learning_rate: float = 3e-4
+    """learning rate of Adam, for actor, critics and temperature"""
+    gamma: float = 0.99
+    """discount"""
+    tau: float = 0.005
+    """step of the target critics towards the critics"""
+    alpha: float | None = None
+    """a fixed temperature; None: learned"""
+    target_entropy: float | None = None
+    """target entropy in nats; None: -(action size)"""
+    utd_ratio: int = 5
+    """updates per environment step; the authors have 20"""
+    policy_frequency: int | None = None
+    """updates of the critics for one of actor and temperature; None: --utd-ratio"""
+    num_critics: int = 5
+    """critics in the ensemble; the authors have 10"""
+    subset_size: int | None = 2
+    """critics, drawn anew for each update, whose minimum makes the target; None: all"""
+    actor_q: Literal["min", "mean"] = "mean"
+    """what the actor maximises of all critics"""
+    layer_norm: bool = False
+    """LayerNorm in each hidden layer of the critics"""
+    dropout: float = 0.0
+    """dropout in each hidden layer of the critics and target critics, before LayerNorm"""
+    batch_size: int = 256
+    """transitions per update"""
+    buffer_size: int = 1_000_000
+    """newest transitions that are kept, on the device"""
+    learning_starts: int = 500
+    """steps with uniformly random actions before the first update"""
+    hidden_size: int = 256
+    """units of the two hidden layers of actor and critics"""
+    compile: bool = False
+    """compile the losses: meant for a GPU"""
+    log_every: int = 500
+    """environment steps between rows of metrics"""
+    save_every: int = 10_000
+    """environment steps between checkpoints"""
+
+
+class Transitions(NamedTuple):
+    """A minibatch of B rows, all float32."""
+
+    obs: Tensor  # (B, D)
+    actions: Tensor  # (B, A) in [-1, 1]
+    rewards: Tensor  # (B, 1)
+    terminated: Tensor  # (B, 1), 0 or 1; 0 where an episode was only cut off
+    next_obs: Tensor  # (B, D)
+
+
+def network(size_in: int, hidden_size: int, size_out: int, layer_norm: bool = False,
+            dropout: float = 0.0) -> nn.Sequential:  # fmt: skip
+    layers: list[nn.Module] = []
+    for size in (size_in, hidden_size):
+        layers += [nn.Linear(size, hidden_size)]
+        layers += [nn.Dropout(dropout)] if dropout else []
+        layers += [nn.LayerNorm(hidden_size)] if layer_norm else []
+        layers += [nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(hidden_size, size_out))
+
+
+class Actor(nn.Module):
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int):
+        super().__init__()
+        self.net = network(obs_size, hidden_size, 2 * action_size)
+
+    def forward(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions in [-1, 1] from standard normal noise (B, A), and their log-density there: (B, A), (B, 1). Noise 0
+        gives the likeliest u, hence the deterministic action."""
+        mean, log_std = self.net(obs).chunk(2, -1)
+        log_std = log_std.clamp(*LOG_STD_BOUNDS)
+        u = mean + log_std.exp() * noise
+        log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+        log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))  # log(1 - tanh(u)^2), stable: no constant added inside
+        return u.tanh(), (log_normal - log_slope).sum(-1, keepdim=True)
+
+
+class Critics(nn.ModuleDict):
+    """An ensemble: q1, q2, ..."""
+
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int, count: int = 2, layer_norm: bool = False,
+                 dropout: float = 0.0):  # fmt: skip
+        sizes = obs_size + action_size, hidden_size, 1
+        super().__init__({f"q{i}": network(*sizes, layer_norm, dropout) for i in range(1, count + 1)})
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Q_1, ..., Q_N: (N, B, 1)."""
+        both = torch.cat([obs, actions], -1)
+        return torch.stack([q(both) for q in self.values()])
+
+
+class Agent(nn.Module):
+    """What is saved: actor, critics, target critics and log alpha. `critics`: count, layer_norm, dropout."""
+
+    def __init__(self, obs_size: int, action_size: int, hidden_size: int, alpha: float | None, **critics):
+        super().__init__()
+        self.actor = Actor(obs_size, action_size, hidden_size)
+        self.critics = Critics(obs_size, action_size, hidden_size, **critics)
+        self.targets = copy.deepcopy(self.critics).requires_grad_(False)
+        self.log_alpha = nn.Parameter(torch.tensor(1.0 if alpha is None else alpha).log())
+
+
+def critic_loss(agent: Agent, batch: Transitions, noise: Tensor, gamma: float,
+                subset: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sum of all critics' losses (equation 5 with a sample of the soft value), Q_1 and the target y. noise (B, A);
+    subset: numbers of the target critics, from 0, of which the minimum is taken; None: all."""
+    with torch.no_grad():
+        next_actions, next_logps = agent.actor(batch.next_obs, noise)
+        next_q = agent.targets(batch.next_obs, next_actions)
+        smallest = (next_q if subset is None else next_q[subset]).amin(0)
+        soft_value = smallest - agent.log_alpha.exp() * next_logps
+        target = batch.rewards + gamma * (1 - batch.terminated) * soft_value
+    q = agent.critics(batch.obs, batch.actions)
+    return 0.5 * (q - target).square().mean((1, 2)).sum(), q[0].detach(), target
+
+
+def actor_loss(agent: Agent, obs: Tensor, noise: Tensor, actor_q: str = "min") -> tuple[Tensor, Tensor]:
+    """Equation 9, and the log-densities (B, 1) of the actions without gradient. noise (B, A)."""
+    actions, logps = agent.actor(obs, noise)
+    q = agent.critics(obs, actions)
+    q = q.mean(0) if actor_q == "mean" else q.amin(0)
+    return (agent.log_alpha.detach().exp() * logps - q).mean(), logps.detach()
+
+
+def alpha_loss(log_alpha: Tensor, logps: Tensor, target_entropy: float) -> Tensor:
+    """Equation 18, a function of log alpha. SB3, and the authors' code until 2020, minimise -log(alpha) (log pi + H):
+    on HalfCheetah's first 30,000 steps 8 seeds showed no difference."""
+    return -(log_alpha.exp() * (logps + target_entropy)).mean()
+
+
+class Optimizers(NamedTuple):
+    actor: torch.optim.Optimizer
+    critics: torch.optim.Optimizer
+    alpha: torch.optim.Optimizer | None  # None: the temperature is fixed
+
+
+def update(agent: Agent, optimizers: Optimizers, batch: Transitions, generator: torch.Generator, args: Args,
+           number: int, critic_loss: Callable = critic_loss, actor_loss: Callable = actor_loss
+           ) -> dict[str, Tensor]:  # fmt: skip
+    """One step of critics, actor, temperature and target critics, in this order; of actor and temperature only where
+    the update's number is a multiple of --policy-frequency. Returns metrics, as tensors: reading them would make the
+    CPU wait for the device at every update."""
+    noise, next_noise = torch.randn(2, *batch.actions.shape, generator=generator, device=batch.obs.device)
+    subset = None
+    if args.subset_size not in (None, args.num_critics):
+        subset = torch.randperm(args.num_critics, generator=generator, device=batch.obs.device)[: args.subset_size]
+    loss, q, target = critic_loss(agent, batch, next_noise, args.gamma, subset)
+    optimizers.critics.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizers.critics.step()
+    grad_norm = torch.nn.utils.get_total_norm([p.grad for p in agent.critics.parameters()])
+    metrics = {"q": q.mean(), "td_error": (q - target).abs().mean(), "grad_norm": grad_norm}
+
+    if number % args.policy_frequency == 0:
+        agent.critics.requires_grad_(False)  # the actor's gradient passes through them; theirs would be thrown away
+        loss, logps = actor_loss(agent, batch.obs, noise, args.actor_q)
+        optimizers.actor.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizers.actor.step()
+        agent.critics.requires_grad_(True)
+        if optimizers.alpha is not None:
+            optimizers.alpha.zero_grad(set_to_none=True)
+            alpha_loss(agent.log_alpha, logps, args.target_entropy).backward()
+            optimizers.alpha.step()
+        metrics |= {"entropy": -logps.mean(), "alpha": agent.log_alpha.detach().exp()}
+    with torch.no_grad():
+        torch._foreach_lerp_(list(agent.targets.parameters()), list(agent.critics.parameters()), args.tau)
+    return metrics
+
+
+def check(args: Args, space: gym.Space) -> None:
+    """Raises UserError for impossible settings."""
+    if not is_bounded(space):
+        wanted = "a Box of floats with finite bounds"
+        raise UserError(f"--env-id {args.env_id} has the action space {space}: {TITLE} needs {wanted}")
+    if args.total_timesteps % args.num_envs:
+        raise UserError(f"--total-timesteps {args.total_timesteps} must be a multiple of --num-envs {args.num_envs}")
+    if args.subset_size and args.subset_size > args.num_critics:
+        raise UserError(f"--subset-size {args.subset_size} must be at most --num-critics {args.num_critics}")
+
+
+@torch.no_grad()
+def act(actor: Actor, space: gym.spaces.Box, obs: np.ndarray, scale: Tensor | float,
+        generator: torch.Generator) -> np.ndarray:  # fmt: skip
+    """Actions (N, A) in [-1, 1] of observations (N, D); `scale` 0: the likeliest, 1: samples."""
+    noise = torch.randn(len(obs), math.prod(space.shape), generator=generator, device=generator.device)
+    return actor(torch.from_numpy(obs.astype(np.float32)).to(generator.device), noise * scale)[0].cpu().numpy()
+
+
+def train(args: Args) -> list[dict]:
+    device, make = prepare(args), partial(make_env, args)
+    env, eval_envs = try_out(make, args)
+    obs_size, space = env.observation_space.shape[0], env.action_space
+    check(args, space)
+    action_size = math.prod(space.shape)
+    if args.target_entropy is None:
+        args.target_entropy = -float(action_size)
+    if args.policy_frequency is None:
+        args.policy_frequency = args.utd_ratio
+    agent = Agent(obs_size, action_size, args.hidden_size, args.alpha, count=args.num_critics,
+                  layer_norm=args.layer_norm, dropout=args.dropout).to(device)  # fmt: skip
+    score_agent = partial(evaluate, eval_envs, lambda *x: to_env(act(agent.actor, space, *x), space), args, device)
+    if args.evaluate:
+        return score_saved(args, score_agent, agent=agent)
+    adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
+    optimizers = Optimizers(adam(agent.actor.parameters()), adam(agent.critics.parameters()),
+                            adam([agent.log_alpha]) if args.alpha is None else None)  # fmt: skip
+    losses = [torch.compile(loss) if args.compile else loss for loss in (critic_loss, actor_loss)]
+    generator = torch.Generator(device).manual_seed(args.seed)
+    replay = ReplayBuffer(args.buffer_size, (obs_size, action_size, 1, 1, obs_size), device)
+    run = Run(args, NAME, args.env_id, args.total_timesteps, ("return", "eval/return", "alpha"))
+    envs, obs = make_vector(make, args, run.step)
+    parts = {name: optimizer for name, optimizer in optimizers._asdict().items() if optimizer}
+    parts |= dict(agent=agent, generator=generator, replay=replay)
+    run.restore(**parts)
+    step, episodes, metrics = run.step, run.state.get("episodes", []), run.state.get("metrics", {})
+    while step < run.total:
+        # collect
+        if step < args.learning_starts:
+            actions = torch.rand(len(obs), action_size, generator=generator, device=device).cpu().numpy() * 2 - 1
+        else:
+            actions = act(agent.actor, space, obs, 1.0, generator)
+        next_obs, true_obs, rewards, terminated, _, ended = step_vector(envs, to_env(actions, space))
+        replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
+        obs, step, episodes = next_obs, step + args.num_envs, episodes + ended
+
+        # update
+        if step > args.learning_starts:
+            for number in range(args.utd_ratio * (step - args.num_envs), args.utd_ratio * step):
+                batch = Transitions(*replay.sample(args.batch_size, generator))
+                metrics |= update(agent, optimizers, batch, generator, args, number + 1, *losses)
+
+        # evaluate
+        due, logs = run.due(step, args.eval_every), run.due(step, args.log_every)
+        if due or logs:
+            columns = {name: value.item() for name, value in metrics.items()}
+            columns["time/steps_per_second"] = run.speed(step)
+            if logs:  # an evaluation in between leaves the episodes to the row that is due
+                columns, episodes = columns | episode_columns(episodes), []
+            run.log(step, **columns, **(score_agent() if due else {}))
+        run.end_step(step, parts | dict(episodes=episodes, metrics=metrics))
+
+    envs.close()
+    curves = {"return": ("return", "eval/return"), "entropy": ("entropy",), "alpha": ("alpha",)}
+    return run.finish(agent.state_dict(), curves, f"{TITLE} on {args.env_id}")
+
+
+if __name__ == "__main__":
+    main(Args, train, NAME)
