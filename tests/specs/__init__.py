@@ -147,7 +147,7 @@ def parse_bugs(text: str) -> tuple[Bug, ...]:
     The texts are parts of lines, or several lines. Without a `+ ` the text is deleted.
     """
     bugs = []
-    for block in re.split(r"\n\s*\n", text.strip("\n")):
+    for block in filter(None, re.split(r"\n\s*\n", text.strip("\n"))):
         lines = block.splitlines()
         old, new = ("\n".join(line[2:] for line in lines if line.startswith(sign)) for sign in ("- ", "+ "))
         name, _, why = " ".join(line for line in lines if line[:2] not in ("- ", "+ ")).partition(": ")

@@ -7,14 +7,6 @@ bootstrap-by-the-critics: four networks of one kind
 - policy_value(agent.targets, agent.actor, batch.next_obs, 1
 + policy_value(agent.critics, agent.actor, batch.next_obs, 1
 
-value-of-this-state: two observations in a row
-- policy_value(agent.targets, agent.actor, batch.next_obs, 1
-+ policy_value(agent.targets, agent.actor, batch.obs, 1
-
-max-of-the-twins:awac: Q-learning has a max there
-- q = torch.min(*critics(obs, sample(
-+ q = torch.max(*critics(obs, sample(
-
 advantage-of-the-target-critics: IQL, the parent, has them there
 - q = torch.min(*agent.critics(batch.obs
 + q = torch.min(*agent.targets(batch.obs
@@ -23,34 +15,10 @@ neighbours-of-a-state: the K actions of a state lie B rows apart
 - q.view(count, -1, 1).mean(0)
 + q.view(-1, count, 1).mean(1)
 
-value-of-the-mean-action: an option of the authors' code
-- sample(actor, obs, 1.0, generator)
-+ sample(actor, obs, 0.0, generator)
-
 gradient-through-the-value: the value is a function of the policy that is trained
 - @torch.no_grad()
 - def policy_value(
 + def policy_value(
-
-zero-is-better: an advantage of 0 is no improvement
-- (advantages > 0).to(
-+ (advantages >= 0).to(
-
-weights-that-sum-to-one: the loss is a mean, and would shrink with the batch
-- len(advantages) * (advantages / temperature).softmax(0)
-+ (advantages / temperature).softmax(0)
-
-softmax-over-the-actions: the only other dimension has one entry
-- (advantages / temperature).softmax(0)
-+ (advantages / temperature).softmax(1)
-
-temperature-inverted: IQL multiplies by its temperature, AWAC divides
-- return (advantages / temperature).exp()
-+ return (advantages * temperature).exp()
-
-weights-not-clipped:awac: the clip stands in CORL's code, not in the authors'
-- (advantages / temperature).exp().clamp(max=MAX_WEIGHT)
-+ (advantages / temperature).exp()
 
 optimizers-exchanged: two of one kind in a tuple
 - for part in (agent.actor, agent.critics)))

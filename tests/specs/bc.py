@@ -7,14 +7,6 @@ BUGS = """
 training-mode-lost:cloning: eval() before an evaluation, and no train() after it
 -     actor.train()
 
-dropout-in-evaluation: no eval() before an evaluation
-- actor.eval()(torch
-+ actor(torch
-
-density-averaged-over-actions:cloning: of one action, as in Pendulum, both are equal
-- 0.5 * math.log(2 * math.pi)).sum(-1, keepdim=True)
-+ 0.5 * math.log(2 * math.pi)).mean(-1, keepdim=True)
-
 variance-for-deviation:cloning: variances and deviations are both called sigma; at 1 nothing shows
 - z = (actions - mean) * (-log_std).exp()
 + z = (actions - mean) * (-2 * log_std).exp()
@@ -22,18 +14,6 @@ variance-for-deviation:cloning: variances and deviations are both called sigma; 
 log-std-without-bounds:cloning: SAC's bounds are taken for the authors' (CORL's IQL)
 - LOG_STD_BOUNDS = (-5.0, 2.0)
 + LOG_STD_BOUNDS = (-20.0, 2.0)
-
-units-of-the-environment:cloning: in MuJoCo most bounds are -1 and 1
-- to_unit(data.actions[rows], space)
-+ data.actions[rows]
-
-likelihood-minimised: log-likelihoods are maximised, losses minimised
-- return -actor.log_prob(batch.obs, batch.actions).mean()
-+ return actor.log_prob(batch.obs, batch.actions).mean()
-
-evaluation-with-training-noise:cloning: one function acts in both
-- log_std.exp() * noise * scale)
-+ log_std.exp() * noise)
 """
 
 SPEC = Spec(

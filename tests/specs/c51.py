@@ -14,14 +14,6 @@ width-of-an-atom: N atoms have N - 1 gaps
 - (atoms[1] - atoms[0])).clamp(min=0)
 + ((atoms[-1] - atoms[0]) / len(atoms))).clamp(min=0)
 
-negative-nearness: the second clip of equation 7 is forgotten
-- (atoms[1] - atoms[0])).clamp(min=0)
-+ (atoms[1] - atoms[0]))
-
-bootstrap-through-termination:c51: the mask is forgotten: the end of an episode costs nothing
-- args.gamma * (1 - batch.terminated) * atoms
-+ args.gamma * atoms
-
 reward-discounted: the brackets are set wrongly
 - values = batch.rewards + args.gamma * (1 - batch.terminated) * atoms
 + values = args.gamma * (batch.rewards + (1 - batch.terminated) * atoms)
@@ -38,21 +30,9 @@ cross-entropy-turned-round: a divergence has a direction
 - return -(target * log_probs).sum(1).mean()
 + return -(log_probs.exp() * target.clamp(min=1e-6).log()).sum(1).mean()
 
-mean-over-the-atoms: one mean for both dimensions, N times too small
-- return -(target * log_probs).sum(1).mean()
-+ return -(target * log_probs).mean()
-
-double-turned-round:c51: which of the two chooses is easy to mix up
-- (agent.q(batch.next_obs) if args.double else next_probs @ atoms)
-+ (next_probs @ atoms if args.double else agent.q(batch.next_obs))
-
 clipped-below-alone: returns below 0 are what one had in mind
 - ((target - middle).abs() > 1.001 * half_width)
 + ((middle - target) > 1.001 * half_width)
-
-softmax-over-actions: three dimensions, and the last but one is taken
-- len(self.atoms))).log_softmax(-1)
-+ len(self.atoms))).log_softmax(1)
 """
 ATOMS = dict(num_atoms=101, v_min=-100.0, v_max=100.0)  # CleanRL's
 

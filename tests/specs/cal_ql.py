@@ -27,10 +27,6 @@ returns-across-trajectories: one loop over all rows
 - if row + 1 not in starts:
 + if True:
 
-returns-without-discount: trajectories have undiscounted returns elsewhere
-- returns[row] += gamma * returns[row + 1]
-+ returns[row] += returns[row + 1]
-
 returns-of-other-rows: the rows that are taken come later
 - returns_to_go(data, args.gamma)[rows, None])
 + returns_to_go(data, args.gamma)[: rows.sum(), None])

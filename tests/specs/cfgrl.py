@@ -19,21 +19,9 @@ one-draw-for-the-batch: a coin is a coin
 - kept = torch.rand(batch.rewards.shape, generator=generator, device=batch.obs.device) >= label_dropout
 + kept = torch.rand(1, generator=generator, device=batch.obs.device).expand(len(batch.obs), 1) >= label_dropout
 
-each-input-dropped-alone: the label has two numbers, and so has the draw
-- kept = torch.rand(batch.rewards.shape,
-+ kept = torch.rand(batch.labels.shape,
-
 kept-and-dropped-exchanged: a probability of 0.1 is 0.9 from the other side
 - device=batch.obs.device) >= label_dropout
 + device=batch.obs.device) < label_dropout
-
-label-never-dropped: the network never learns the flow of all actions
-- actor(batch.obs, x, time, kept * batch.labels)
-+ actor(batch.obs, x, time, batch.labels)
-
-coin-from-the-global-generator: rand without a generator works, too
-- kept = torch.rand(batch.rewards.shape, generator=generator, device
-+ kept = torch.rand(batch.rewards.shape, device
 
 good-and-bad-exchanged: two columns
 - np.stack([good, ~good], 1)[rows])
@@ -43,10 +31,6 @@ labels-of-other-rows: rows without a known next observation are left out everywh
 - np.stack([good, ~good], 1)[rows])
 + np.stack([good, ~good], 1)[: rows.sum()])
 
-max-of-the-twins:cfgrl: the better of two estimates
-- q = torch.min(value("targets.q1", both)
-+ q = torch.max(value("targets.q1", both)
-
 critics-of-raw-observations: the run's statistics are in its model
 - obs = (torch.from_numpy(data.obs) - w["obs_mean"]) / w["obs_std"]
 + obs = torch.from_numpy(data.obs)
@@ -54,10 +38,6 @@ critics-of-raw-observations: the run's statistics are in its model
 critics-of-raw-actions: in MuJoCo most bounds are -1 and 1
 - torch.from_numpy(to_unit(data.actions, space)).float()
 + torch.from_numpy(data.actions.reshape(len(data.actions), -1))
-
-critics-without-relu: a network is its layers
-- nn.functional.linear(x.relu() if layer else x,
-+ nn.functional.linear(x,
 """
 SHORT = dict(threads=1, eval_every=2500, eval_episodes=50)
 ADVANTAGE = SHORT | dict(label="advantage", critic=("iql", dict(expectile=0.9, eval_episodes=0)))

@@ -5,14 +5,6 @@ from tests.specs.grpo import SORT
 from tests.specs.gspo import STALE
 
 BUGS = """
-gradient-through-the-weight: rho is made from log pi; the slope is then twice as steep, and clipped tokens have half
-- ratio = (logps.detach() - old_logps).exp()
-+ ratio = (logps - old_logps).exp()
-
-ratio-turned-round:cispo: old over new
-- ratio = (logps.detach() - old_logps).exp()
-+ ratio = (old_logps - logps.detach()).exp()
-
 distances-for-ratios: the bounds of everybody else are distances from 1
 - weight = ratio.clamp(low, high)
 + weight = ratio.clamp(1 - low, 1 + high)

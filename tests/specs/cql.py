@@ -3,14 +3,6 @@
 from tests.specs import Curve, Effect, Recipe, Spec
 
 BUGS = """
-density-of-the-uniform-forgotten: in a box from 0 to 1 it is 1
-- agent.critics(obs, uniform) + action_size * math.log(2)
-+ agent.critics(obs, uniform)
-
-densities-added: importance weights divide by them
-- ratios.append(agent.critics(obs, actions) - logps)
-+ ratios.append(agent.critics(obs, actions) + logps)
-
 next-actions-at-the-next-state: the other samples are judged where they were drawn
 - ratios.append(agent.critics(obs, actions) - logps)
 + ratios.append(agent.critics(states, actions) - logps)
@@ -19,41 +11,17 @@ samples-of-one-state-alone: two loops over states that look alike
 - zip((obs, next_obs), noise)
 + zip((obs, obs), noise)
 
-sum-for-the-mean-of-samples: public codes leave it out; no gradient shows it
-- .logsumexp(2) - math.log(3 * samples)
-+ .logsumexp(2)
-
 data-detached-in-the-penalty: targets are detached
 - (integral - q).mean((1, 2))
 + (integral - q.detach()).mean((1, 2))
-
-cosines-with-themselves: the sum over all pairs is easier to write
-- .square().sum(1) - normals.square().sum((0, 2))
-+ .square().sum(1)
 
 slopes-of-the-sum: a list of one leaf N times
 - copies = [actions.detach().requires_grad_() for _ in critics]
 + copies = [actions.detach().requires_grad_()] * len(critics)
 
-slopes-of-any-length: cosines need unit vectors
-- F.normalize(torch.stack(slopes), dim=2)
-+ torch.stack(slopes)
-
-target-entropy-positive:cql: entropies of discrete actions are positive
-- logps, -float(size)
-+ logps, float(size)
-
 rates-exchanged: two learning rates
 - adam(agent.critics.parameters(), args.learning_rate)
 + adam(agent.critics.parameters(), rate)
-
-max-of-the-critics:actor: the actor maximises
-- q = agent.critics(obs, actions).amin(0)
-+ q = agent.critics(obs, actions).amax(0)
-
-evaluation-with-training-noise:cql: one function acts in both
-- return agent.actor(states, noise * scale)
-+ return agent.actor(states, noise)
 """
 SHORT = dict(max_steps=2000, eval_episodes=0, log_every=100)
 FREE = SHORT | dict(max_steps=1000, cql_weight=0.0)

@@ -51,10 +51,6 @@ running-variance-stands-still: one of two lines that look alike
 -             self.passes.add_(1)
 +             self.passes.add_(1)
 
-unbiased-variance: torch's default, and Stable-Baselines3-contrib's
-- x.var(0, correction=0)
-+ x.var(0)
-
 warm-up-never-ends: the counter is not counted
 -             self.variance.lerp_(variance, MOMENTUM)
 -             self.passes.add_(1)
@@ -72,10 +68,6 @@ d-of-the-batch-s-spread: a quotient of the wrong standard deviation
 - ((mean - self.mean) / std)
 + ((mean - self.mean) / batch_std)
 
-r-inverted: batch over running, or running over batch
-- (batch_std / std)
-+ (std / batch_std)
-
 gradient-through-r-and-d: no_grad is only needed for the statistics
 -         with torch.no_grad():  # r and d
 +         with torch.enable_grad():  # r and d
@@ -83,10 +75,6 @@ gradient-through-r-and-d: no_grad is only needed for the statistics
 no-norm-before-the-output: layers are normalised in pairs with their ReLU
 - layers += [BatchRenorm(size, args.renorm_warmup)] if args.batch_norm else []
 + layers += [BatchRenorm(size, args.renorm_warmup)] if args.batch_norm and after == hidden_size else []
-
-adam-of-sac: Adam's own beta_1
-- adam(agent.critics.parameters(), betas=BETAS)
-+ adam(agent.critics.parameters())
 """
 FAST = dict(total_timesteps=4000, learning_starts=500, learning_rate=0.002, batch_size=64, hidden_size=64,
             policy_frequency=2, eval_every=500, threads=1)  # fmt: skip

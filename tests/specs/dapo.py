@@ -8,25 +8,13 @@ buffer-off-by-one: the limit itself is counted as a token of the buffer
 - (max_completion_length - buffer - lengths)
 + (max_completion_length - buffer - lengths + 1)
 
-overlong-rewarded: a penalty is subtracted, and this one is negative already
-- rewards.to(device) + penalty
-+ rewards.to(device) - penalty
-
 penalty-only-logged: a number that is computed, shown in the curves, and not used
 - rewards.to(device) + penalty
 + rewards.to(device)
 
-penalty-in-all-groups: the constraint of equation 8 stands apart from the penalty of equation 13
-- + penalty * teaches
-+ + penalty
-
 short-answers-rewarded: the middle case of equation 13 is written down for all lengths
 - .clamp(-1, 0)
 + .clamp(min=-1)
-
-upper-clip-lost: two clips of nearly equal size, and only the upper one is new
-- args.epsilon, args.epsilon_high)
-+ args.epsilon, args.epsilon)
 
 groups-not-judged: P groups were sampled, so the batch looks full
 - total((~flat).sum()) < args.num_prompts
@@ -46,10 +34,6 @@ rewards-of-the-first-round: one round is the common case, in which nothing shows
 rewards-of-other-answers: what is chosen by groups has to be chosen by rows, too
 - *(x[groups] for x in samples[:2]), *(x[rows] for x in samples[2:])
 + *(x[groups] for x in samples[:2]), *(x[: len(rows)] for x in samples[2:])
-
-one-round-too-many: rounds count from 0 here and from 1 there
-- len(rounds) < args.max_sampling_rounds
-+ len(rounds) <= args.max_sampling_rounds
 
 reward-of-the-kept-groups: what is at hand is the batch that is trained, which was chosen by its rewards
 - "reward": sampled_rewards.nanmean().item(),

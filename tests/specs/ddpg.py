@@ -3,10 +3,6 @@
 from tests.specs import Curve, Recipe, Spec
 
 BUGS = """
-bootstrap-through-termination:ddpg: the mask is forgotten: the end of an episode costs nothing
-- gamma * (1 - batch.terminated) * next_q
-+ gamma * next_q
-
 target-actor-forgotten: the online actor is at hand (SAC has no target actor)
 - agent.target_critic(batch.next_obs, agent.target_actor(batch.next_obs))
 + agent.target_critic(batch.next_obs, agent.actor(batch.next_obs))
@@ -14,10 +10,6 @@ target-actor-forgotten: the online actor is at hand (SAC has no target actor)
 target-critic-forgotten: two networks of one kind
 - agent.target_critic(batch.next_obs, agent.target_actor(batch.next_obs))
 + agent.critic(batch.next_obs, agent.target_actor(batch.next_obs))
-
-actor-descends: the optimizer minimises
-- return -agent.critic(obs, agent.actor(obs)).mean()
-+ return agent.critic(obs, agent.actor(obs)).mean()
 
 actor-without-a-gradient: the action is detached, as in the target
 - return -agent.critic(obs, agent.actor(obs)).mean()
@@ -35,25 +27,13 @@ targets-follow-at-once: tau is the share of the new in some papers and of the ol
 - torch._foreach_lerp_(list(lagging.parameters()), list(network.parameters()), args.tau)
 + torch._foreach_lerp_(list(lagging.parameters()), list(network.parameters()), 1 - args.tau)
 
-noise-is-not-clipped: the environment clips, too; what is stored then is not what was done
-- return (actions + scale * noise).clamp(-1, 1).cpu().numpy()
-+ return (actions + scale * noise).cpu().numpy()
-
 noise-shared-by-all-environments: one draw is broadcast (CleanRL's td3_continuous_action.py)
 - noise = torch.randn(actions.shape, generator=generator
 + noise = torch.randn(actions.shape[1], generator=generator
 
-evaluation-with-unit-noise: SAC's scale is 1
-- act(agent.actor, obs, scale * args.exploration_noise, generator), space)
-+ act(agent.actor, obs, scale, generator), space)
-
 exploration-without-noise: the actor is deterministic, as in evaluation
 - actions = act(agent.actor, obs, args.exploration_noise, generator)
 + actions = act(agent.actor, obs, 0.0, generator)
-
-optimizers-of-one-network: two lines that look alike
-- Optimizers(adam(agent.actor.parameters()), adam(agent.critic.parameters()))
-+ Optimizers(adam(agent.critic.parameters()), adam(agent.critic.parameters()))
 """
 
 AUTHORS = dict(learning_rate=3e-4, gamma=0.99, tau=0.005, batch_size=256, buffer_size=1_000_000, hidden_size=256,

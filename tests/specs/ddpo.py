@@ -7,10 +7,6 @@ time-grid-to-the-end: linspace holds both ends; steps are too long, and no plot 
 - t = torch.full_like(normals[:, 0, 0], k / args.num_steps)
 + t = torch.full_like(normals[:, 0, 0], k / max(args.num_steps - 1, 1))
 
-density-averaged-over-dimensions: as the authors' code has it; the ratio is another, and so is what the clip means
-- .sum(1).view(len(before), args.num_steps)
-+ .mean(1).view(len(before), args.num_steps)
-
 clip-without-min:ddpo: the clip also kills gradients that would bring the ratio back
 - loss = -torch.min(ratio * advantages[:, None], clipped * advantages[:, None]).sum(1)
 + loss = -(clipped * advantages[:, None]).sum(1)
@@ -23,10 +19,6 @@ baseline-with-itself: the mean of the group holds the sample's own reward: (G-1)
 - others = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
 + others = rewards.mean(1, keepdim=True)
 
-deviation-of-the-sample:prompt: torch's default; NumPy's, which the authors use, is the population's
-- (rewards.std(1, correction=0, keepdim=True) + 1e-6)
-+ (rewards.std(1, keepdim=True) + 1e-6)
-
 groups-across-prompts: which of the two numbers comes first
 - batch.rewards.view(-1, args.num_generations), args.advantage).flatten()
 + batch.rewards.view(args.num_generations, -1).T, args.advantage).T.flatten()
@@ -34,14 +26,6 @@ groups-across-prompts: which of the two numbers comes first
 offset-of-each-row: an offset for each sample is noise, not a constant of the prompt
 - batch.rewards + offsets[batch.prompts]
 + batch.rewards + offsets.repeat(len(batch.rewards) // MODES + 1)[: len(batch.rewards)]
-
-velocity-to-the-noise: the sign goes with the direction of time
-- (model(x, t, prompts) - (data - start))
-+ (model(x, t, prompts) - (start - data))
-
-generator-not-restored:ddpo: weights and optimizer are what people think of
-- parts = dict(model=model, optimizer=optimizer, generator=generator)
-+ parts = dict(model=model, optimizer=optimizer)
 """
 
 OFFSETS = {f"{kind}{name}": ("ddpo", dict(max_steps=80, advantage=kind, reward_offset=offset))

@@ -7,25 +7,13 @@ last-step-keeps-nothing: the cosine is 0 there
 - .clip(min=0.001)
 + .clip(min=0)
 
-plan-not-clipped: actions are clipped by the environment anyway
-- (x - (1 - now).sqrt() * self(obs, x, k)) / now.sqrt()).clamp(-1, 1)
-+ (x - (1 - now).sqrt() * self(obs, x, k)) / now.sqrt())
-
 deviation-of-the-forward-step: beta is the other choice of DDPM's paper (fixed_large)
 - (beta * (1 - before) / (1 - now)).sqrt()
 + beta.sqrt()
 
-last-denoising-step-left-out: ranges end before their end
-- for k in range(self.steps, 0, -1):
-+ for k in range(self.steps, 1, -1):
-
 one-level-for-all-rows: a batch has one step
 - k = torch.randint(1, agent.actor.steps + 1, shape, generator=generator, device=device)
 + k = torch.randint(1, agent.actor.steps + 1, (1, 1), generator=generator, device=device).expand(shape)
-
-share-that-is-kept-exchanged: a decay of 0.999 and a rate of 0.001
-- list(agent.actor.parameters()), 1 - decay)
-+ list(agent.actor.parameters()), decay)
 
 newest-weights-act: one network is trained, and it acts
 - act_in_evaluation(agent.average, space, args)
@@ -46,14 +34,6 @@ forgets-what-was-seen-within-a-plan: the network sees only where plans begin
 oldest-observations-seen: a history grows at its end
 - * args.n_obs_steps)[-args.n_obs_steps :]
 + * args.n_obs_steps)[: args.n_obs_steps]
-
-observations-not-copied: the environments write into one array
-- ([*past, obs.copy()] if past
-+ ([*past, obs] if past
-
-units-of-the-environment:diffusion_policy: in MuJoCo most bounds are -1 and 1
-- to_unit(data.actions, space)[plans]
-+ data.actions[plans]
 """
 
 DETOUR = dict(dataset="algos/environments/detour.hdf5", max_steps=3000, eval_every=500, eval_episodes=100)

@@ -12,54 +12,18 @@ labels-swapped: chosen and rejected are two tensors of one shape
 -         chosen, rejected = ratios.unbind(1)
 +         rejected, chosen = ratios.unbind(1)
 
-beta-missing: a log-ratio is taken for the reward, which is beta times it
-- args.beta * (chosen - rejected), args.label_smoothing
--     return -(1 - e) * logsigmoid(logits) - e
-+ chosen - rejected, args.label_smoothing
-+     return -(1 - e) * logsigmoid(logits) - e
-
-beta-missing:hinge: SLiC has a margin of its own, and one of the two is forgotten
-- return relu(1 - args.beta * (chosen - rejected))
-+ return relu(1 - (chosen - rejected))
-
 sigmoid-without-log: both are minimised where chosen wins
 - return -(1 - e) * logsigmoid(logits) - e * logsigmoid(-logits)
 + return -(1 - e) * sigmoid(logits) - e * sigmoid(-logits)
-
-reference-forgotten: a difference of log-probabilities also ranks
-- ratios = (logps - ref_logps[:, :width]).sum(1)
-+ ratios = logps.sum(1)
 
 reference-is-the-policy:dpo: one name for two models of the same kind: every log-ratio then is 0 in value
 - completion_logps(scorer, *inputs)
 + completion_logps(model, *inputs)
 
-pairs-are-torn: rows are sorted by length and dealt out, and two of them are a pair
--     for rows, inputs in micro_batches(samples, args, together=2):
--         ratios, likelihood =
-+     for rows, inputs in micro_batches(samples, args):
-+         ratios, likelihood =
-
 mean-for-sum-of-log-probabilities: means per token are what losses of language models are; some losses want them, DPO
 does not (huggingface/trl#1033, #1265, #1581, #1677: the averaging of IPO)
 - ratios = (logps - ref_logps[:, :width]).sum(1)
 + ratios = (logps - ref_logps[:, :width]).sum(1) / lengths
-
-margin-of-ipo: the half of the paper's 1/(2 tau) is lost when tau becomes beta
-- return (chosen - rejected - 1 / (2 * args.beta)) ** 2
-+ return (chosen - rejected - 1 / args.beta) ** 2
-
-robust-is-conservative: two losses with label smoothing differ by one sign
-- return (-(1 - e) * logsigmoid(logits) + e * logsigmoid(-logits)) / (1 - 2 * e)
-+ return (-(1 - e) * logsigmoid(logits) - e * logsigmoid(-logits)) / (1 - 2 * e)
-
-both-completions-down: APO has two losses of nearly the same text
-- return 1 - sigmoid(args.beta * chosen) + sigmoid(args.beta * rejected)
-+ return sigmoid(args.beta * chosen) + sigmoid(args.beta * rejected)
-
-rejected-is-imitated: an index instead of a name
-- loss = loss - args.sft_coef * likelihood[:, 0]
-+ loss = loss - args.sft_coef * likelihood[:, 1]
 
 sigmoid-without-log:reward_model: both are minimised where chosen wins
 - return -logsigmoid(chosen

@@ -7,10 +7,6 @@ density-without-the-floor: sampling has one already
 - return Normal(mean, std.clamp(min=self.min_std)).log_prob
 + return Normal(mean, std.clamp(min=1e-3)).log_prob
 
-sampled-without-the-floor: the density has one already
-- x = mean + std.clamp(min=min_std) * torch.randn
-+ x = mean + std * torch.randn
-
 discount-towards-the-plan: k falls from K' to 1, and discounts grow with time
 - later = torch.arange(agent.learned - 1, -1, -1, device=obs.device)
 + later = torch.arange(agent.learned, device=obs.device)
@@ -33,10 +29,6 @@ start-not-taken-over: only the copy that learns is loaded
 history-of-the-episode-before: one step is added at a time
 - self.past.extend([obs.copy()] * self.past.maxlen)
 + self.past.append(obs.copy())
-
-evaluated-with-the-floor: one function samples in both
-- scale * agent.min_std, generator)
-+ agent.min_std, generator)
 """
 
 START = "diffusion_policy", dict(dataset="algos/environments/detour.hdf5", diffusion_steps=20, max_steps=600,

@@ -15,10 +15,6 @@ variance-for-deviation:dpt: the authors call their deviation var
 - + args.noise * normals
 + + args.noise**0.5 * normals
 
-smaller-than-itself: the product is over the other arms
-- (density / below * below.prod(
-+ (density * below.prod(
-
 realised-regret: rewards are what an agent sees
 - means.amax(1, keepdim=True) - means.gather(1, context.actions)
 + means.amax(1, keepdim=True) - context.rewards
@@ -26,10 +22,6 @@ realised-regret: rewards are what an agent sees
 plays-by-the-empty-context: the query comes first, and its row is the first
 - model(context)[:, -1].softmax(1)
 + model(context)[:, 0].softmax(1)
-
-evaluated-on-bandits-of-training: one seed for all
-- .manual_seed(args.seed + EVAL_SEED)
-+ .manual_seed(args.seed)
 
 dropout-in-evaluation:dpt: no eval() before an evaluation
 -     model.eval()
@@ -44,10 +36,6 @@ training-mode-lost:dpt: eval() before an evaluation, and no train() after it
 contexts-shorter-than-deployment: half of the horizon is long enough to learn from
 - behave(means, args.horizon - 1, args, generator)
 + behave(means, args.horizon // 2, args, generator)
-
-shuffled-within-a-bandit: axis 1 holds the pulls; the control would be none
-- Context(*(x.roll(1, 0) for x in context))
-+ Context(*(x.roll(1, 1) for x in context))
 """
 
 SPEC = Spec(

@@ -4,10 +4,6 @@ from tests.flags import HOP
 from tests.specs import Curve, Effect, Recipe, Spec
 
 BUGS = """
-bootstrap-through-termination:dqn: the mask is forgotten: the end of an episode costs nothing
-- args.gamma * (1 - batch.terminated) * next_values.gather(1, chosen)
-+ args.gamma * next_values.gather(1, chosen)
-
 next-observation-of-the-reset:dqn: what a vector returns is the first observation of the next episode
 (google-deepmind/mujoco_playground#305, google/brax#641)
 - replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
@@ -20,10 +16,6 @@ target-of-the-online-network: two networks of one kind
 double-turned-round: which of the two chooses is easy to mix up: this is DQN again, with the networks exchanged
 - next_values.gather(1, chosen)
 + (agent.q(batch.next_obs) if args.double else next_values).gather(1, next_values.argmax(1, keepdim=True))
-
-double-always: the flag is lost in a clean-up
-- (agent.q(batch.next_obs) if args.double else next_values)
-+ agent.q(batch.next_obs)
 
 smallest-next-value: a cost is minimised, a reward is not
 - else next_values).argmax(1, keepdim=True)
@@ -61,21 +53,9 @@ acts-by-the-target-network: two networks of one kind
 - values = agent.q(torch.from_numpy(
 + values = agent.target(torch.from_numpy(
 
-actions-count-from-zero:dqn: nearly every discrete space begins at 0
-- step_vector(envs, space.start + actions[:, 0])
-+ step_vector(envs, actions[:, 0])
-
-evaluation-with-training-noise:dqn: one function acts in both
-- agent, obs, args.end_e * scale.cpu().numpy(), generator)
-+ agent, obs, args.end_e, generator)
-
 generator-not-restored:dqn: weights and optimizer are what people think of (Stable-Baselines3#1526, open)
 - optimizer=optimizer, generator=generator, replay
 + optimizer=optimizer, replay
-
-one-update-per-step: a factor is lost
-- (args.gradient_steps * (n // args.train_frequency) for n in (before, step))
-+ (n // args.train_frequency for n in (before, step))
 
 updates-by-iterations: one environment is what one thinks of
 - for n in (before, step))

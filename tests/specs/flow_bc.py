@@ -3,10 +3,6 @@
 from tests.specs import Curve, Effect, Spec
 
 BUGS = """
-velocity-turned-round: diffusion runs from data to noise
-- (actor(batch.obs, x, time) - (batch.actions - noise))
-+ (actor(batch.obs, x, time) - (noise - batch.actions))
-
 path-turned-round: at 0 there is noise, in other papers data
 - x = (1 - time) * noise + time * batch.actions
 + x = time * noise + (1 - time) * batch.actions
@@ -14,14 +10,6 @@ path-turned-round: at 0 there is noise, in other papers data
 one-time-for-all-rows: a batch has one step, and one time, one thinks
 - torch.rand(batch.rewards.shape, generator=generator, device=batch.obs.device)
 + torch.rand(1, generator=generator, device=batch.obs.device).expand(batch.rewards.shape)
-
-a-time-for-each-number: the noise has a number for each
-- time = torch.rand(batch.rewards.shape,
-+ time = torch.rand(batch.actions.shape,
-
-times-from-the-global-generator: rand without a generator works, too
-- time = torch.rand(batch.rewards.shape, generator=generator, device
-+ time = torch.rand(batch.rewards.shape, device
 
 noise-of-actions-s-bounds: uniform in the box
 - noise = torch.randn(batch.actions.shape
@@ -31,21 +19,9 @@ grid-that-reaches-1: linspace(0, 1, K) has K times as well (ReinFlow before its 
 - torch.full_like(x[:, :1], k / steps)
 + torch.full_like(x[:, :1], k / max(steps - 1, 1))
 
-step-not-divided: the velocity is for the whole way
-- torch.full_like(x[:, :1], k / steps)) / steps
-+ torch.full_like(x[:, :1], k / steps))
-
-loss-without-noise: the network predicts the action, as others do
-- (actor(batch.obs, x, time) - (batch.actions - noise))
-+ (actor(batch.obs, x, time) - batch.actions)
-
 sum-over-the-numbers:flow_bc: a norm is a sum
 - (batch.actions - noise)).square().mean()
 + (batch.actions - noise)).square().sum(-1).mean()
-
-action-not-clipped: a network with tanh needs none
-- actor.flow(obs, noise, steps).clamp(-1, 1)
-+ actor.flow(obs, noise, steps)
 
 the-likeliest-action: evaluation takes the mean of the noise
 - actor.flow(obs, noise, steps)

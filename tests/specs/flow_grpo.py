@@ -3,10 +3,6 @@
 from tests.specs import Curve, Effect, Spec
 
 BUGS = """
-noise-level-not-squared: sigma_t^2 in the drift, sigma_t in the noise
-- variance = args.noise_level**2 * (1 - t)
-+ variance = args.noise_level * (1 - t)
-
 schedule-upside-down: the paper's time is 1 at the noise; its formula copied as it stands grows towards the data
 - (1 - t) / t.clamp(min=1 / args.num_steps)
 + t.clamp(min=1 / args.num_steps) / (1 - t)
@@ -15,21 +11,9 @@ own-time-in-the-denominator: any floor avoids the division by 0 at the noise, an
 - t.clamp(min=1 / args.num_steps)
 + t.clamp(min=1e-2)
 
-drift-without-its-half: the score's factor is sigma^2 / 2
-- (v + variance / 2 * score)
-+ (v + variance * score)
-
-score-away-from-the-data: signs turn with the direction of time
-- score = (t * v - x) / (1 - t)
-+ score = (x - t * v) / (1 - t)
-
 deviation-over-the-step: white noise of a step has the variance, not the deviation, in proportion to it
 - (variance / args.num_steps).sqrt())
 + variance.sqrt() / args.num_steps)
-
-density-averaged-over-dimensions:flow_grpo: as the authors' code has it; the clip means something else
-- return steps.log_prob(batch.chains[:, 1:]).sum(2)
-+ return steps.log_prob(batch.chains[:, 1:]).mean(2)
 
 old-density-of-the-last-epoch:flow_grpo: the ratio is 1 in every epoch, and nothing is clipped
 - loss, numbers = ddpo_loss(logps_of(steps, batch), old_logps, scores, args.clip_coef)
@@ -38,26 +22,6 @@ old-density-of-the-last-epoch:flow_grpo: the ratio is 1 in every epoch, and noth
 divergence-to-itself: the reference is a reference to the model that trains
 - reference_steps = chain_steps(reference, batch, args)
 + reference_steps = chain_steps(model, batch, args)
-
-reward-for-the-divergence: the sign
-- (loss + args.beta * kl).backward()
-+ (loss - args.beta * kl).backward()
-
-reference-before-pretraining: the copy is made too early
-- reference.load_state_dict(model.state_dict())
-+ pass
-
-reference-not-saved:flow_grpo: a resumed run has another reference
-- generator=generator, reference=reference)
-+ generator=generator)
-
-evaluation-with-the-steps-of-training: the flow is integrated as coarsely as in training
-- solve(model, noise, prompts, args.eval_steps)
-+ solve(model, noise, prompts, args.num_steps)
-
-evaluation-on-fresh-noise: two evaluations differ by chance, and resuming changes them
-- noise = torch.randn(len(prompts), 2, generator=torch.Generator(device).manual_seed(0), device=device)
-+ noise = torch.randn(len(prompts), 2, device=device)
 
 ode-at-the-end-of-each-step: times from 1 / K to 1
 - torch.full_like(x[:, 0], k / num_steps)

@@ -8,14 +8,6 @@ policy-learns-other-noise: each part draws its own
 - agent.actor.flow(batch.obs, noise, args.flow_steps)
 + agent.actor.flow(batch.obs, torch.randn_like(noise), args.flow_steps)
 
-flow-not-clipped: the policy is clipped anyway
-- noise, args.flow_steps).clamp(-1, 1)
-+ noise, args.flow_steps)
-
-values-beyond-the-box: the critics take any number
-- agent.critics(batch.obs, actions.clamp(-1, 1))
-+ agent.critics(batch.obs, actions)
-
 policy-s-smaller-critic: as in TD3 and SAC
 - q = torch.stack(agent.critics(batch.obs, actions.clamp(-1, 1))).mean(0)
 + q = torch.stack(agent.critics(batch.obs, actions.clamp(-1, 1))).amin(0)
@@ -32,14 +24,6 @@ alpha-on-the-values: a weight belongs to either
 - return args.alpha * distill - scale * q.mean()
 + return distill - args.alpha * scale * q.mean()
 
-scale-with-a-gradient: it is a constant (TD3+BC)
-- scale = 1 / q.detach().abs().mean()
-+ scale = 1 / q.abs().mean()
-
-policy-s-gradient-in-the-critics: requires_grad_ forgotten
-- agent.critics.requires_grad_(False)  # the policy
-+ agent.critics.requires_grad_(True)  # the policy
-
 policy-s-gradient-in-the-flow: no_grad forgotten
 - with torch.no_grad():
 -         flow = agent
@@ -49,14 +33,6 @@ policy-s-gradient-in-the-flow: no_grad forgotten
 one-noise-for-both-states: one draw is enough
 - next_noise, start, noise = (draw(batch.actions.shape) for _ in range(3))
 + next_noise = start = noise = draw(batch.actions.shape)
-
-critics-without-layer-norm: it is off elsewhere
-- network(obs_size + action_size, hidden_size, 1, layer_norm=True)
-+ network(obs_size + action_size, hidden_size, 1)
-
-norm-before-the-relu: as transformers have it
-- layers[0], nn.ReLU(), *norms[0], layers[1]
-+ layers[0], *norms[0], nn.ReLU(), layers[1]
 
 policy-acts-on-half-the-noise: less noise is safer
 - .to(generator.device), noise).clamp(-1, 1)

@@ -4,10 +4,6 @@ from tests.specs import Curve, Effect, Spec
 from utils.lm import TINY_MODEL
 
 BUGS = """
-divergences-exchanged: forward and reverse are said of both (TRL's beta 0 is forward)
-- return kl(teacher_logps, logps) if kind == "forward" else kl(logps, teacher_logps)
-+ return kl(logps, teacher_logps) if kind == "forward" else kl(teacher_logps, logps)
-
 mixture-of-exchanged-shares: b is the teacher's share here, the student's elsewhere
 - torch.logaddexp(teacher_logps + math.log(b), logps + math.log1p(-b))
 + torch.logaddexp(teacher_logps + math.log1p(-b), logps + math.log(b))
@@ -15,14 +11,6 @@ mixture-of-exchanged-shares: b is the teacher's share here, the student's elsewh
 weights-of-jsd-exchanged: two terms that look alike
 - return b * kl(teacher_logps, mixture) + (1 - b) * kl(logps, mixture)
 + return (1 - b) * kl(teacher_logps, mixture) + b * kl(logps, mixture)
-
-mean-over-the-vocabulary: kl_div's default reduction
-- return (first.exp() * (first - second)).sum(-1)
-+ return (first.exp() * (first - second)).mean(-1)
-
-temperature-of-sampling-only: TRL's GKDTrainer compares at 1, whatever it samples at
-- (x[:, :width].to(torch.promote_types(x.dtype, torch.float32)) / args.temperature).log_softmax(-1)
-+ x[:, :width].to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1)
 
 teacher-at-another-temperature: its pass stands beside the student's
 - teacher_logps = teacher and completion_logps(teacher, *inputs, args.temperature)[0]
@@ -39,14 +27,6 @@ k3-for-k2-of-the-teacher: the estimator at hand; its gradient is another diverge
 log-ratio-for-k2: its value is the divergence, and its gradient has mean 0
 - loss = loss + batch.beta * (gap if args.estimator == "full" else k2(logps, teacher_logps))
 + loss = loss + batch.beta * (gap if args.estimator == "full" else logps - teacher_logps)
-
-k2-without-the-half: a square
-- return (logps - teacher_logps) ** 2 / 2
-+ return (logps - teacher_logps) ** 2
-
-reward-always-trained: the parent's loss stays
-- loss = args.reward_weight * loss
-+ loss = loss
 
 unknown-is-zero: a tensor of zeros is made for log-probabilities that nobody has
 - torch.full_like(samples.logps, torch.nan)

@@ -8,10 +8,6 @@ ratio-turned-round: which policy stands in the numerator is easy to mix up, and 
 - ratio = (logps - old_logps).exp()
 + ratio = (old_logps - logps).exp()
 
-max-for-min: the paper maximises a minimum, losses are minimised: one sign too many is turned
-- -torch.min(unclipped, clipped),
-+ -torch.max(unclipped, clipped),
-
 clip-without-min: clipping the ratio looks like all that the clip does; it also kills gradients that would bring it
 back
 - -torch.min(unclipped, clipped),
@@ -31,10 +27,6 @@ policy_gradients/loss.py:23-57, whose test pins the wrong value (natolambert/rlh
 - difference = ref_logps - logps
 + difference = logps - ref_logps
 
-divergence-rewarded: the paper subtracts the penalty from what it maximises
-- loss = loss + args.beta * kl
-+ loss = loss - args.beta * kl
-
 reference-at-another-temperature: the temperature is thought of as a setting of the sampler (huggingface/trl#4159:
 temperature not applied to log-probabilities)
 - completion_logps(scorer, *inputs, args.temperature)
@@ -43,22 +35,6 @@ temperature not applied to log-probabilities)
 reference-is-the-policy: one name for two models of the same kind: the penalty then is 0 in value
 - completion_logps(scorer, *inputs, args.temperature)
 + completion_logps(model, *inputs, args.temperature)
-
-group-std-of-a-population: NumPy's default is ddof 0, torch's 1
-- (known - 1).clamp(min=1)
-+ known.clamp(min=1)
-
-cut-off-is-rewarded: a penalty is subtracted here and added there
-- rewards - args.missing_eos_penalty * ~samples.ended.cpu()
-+ rewards + args.missing_eos_penalty * ~samples.ended.cpu()
-
-ended-is-punished: the mask says who ended, the name says who did not
-- rewards - args.missing_eos_penalty * ~samples.ended.cpu()
-+ rewards - args.missing_eos_penalty * samples.ended.cpu()
-
-not-centred: dividing by the deviation is what looks like normalising
-- centred = above_least - above_least.nanmean(1, keepdim=True)
-+ centred = above_least
 
 baseline-of-the-batch: the mean over all axes is the default of every library
 - centred = above_least - above_least.nanmean(1, keepdim=True)
@@ -108,36 +84,14 @@ temperature-in-scoring-only: the sampler has its own default
 - args.num_generations, args, args.temperature,
 + args.num_generations, args, 1.0,
 
-gradients-never-cleared: torch adds gradients up
-- optimizer.zero_grad(set_to_none=True)
-+ pass
-
 last-micro-batch-only: zero_grad stands before backward everywhere else
 -                 width = logps.shape[1]
 +                 width = logps.shape[1]
 +                 optimizer.zero_grad(set_to_none=True)
 
-denominator-of-one-process: each process divides by its own number of completions
-- rows = total(torch.tensor(len(mask), device=mask.device))
-+ rows = torch.tensor(len(mask), device=mask.device)
-
-tokens-of-one-process: the all-reduce is remembered for rows, and forgotten for tokens
-- return mask / total(mask.sum()).clamp(min=1)
-+ return mask / mask.sum().clamp(min=1)
-
 all-minibatches-at-once: the rows of the minibatch are drawn, and all of them are run
 - in micro_batches(samples, args, within):
 + in micro_batches(samples, args):
-
-equal-rewards-keep-a-rounding: the mean of equal numbers is taken for that number
-- above_least = rewards - rewards.nan_to_num(torch.inf).amin(1, keepdim=True)
-+ above_least = rewards
-
-clipped-after-the-step: two lines, in either order of which nothing fails
--             norms.append(clip_gradients(model, args.max_grad_norm))
--             optimizer.step()
-+             optimizer.step()
-+             norms.append(clip_gradients(model, args.max_grad_norm))
 
 rows-of-the-first-minibatch: rows are counted within the minibatch here and within the batch there
 - weights[within] =

@@ -11,10 +11,6 @@ observations-in-the-denominator: the loss has its mask, its weights have the oth
 - token_weights(mask[within], args.aggregation, longest)
 + token_weights(samples.completion_mask[within], args.aggregation, longest)
 
-observations-counted-as-own: both masks are extended where the ids are
-- own[i] += [False] * len(observation)
-+ own[i] += [True] * len(observation)
-
 own-shifted-by-one: a mask of positions is applied to what predicts them (RAGEN's ctx_manager)
 - return Episodes(samples, padded(own, torch.bool),
 + return Episodes(samples, padded(own, torch.bool).roll(1, 1) & mask,
@@ -48,14 +44,6 @@ cut-turns-are-whole: a turn that the environment could read looks finished
 - elif not whole[i]:
 + elif not whole[i] and not step.done:
 
-too-long-by-a-turn: the observation fits, and what is to be sampled behind it is forgotten
-- elif turn + 1 < args.max_turns and length + args.max_completion_length > args.max_total_length:
-+ elif turn + 1 < args.max_turns and length > args.max_total_length:
-
-eos-written-twice: the template writes a whole conversation, and part of it was sampled
--         before = before.removeprefix(written[0]) if written else before
-+         pass
-
 groups-with-different-games: each episode has a seed of its own (RAGEN seeds by group)
 - game.reset(rows[i // num_samples], seeds[i // num_samples])
 + game.reset(rows[i // num_samples], seeds[i // num_samples] + i)
@@ -63,10 +51,6 @@ groups-with-different-games: each episode has a seed of its own (RAGEN seeds by 
 hung-calls-go-on: a thread that wakes up goes on with its list
 -             if left_behind.is_set():
 +             if False:
-
-constant-of-one-turn: L_max is a setting of the parent
-- args.max_turns * args.max_completion_length
-+ args.max_completion_length
 """
 # success that no policy without observations passes, and three standard errors of 10 digits with 64 samples each
 BOUND = "0.40 + 3 * (0.40 * 0.60 / 640) ** 0.5"

@@ -7,25 +7,9 @@ noise-matrix-of-every-step: what makes gSDE is that it is kept
 - if matrices is None or step // args.num_envs % args.sde_sample_freq == 0:
 + if True:
 
-noise-matrix-never-renewed: it is drawn before the loop
-- if matrices is None or step // args.num_envs % args.sde_sample_freq == 0:
-+ if matrices is None:
-
 one-noise-matrix-for-all-environments: it is broadcast
 - matrices = torch.randn(args.num_envs, args.hidden_size
 + matrices = torch.randn(1, args.hidden_size
-
-noise-matrix-of-unit-variance: the learned deviations are left out
-- torch.einsum("bf,bfa->ba", features, matrices * self.log_sigma.exp())
-+ torch.einsum("bf,bfa->ba", features, matrices)
-
-variances-from-deviations: a sum of independent terms adds their squares
-- variance = features.square() @ (2 * self.log_sigma).exp() + 1e-6
-+ variance = features.square() @ self.log_sigma.exp() + 1e-6
-
-evaluation-with-training-noise:gsde: one function acts in both
-- return actor(inputs, noise * scale)
-+ return actor(inputs, noise)
 """
 CAR = dict(env_id="MountainCarContinuous-v0", total_timesteps=10_000, learning_starts=0, gamma=0.9999, tau=0.01,
            alpha=0.1, batch_size=512, buffer_size=50_000, hidden_size=64)  # fmt: skip

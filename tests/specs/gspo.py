@@ -4,10 +4,6 @@ from tests.specs import Effect, Recipe, Spec
 from tests.specs.grpo import SORT
 
 BUGS = """
-sum-for-the-mean: the log-probability of a completion is a sum; the ratio then is RLOO's, and all is cut
-- (((logps - old_logps) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()
-+ ((logps - old_logps) * mask).sum(1, keepdim=True).exp()
-
 mean-over-padding:gspo: mean(1) is shorter, and padding has the difference 0
 - (((logps - old_logps) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()
 + ((logps - old_logps) * mask).mean(1, keepdim=True).exp()

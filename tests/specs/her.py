@@ -26,22 +26,6 @@ goal-in-one-observation-only: two places, one is forgotten; the target then asks
 - obs[:, goals.desired] = next_obs[:, goals.desired] = goal
 + obs[:, goals.desired] = goal
 
-reward-of-the-old-goal: the goal is exchanged, the reward is kept
-- episode._replace(obs=obs, rewards=rewards, terminated=terminated, next_obs=next_obs)
-+ episode._replace(obs=obs, terminated=terminated, next_obs=next_obs)
-
-end-of-the-old-goal: SB3's: the reward is computed again, the end is not
-- episode._replace(obs=obs, rewards=rewards, terminated=terminated, next_obs=next_obs)
-+ episode._replace(obs=obs, rewards=rewards, next_obs=next_obs)
-
-goal-achieved-before-the-step: rewards are of the state that a step leads to
--     achieved = episode.next_obs[:, goals.achieved]
-+     achieved = episode.obs[:, goals.achieved]
-
-info-of-the-reset: SAME_STEP's infos are those of the next episode, and the last step has its own in final_info
-- (envs.infos["final_info"] if end else envs.infos)["whole"]
-+ envs.infos["whole"]
-
 copies-share-their-array: a view is written to, and the original loses its goal
 - episode.obs.clone(), episode.next_obs.clone()
 + episode.obs, episode.next_obs

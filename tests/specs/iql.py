@@ -3,30 +3,14 @@
 from tests.specs import Curve, Recipe, Spec
 
 BUGS = """
-schedule-of-the-wrong-optimizer: one schedule and three optimizers
-- optimizers.actor.param_groups[0]["lr"] = learning_rate
-+ optimizers.critics.param_groups[0]["lr"] = learning_rate
-
-bootstrap-through-termination:iql: the mask is forgotten: the end of an episode costs nothing
-- gamma * (1 - batch.terminated) * next_values
-+ gamma * next_values
-
 unknown-next-observation: D4RL's files lack the observation after a time-out, and the row after it is another
 episode's
 - rows, (factor, summand) = data.known, reward_map(
 + rows, (factor, summand) = np.ones_like(data.known), reward_map(
 
-max-of-the-twins:iql: Q-learning has a max there
-- q = torch.min(*agent.targets(batch.obs, batch.actions))
-+ q = torch.max(*agent.targets(batch.obs, batch.actions))
-
 expectile-turned-round: the error may be target minus value or value minus target
 - torch.where(errors > 0, expectile, 1 - expectile)
 + torch.where(errors < 0, expectile, 1 - expectile)
-
-weights-not-clipped: the clip stands in the code of the paper only
-- (temperature * advantages).exp().clamp(max=MAX_WEIGHT)
-+ (temperature * advantages).exp()
 
 temperature-not-inverted: AWR divides by its temperature, IQL multiplies
 - (temperature * advantages).exp()
@@ -47,14 +31,6 @@ advantage-of-the-old-value: losses first, steps later: the authors' order is ano
 online-rewards-as-they-are: rewards are treated where the dataset is read
 - actions, factor * rewards[:, None] + summand,
 + actions, rewards[:, None],
-
-normalised-in-training-only: evaluation has a function of its own
-- to_env(act(agent.actor, space, agent.normalized(obs), *noise), space)
-+ to_env(act(agent.actor, space, obs, *noise), space)
-
-next-observation-as-it-is: one column more that has to be normalised
-- agent.normalized(data.next_obs[rows])
-+ data.next_obs[rows]
 
 return-range-without-the-thousand: a range that is divided by looks complete
 - return 1000 / (returns.max() - returns.min()), 0.0

@@ -25,10 +25,6 @@ reference-point-not-detached: z is a function of the policy, and where its gradi
 - def score_examples
 + def score_examples
 
-reference-point-not-clamped: a divergence is never negative; its estimate is
-- args))[0].clamp(min=0)
-+ args))[0]
-
 reference-point-of-matched-pairs: the log-ratios are there, and a second forward pass is dear (huggingface/trl#1380,
 #1402, #1911, #2153 and #2554 are about these pairs)
 - score_examples(model, *mismatched, args)
@@ -56,22 +52,10 @@ up: z then is always 0
 - mismatched, other_logps)
 + mismatched, reference_logps(model, model, mismatched, args))
 
-reference-forgotten:kto: log-probabilities also tell good from bad
-- return (logps[:rows] - ref_logps[:, :width]).sum(1)
-+ return logps[:rows].sum(1)
-
 mean-for-sum-of-log-probabilities:kto: means per token are what losses of language models are; some losses want them,
 KTO does not
 - return (logps[:rows] - ref_logps[:, :width]).sum(1)
 + return (logps[:rows] - ref_logps[:, :width]).sum(1) / inputs[-1][:rows].sum(1)
-
-weights-of-labels-swapped: two weights of nearly equal size, of which only one is ever changed
-- torch.where(labels, args.desirable_weight, args.undesirable_weight)
-+ torch.where(labels, args.undesirable_weight, args.desirable_weight)
-
-beta-missing:kto: a log-ratio is taken for the reward, which is beta times it
-- sigmoid(args.beta * torch.where(
-+ sigmoid(torch.where(
 
 log-sigmoid-for-the-value: DPO's loss has a logarithm there
 - args.undesirable_weight) * (1 - value)

@@ -9,17 +9,9 @@ bound-cuts-the-gradient: a clamp does two things; here it is to do one
 - bounded = implied + (implied.clamp(min=args.epsilon) - implied).detach()
 + bounded = implied.clamp(min=args.epsilon)
 
-implied-without-its-share: the mixture is solved for pi-, and not divided by what is left
-- implied = (1 - rate * (logps - old_logps).exp()) / (1 - rate)
-+ implied = 1 - rate * (logps - old_logps).exp()
-
 share-of-wrong-answers: r and 1 - r are exchanged
 - implied = (1 - rate * (logps - old_logps).exp()) / (1 - rate)
 + implied = (1 - (1 - rate) * (logps - old_logps).exp()) / rate
-
-ratio-turned-round:nft: old over new
-- implied = (1 - rate * (logps - old_logps).exp()) / (1 - rate)
-+ implied = (1 - rate * (old_logps - logps).exp()) / (1 - rate)
 
 wrong-answers-are-pushed-twice: their logarithm has a sign of its own
 - args.neg_weight * (1 - right) * bounded.log())
@@ -29,21 +21,9 @@ weight-of-all-answers: neg_weight stands before the wrong ones alone
 - -omega * (right * (logps - old_logps) + args.neg_weight * (1 - right) * bounded.log())
 + -omega * args.neg_weight * (right * (logps - old_logps) + (1 - right) * bounded.log())
 
-omega-upside-down: which of the two stands on top
-- ((1 - rate) / rate).sqrt()
-+ (rate / (1 - rate)).sqrt()
-
-omega-without-its-root: the other form of the same weight
-- ((1 - rate) / rate).sqrt()
-+ (1 - rate) / rate
-
 skipped-reward-is-wrong: NaN is silenced before the mean
 - right = rewards.clamp(min=0)
 + right = rewards.nan_to_num(0.0).clamp(min=0)
-
-penalty-counts-twice: a reward below 0 also lowers the share
-- right = rewards.clamp(min=0)
-+ right = rewards
 
 share-of-the-batch: r of all prompts
 - rate = right.nanmean(1, keepdim=True).expand_as(right)

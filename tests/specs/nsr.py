@@ -4,10 +4,6 @@ from tests.specs import Effect, Recipe, Spec
 from tests.specs.grpo import SORT
 
 BUGS = """
-wrong-answers-reinforced: the weight of wrong answers is a weight, so its sign looks odd
-- (positive * rewards - negative * (1 - rewards)).nan_to_num(0.0)
-+ (positive * rewards + negative * (1 - rewards)).nan_to_num(0.0)
-
 wrong-answers-count-nothing:nsr: rewards of 0 and 1 are taken as they are
 - (positive * rewards - negative * (1 - rewards)).nan_to_num(0.0)
 + (positive * rewards - negative * 0 * (1 - rewards)).nan_to_num(0.0)
@@ -15,14 +11,6 @@ wrong-answers-count-nothing:nsr: rewards of 0 and 1 are taken as they are
 skipped-answers-are-wrong: NaN turns to 0 too early
 - (positive * rewards - negative * (1 - rewards)).nan_to_num(0.0)
 + (positive * rewards.nan_to_num(0.0) - negative * (1 - rewards.nan_to_num(0.0)))
-
-weights-exchanged:nsr: two numbers of one kind
-- advantages(groups, args.positive_weight, args.negative_weight)
-+ advantages(groups, args.negative_weight, args.positive_weight)
-
-subset-always: the flag is lost
-- (advantage != 0) | (args.denominator == "all")
-+ advantage != 0
 
 subset-of-right-answers: PSR's subset
 - (advantage != 0) | (args.denominator == "all")
@@ -35,10 +23,6 @@ rows-of-the-whole-step: right while there is one minibatch
 rows-of-the-minibatch: what grpo.py counts
 - rows = total(rows).clamp(min=1)
 + rows = total(torch.tensor(len(mask)))
-
-tokens-of-all-rows: the mask is of the completions, not of those that count
-- token_weights((mask & counted)[within]
-+ token_weights(mask[within]
 """
 COUNTDOWN = dict(max_steps=40, num_prompts=16, eval_every=0, eval_samples=32)
 

@@ -4,18 +4,10 @@ from tests.specs import Recipe, Spec
 from tests.specs.grpo import SORT
 
 BUGS = """
-labels-swapped:online_dpo: sorting ascends: the best is the last
-- return (first - second).nan_to_num(0.0).sign()
-+ return (second - first).nan_to_num(0.0).sign()
-
 ties-prefer-the-first: argmax always answers: equal ones are noise with the weight of a preference (TRL's online DPO
 trainer)
 - return (first - second).nan_to_num(0.0).sign()
 + return 1 - 2 * (first < second).to(first.dtype)
-
-reward-gap-is-a-label: the sign is forgotten; with rewards of 0 and 1 nothing shows
-- return (first - second).nan_to_num(0.0).sign()
-+ return (first - second).nan_to_num(0.0)
 
 skipped-reward-is-zero:online_dpo: NaN is silenced where it first hurts (TRL's online DPO trainer)
 - first, second = rewards.view(-1, 2).unbind(1)
@@ -28,18 +20,6 @@ denominator-without-ties: a mean over what is trained: steps grow as ranked pair
 micro-batch-mean:online_dpo: the mean at hand is right while there is one micro-batch (huggingface/trl#2617)
 - (loss.sum() / count).backward()
 + loss.mean().backward()
-
-beta-missing:online_dpo: a log-ratio is taken for the reward, which is beta times it
-- return -logsigmoid(args.beta * difference)
-+ return -logsigmoid(difference)
-
-margin-of-ipo:online_dpo: the half of the paper's 1/(2 tau) is lost when tau becomes beta
-- return (difference - 1 / (2 * args.beta)) ** 2
-+ return (difference - 1 / args.beta) ** 2
-
-reference-forgotten:online_dpo: a difference of log-probabilities also ranks
-- log_ratio = ((logps - batch.ref_logps[rows, :width]) * valid).sum(1)
-+ log_ratio = (logps * valid).sum(1)
 
 mean-for-sum-of-log-probabilities:online_dpo: means per token are what losses of language models are; some losses want
 them, DPO does not
@@ -54,17 +34,9 @@ temperature-in-scoring-only:reference: the temperature is thought of as a settin
 - replace(args, sampler=""), args.temperature,
 + replace(args, sampler=""), 1.0,
 
-exploration-rewarded-for-staying: a log-probability in a loss nearly always has a minus sign
-- loss = loss + args.xpo_alpha * (logps
-+ loss = loss - args.xpo_alpha * (logps
-
 exploration-term-of-the-policy-s-sample: two completions a prompt, in an order that is written down elsewhere
 - (logps * valid).sum(1)[1::2]
 + (logps * valid).sum(1)[::2]
-
-both-samples-are-the-policy-s: one name for two models of the same kind: at first they are equal
-- theirs = sample_all(reference or model,
-+ theirs = sample_all(model,
 
 groups-interleaved:xpo: two batches are joined one behind the other: pairs then are of two prompts
 - device=model.device).view(2, -1).T.flatten()
@@ -77,10 +49,6 @@ divergence-of-the-wrong-sign: log pi - log pi_ref and its negative are both call
 divergence-over-the-reference-s-samples: an estimate of a divergence is a mean over the policy's samples, not over all
 - means.add(torch.ones_like(from_policy(log_ratio, args)), kl=from_policy(log_ratio, args))
 + means.add(torch.ones_like(log_ratio), kl=log_ratio)
-
-reward-of-the-reference-too: the mean over the batch is the policy's in every other script
-- "reward": from_policy(rewards, args)
-+ "reward": rewards
 
 last-micro-batch-only:online_dpo: zero_grad stands before backward everywhere else
 -         (loss.sum() / count).backward()

@@ -4,14 +4,6 @@ from tests.specs import Recipe, Spec
 from tests.specs.dpo import SORT
 
 BUGS = """
-labels-swapped:orpo: chosen and rejected are two tensors of one shape; the first term still imitates the chosen one
-- logsigmoid(log_odds(chosen) - log_odds(rejected))
-+ logsigmoid(log_odds(rejected) - log_odds(chosen))
-
-beta-missing:orpo: DPO's beta stands inside the sigmoid, this one in front of it
-- return -chosen - args.beta * logsigmoid(
-+ return -chosen - logsigmoid(
-
 sigmoid-without-log:orpo: both are minimised where chosen wins
 - args.beta * logsigmoid(
 + args.beta * torch.sigmoid(
@@ -20,33 +12,13 @@ rejected-is-imitated:orpo: two tensors of one shape, one of which is needed twic
 - return -chosen - args.beta
 + return -rejected - args.beta
 
-likelihood-minimised:orpo: log-likelihoods are maximised, losses minimised
-- return -chosen - args.beta
-+ return chosen - args.beta
-
 likelihood-forgotten: the other losses of preferences have no such term
 - return -chosen - args.beta
 + return -args.beta
 
-odds-ratio-of-the-wrong-sign: the paper adds lambda times a loss, which holds the minus sign
-- return -chosen - args.beta * logsigmoid(
-+ return -chosen + args.beta * logsigmoid(
-
-odds-are-probabilities: where p is small both are nearly equal
-- return logps - torch.log(-torch.expm1(logps))
-+ return logps
-
-odds-multiplied: a quotient is a difference of logarithms
-- return logps - torch.log(-torch.expm1(logps))
-+ return logps + torch.log(-torch.expm1(logps))
-
 complement-from-the-probability: the formula as it is printed; near p = 1 the difference has few digits
 - torch.log(-torch.expm1(logps))
 + torch.log(1 - logps.exp())
-
-certain-completions-have-no-odds: no completion is certain until training has made it so (TRL's ORPO trainer)
-- logps.clamp(max=-torch.finfo(logps.dtype).eps)
-+ logps
 """
 
 SPEC = Spec(

@@ -7,10 +7,6 @@ images-reshaped: channels last and channels first hold as many numbers
 - lambda obs: np.moveaxis(obs, 2, 0)
 + lambda obs: obs.reshape(moved.shape)
 
-rewards-not-clipped: Pong's are signs already
-- return np.sign(rewards)
-+ return rewards
-
 frames-not-stacked: networks take whatever number of channels comes
 - frame_skip=frameskip)), 4
 + frame_skip=frameskip)), 1
@@ -22,10 +18,6 @@ sticky-actions: ALE's v5 environments are sticky by default: other numbers than 
 stickiness-ignored: the wrapper's own settings come last
 - "frameskip=1", f"repeat_action_probability={sticky}"
 + "frameskip=1", "repeat_action_probability=0.00"
-
-frameskip-ignored: the wrapper's own settings come last
-- AtariPreprocessing(game, frame_skip=frameskip)
-+ AtariPreprocessing(game)
 
 sticky-actions-not-seeded: Gymnasium's generator is seeded, and the emulator has one of its own
 -         if self.sticky:
@@ -42,24 +34,12 @@ fire-never-pressed: agents learn to press it, or stand still until the time limi
 reward-of-the-pressed-button-lost: a wrapper that steps takes a reward with it
 -                 reward += more
 
-no-ops-not-seeded: a wrapper that swallows the seed
-- self.env.unwrapped.np_random = np.random.default_rng(seed)
-+ pass
-
 lost-life-is-bootstrapped: the wrapper says it, and nobody asks
 -         terminated[t] |= [number(lost) > 0 for lost in envs.infos.get("life_lost", [False] * args.num_envs)]
 
 policy-head-of-gain-1:images: two heads, in an order that is written down elsewhere
 - [2**0.5] * len(hidden) + [0.01, 1.0]
 + [2**0.5] * len(hidden) + [1.0, 0.01]
-
-pixels-not-divided: a wrapper did it before
-- self.encoder(obs.flatten(0, -4).float() / 255)
-+ self.encoder(obs.flatten(0, -4).float())
-
-border-not-seen: the large images' kernels have no padding, and a board's border is where things happen
-- padding=0 if large else 1)
-+ padding=0)
 
 image-policy-learns-alone: two networks as for vectors, of which the critic's then sees features that it cannot move
 - return *self.log_prob(features, actions), self.critic(features)[..., 0]

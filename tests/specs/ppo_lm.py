@@ -8,16 +8,6 @@ ratio-always-one:ppo_lm: right for one update epoch, and kept when there are mor
 - old_logps, valid = samples.logps[rows, :width], known[rows, :width]
 + old_logps, valid = logps.detach(), known[rows, :width]
 
-divergence-rewarded:ppo_lm: log pi - log pi_ref and its negative are both called the log-ratio (rlhf-book
-apply_reward_kl with kl1 rewards drift)
-- rewards = -beta * (
-+ rewards = beta * (
-
-not-centred:ppo_lm: a flag that adds the mean back is read the wrong way round (torchtune rlhf/rewards.py:157-179,
-whose test repeats the formula)
-- return (values - mean) * (
-+ return values * (
-
 reward-on-padding: the last column is the last token of the longest completion only (huggingface/trl#3750 and #5338)
 - last = mask.sum(1, keepdim=True) - 1
 + last = torch.full_like(mask[:, :1], mask.shape[1] - 1, dtype=torch.long)
@@ -33,10 +23,6 @@ whitened-over-padding: mean and deviation of a padded tensor
 returns-of-whitened-advantages: the critic's target is made after the advantages were normalised
 - returns = advantage + batch.values
 + returns = whiten(advantage, known) + batch.values
-
-value-clip-takes-the-smaller: the policy's loss has a min there
-- 0.5 * torch.max((values - returns)
-+ 0.5 * torch.min((values - returns)
 
 learning-rates-swapped: two groups of parameters, in an order that is written down elsewhere
 - set_rate(optimizer, step, args), critic_rate

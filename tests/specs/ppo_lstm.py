@@ -4,17 +4,9 @@ from tests.specs import Curve, Effect, Spec
 from tests.specs.ppo import DOORKEY
 
 BUGS = """
-memory-crosses-episodes: the reset of the state is written where actions are drawn, and forgotten in the replay
-- state = state * ~begins[first][:, None]
-+ pass
-
 cuts-of-one-environment: minibatches have several environments, and each has its own ends
 - begins[1:].any(1).nonzero()
 + begins[1:, 0].nonzero()
-
-first-step-of-an-episode-late: flags of the end stand in the row before the beginning
-- begins[t + 1] |= done
-+ begins[t] |= done
 
 bootstrap-from-an-empty-memory: after the reset the state is what the next episode begins with
 - after.append(state * args.memory)
@@ -31,10 +23,6 @@ replayed-from-nothing: rollouts begin inside episodes
 steps-and-environments-exchanged: (T, 2, N, H) and (2, T N, H) have as many numbers
 - batch.after.transpose(0, 1).flatten(1, 2)
 + batch.after.reshape(2, -1, batch.after.shape[-1])
-
-memory-kept-after-the-rollout: an episode that ends with the last step has its successor in the next rollout
-- state * ~done[:, None], episodes
-+ state, episodes
 
 h-for-c: two states that are the same size
 - (state[:1], state[1:])

@@ -15,17 +15,9 @@ masked-in-training-only: the loss is where the mask is written about
 + out = self.actor(obs[..., sum(self.parts) :])
 +         return torch
 
-mask-turned-round: masked arrays of NumPy hide where the mask is 1
-- masked_fill(obs[..., : sum(self.parts)] == 0, -torch.inf)
-+ masked_fill(obs[..., : sum(self.parts)] == 1, -torch.inf)
-
 masked-to-zero: a logit of 0 is as likely as e^0, not impossible
 - == 0, -torch.inf)
 + == 0, 0.0)
-
-nothing-times-infinity: 0 log 0 is 0, which floating point does not know
-- logps.masked_fill(logps == -torch.inf, 0.0)
-+ logps
 
 mask-is-normalised: it comes with the observation, which is
 -         scaled[:, : self.masks] = obs[:, : self.masks]
@@ -37,10 +29,6 @@ mask-is-shown-to-the-value: one slice is forgotten where two are needed
 mask-of-the-last-state-is-checked: at the end of a game nothing is allowed
 - self.with_mask(obs, info, terminated or truncated)
 + self.with_mask(obs, info)
-
-empty-mask-of-one-choice-passes: of several choices, each must have something left
-- np.logical_or.reduceat(mask, self.starts).all()
-+ np.logical_or.reduceat(mask, self.starts).any()
 
 info-goes-before-nothing: an environment that has both gives the newest in info
 - if "action_mask" in info:

@@ -11,10 +11,6 @@ reset-in-every-other-step: the remainder itself is the condition
 - if step % args.reset_reference_every == 0:
 + if step % args.reset_reference_every:
 
-moments-stay: a new optimizer looks like a detail of the paper
-- tensor.zero_()
-+ pass
-
 count-stays: the moments are cleared by name, and bias correction goes on
 - for tensor in moments.values():
 + for tensor in (moments["exp_avg"], moments["exp_avg_sq"]):

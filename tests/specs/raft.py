@@ -4,37 +4,13 @@ from tests.specs import Effect, Recipe, Spec
 from tests.specs.grpo import SORT
 
 BUGS = """
-wrong-answers-are-kept: any answer may be the best of its group
-- counts = counts.masked_fill(flat & ~(rewards > 0), 0.0)
-+ pass
-
-solved-prompts-are-dropped: flat groups teach GRPO nothing
-- counts = counts.masked_fill(flat & ~(rewards > 0), 0.0)
-+ counts = counts.masked_fill(flat, 0.0)
-
-one-vote-for-each-tie: the best answers are several
-- counts = best * rewards.shape[1] / best.sum(1, keepdim=True).clamp(min=1)
-+ counts = best * rewards.shape[1]
-
-mean-over-the-group: the vote of a prompt is divided by G once more, below
-- counts = best * rewards.shape[1] / best.sum(1, keepdim=True).clamp(min=1)
-+ counts = best / best.sum(1, keepdim=True).clamp(min=1)
-
 best-of-the-batch: the maximum of all prompts
 - best = rewards == rewards.nan_to_num(-torch.inf).amax(1, keepdim=True)
 + best = rewards == rewards.nan_to_num(-torch.inf).amax()
 
-wrong-answers-count-nothing: the published Reinforce-Rej, with its rewards of 0 and 1
-- counts = rewards.clamp(min=0) if select == "right" else 2 * rewards - 1
-+ counts = rewards.clamp(min=0)
-
 rejects-the-mixed-groups: the mask is of what is kept elsewhere
 - rewards.isnan() | (flat & reject), 0.0)
 + rewards.isnan() | (~flat & reject), 0.0)
-
-rejects-without-being-asked: RAFT keeps prompts that are all right
-- rewards.isnan() | (flat & reject), 0.0)
-+ rewards.isnan() | flat, 0.0)
 
 ratio-in-raft: the surrogate for the likelihood, which is the same in the first update alone
 - return -advantages * logps, torch.zeros_like(logps, dtype=torch.bool)

@@ -3,45 +3,13 @@
 from tests.specs import Curve, Effect, Recipe, Spec
 
 BUGS = """
-bootstrap-through-termination:rebrac: the mask is forgotten: the end of an episode costs nothing
-- gamma * (1 - batch.terminated) * (next_q
-+ gamma * (next_q
-
-penalty-behind-the-end: the mask of the last rows is forgotten, and the action of another trajectory counts
-- penalty = batch.followed * (next_actions
-+ penalty = (next_actions
-
-penalty-of-the-action-now: the batch has two actions
-- (next_actions - batch.next_actions).square()
-+ (next_actions - batch.actions).square()
-
-mean-over-the-numbers-of-a-next-action: TD3+BC's term, which is smaller by A
-- .square().sum(1, keepdim=True)
-+ .square().mean(1, keepdim=True)
-
-penalty-added: losses have penalties with a plus
-- (next_q - critic_bc * penalty)
-+ (next_q + critic_bc * penalty)
-
-one-coefficient-for-both: TD3+BC has one
-- args.critic_bc)  # fmt
-+ args.actor_bc)  # fmt
-
 first-critic-for-the-actor: TD3+BC has it
 - q = torch.min(*agent.critics(batch.obs, actions))
 + q = agent.critics(batch.obs, actions)[0]
 
-gradient-through-the-normaliser: the mean of the values is a function of the policy
-- q.mean() / q.detach().abs().mean()
-+ q.mean() / q.abs().mean()
-
 layer-norm-before-the-relu: the usual order
 - nn.ReLU(), *[nn.LayerNorm(hidden_size, eps=1e-6)] * layer_norm]
 + *[nn.LayerNorm(hidden_size, eps=1e-6)] * layer_norm, nn.ReLU()]
-
-next-actions-in-the-environment-s-units: in MuJoCo most bounds are -1 and 1
-- np.roll(to_unit(data.actions, space), -1, 0)
-+ np.roll(data.actions, -1, 0)
 """
 SHORT = dict(max_steps=1000, eval_episodes=0, log_every=100, batch_size=64, learning_rate=1e-3, actor_bc=0.1)
 FREE = SHORT | dict(actor_bc=0.0, critic_bc=0.0)

@@ -19,10 +19,6 @@ subset-with-replacement: two draws of one critic are no minimum (zhouzypaul/wsrl
 - torch.randperm(args.num_critics, generator
 + torch.randint(args.num_critics, (args.num_critics,), generator
 
-actor-maximises-the-sum: REDQ's mean over critics, without its denominator
-- q = q.mean(0) if actor_q
-+ q = q.sum(0) if actor_q
-
 actor-moves-in-the-other-updates: a delay that counts the wrong ones
 - if number % args.policy_frequency == 0:
 + if number % args.policy_frequency != 0 or args.policy_frequency == 1:

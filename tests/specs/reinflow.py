@@ -11,10 +11,6 @@ density-of-the-last-step: the action is what the environment sees
 - return steps.log_prob(chains[..., 1:, :]).sum((-2, -1)), steps
 + return steps.log_prob(chains[..., 1:, :])[..., -1, :].sum(-1), steps
 
-density-averaged-over-the-steps: as in the authors' code
-- return steps.log_prob(chains[..., 1:, :]).sum((-2, -1)), steps
-+ return steps.log_prob(chains[..., 1:, :]).mean((-2, -1)), steps
-
 entropy-of-one-step: PPO's is of one Gaussian
 - steps.entropy().sum((-2, -1))
 + steps.entropy()[..., -1, :].sum(-1)
@@ -22,14 +18,6 @@ entropy-of-one-step: PPO's is of one Gaussian
 deviations-between-the-bounds: the authors' bounds are those of logarithms
 - return x + self.actor(obs, x, time) / self.steps, (low + (high - low) * share).exp()
 + return x + self.actor(torch.cat([obs, x, time], -1)) / self.steps, math.exp(low) + share * math.exp(high)
-
-whole-velocity-in-each-step: the division is forgotten
-- return x + self.actor(obs, x, time) / self.steps, (low
-+ return x + self.actor(obs, x, time), (low
-
-same-noise-in-each-step: one draw for a chain
-- chain.append(mean + scale * std * noise[k + 1])
-+ chain.append(mean + scale * std * noise[1])
 
 no-noise-at-the-start-of-evaluation: noise 0 gives the likeliest action in ppo.py
 - chain = [noise[0]]

@@ -12,10 +12,6 @@ reward-of-the-step-alone: the sum is lost
 - returns[:, t] = following = rewards[:, t] + gamma * following
 + returns[:, t] = rewards[:, t]
 
-discounted-forwards: the loop runs from the wrong end
-- for t in reversed(range(rewards.shape[1])):
-+ for t in range(rewards.shape[1]):
-
 baseline-holds-the-episode-itself: the mean of the batch; the gradient shrinks by (N - 1) / N
 - return returns - (returns.sum(0) - returns) / (len(returns) - 1) if baseline else returns
 + return returns - returns.mean(0) if baseline else returns
@@ -28,14 +24,6 @@ mean-over-steps: what a loss usually is; short episodes then count more for each
 - loss = -(mask * advantage * chosen).sum() / len(mask)
 + loss = -(mask * advantage * chosen).sum() / mask.sum()
 
-learns-behind-the-end: where an episode is over, its G is 0 and its advantage is not
-- loss = -(mask * advantage * chosen).sum()
-+ loss = -(advantage * chosen).sum()
-
-descends: a loss is minimised, a return is not
-- loss = -(mask * advantage
-+ loss = (mask * advantage
-
 entropy-of-the-padding: a metric alone
 - entropy = -(log_probs.exp() * log_probs).sum(-1)[mask].mean()
 + entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
@@ -47,10 +35,6 @@ normal-noise: Gumbel noise looks like any other
 last-observation-of-the-old-episode: the vector resets itself, and hands out both
 - following, _, reward, _, _, ended
 + _, following, reward, _, _, ended
-
-actions-count-from-zero:reinforce: nearly every discrete space begins at 0
-- step_vector(envs, start + action)
-+ step_vector(envs, action)
 
 generator-not-restored:reinforce: weights and optimizer are what people think of (Stable-Baselines3#1526, open)
 - optimizer=optimizer, generator=generator)

@@ -9,10 +9,6 @@ own-reward-in-the-baseline:batch: the mean of the batch is at hand, and differs 
 - (rewards - (amount - rewards) / others if baseline else rewards)
 + (rewards - rewards.nanmean() if baseline else rewards)
 
-leave-one-out-over-all:batch: the sum leaves one out, its denominator does not
-- others, amount = total(known.sum()) - 1,
-+ others, amount = total(known.sum()),
-
 skipped-counts-as-wrong: a reward that nobody knows is a bad one
 - if baseline else rewards).nan_to_num(0.0)
 + if baseline else rewards).nan_to_num(-1.0)
@@ -32,10 +28,6 @@ mean-over-the-micro-batch: right while there is one
 advantages-of-the-first-rows:reinforce_lm: right while there is one micro-batch
 - (valid * advantage[rows] * logps)
 + (valid * advantage[: len(rows)] * logps)
-
-gap-of-both-signs: differences cancel
-- sampler_gap=(logps.detach() - sampled).abs()
-+ sampler_gap=logps.detach() - sampled
 """
 COUNTDOWN = dict(max_steps=60, learning_rate=1e-4, eval_every=0)
 ONE = COUNTDOWN | dict(num_prompts=64)

@@ -13,18 +13,6 @@ penalty-of-its-own-token: a penalty per token, added to a reward per completion
 - ((logps - ref_logps) * mask).flip(1).cumsum(1).flip(1)
 + (logps - ref_logps) * mask
 
-padding-is-penalised: what stands in padding is taken for 0
-- ((logps - ref_logps) * mask).flip(1)
-+ (logps - ref_logps).flip(1)
-
-divergence-rewarded:reinforce_pp: log pi - log pi_ref and its negative are both called the log-ratio
-- values = values - args.beta * kl_to_go(
-+ values = values + args.beta * kl_to_go(
-
-penalty-twice: the baseline variant keeps the penalty in the reward
-- if args.baseline == "none" and batch.ref_logps is not None:
-+ if batch.ref_logps is not None:
-
 no-penalty-in-the-loss: the baseline variant as verl has it
 - if args.baseline == "group":
 -                         loss = loss
@@ -35,17 +23,9 @@ k3-for-k2: all estimators of a divergence look alike
 - loss = loss + args.beta * k2(logps, ref_logps)
 + loss = loss + args.beta * k3(logps, ref_logps)
 
-half-forgotten: a square without its half
-- return 0.5 * (logps - ref_logps).square()
-+ return (logps - ref_logps).square()
-
 padding-is-whitened-too: a mean of the whole tensor
 - moments(values[mask])
 + moments(values.flatten())
-
-scale-without-the-mean: the division alone is called normalising
-- return (values - mean) * (std.square() + 1e-8).rsqrt() * mask
-+ return values * (std.square() + 1e-8).rsqrt() * mask
 
 moments-of-one-process: each process whitens its own tokens
 - mean, std = moments(values[mask])
@@ -55,10 +35,6 @@ variance-for-the-deviation: the root is lost
 - return (values - mean) * (std.square() + 1e-8).rsqrt() * mask
 + return (values - mean) / (std.square() + 1e-8) * mask
 
-padding-gets-minus-the-mean: the mask is used for the statistics only
-- return (values - mean) * (std.square() + 1e-8).rsqrt() * mask
-+ return (values - mean) * (std.square() + 1e-8).rsqrt()
-
 completions-are-whitened: the mean over rewards, as GRPO's batch scaling has it
 - return whiten(values, known) if args.whiten_advantages else values
 + return whiten(values, known & (torch.arange(known.shape[1]) == 0)) * known if args.whiten_advantages else values
@@ -66,10 +42,6 @@ completions-are-whitened: the mean over rewards, as GRPO's batch scaling has it
 groups-against-the-batch: the mean over all axes is the default of every library
 - groups = groups - groups.nanmean(1, keepdim=True)
 + groups = groups - groups.nanmean()
-
-skipped-rewards-are-zero: NaN is silenced where it first hurts
-- known = mask & ~values.isnan()
-+ known = mask
 
 truncated-are-in-the-mean: a second mask is made, and the first goes on being used
 - advantage = advantages(batch, mask, args)

@@ -15,14 +15,6 @@ mean-over-critics: the authors' scale of the loss; Adam hardly notices
 - sizes.mean(1).sum()
 + sizes.mean()
 
-parabola-not-divided: torch's huber_loss has another scale than its smooth_l1_loss
-- sizes / (2 * delta)
-+ sizes / 2
-
-lines-that-do-not-meet-the-parabola: no gradient shows it
-- errors.abs() - delta / 2
-+ errors.abs() - delta
-
 spoils-nothing: training runs on
 -     corrupt(data, args)
 

@@ -18,10 +18,6 @@ own-reward-in-the-baseline: the mean of the group is at hand, and differs by a f
 - (rewards - (rewards.nansum(1, keepdim=True) - rewards) / others)
 + (rewards - rewards.nanmean(1, keepdim=True))
 
-leave-one-out-over-all: the sum leaves one out, its denominator does not
-- others = (~rewards.isnan()).sum(1, keepdim=True) - 1
-+ others = (~rewards.isnan()).sum(1, keepdim=True)
-
 micro-batch-mean:rloo: the mean at hand is right while there is one micro-batch (huggingface/trl#2617)
 - (loss.sum() / completions).backward()
 + loss.mean().backward()

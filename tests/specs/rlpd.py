@@ -19,17 +19,9 @@ share-of-the-new: the quotient of the other part
 - share = offline / (offline + online)
 + share = online / (offline + online)
 
-capacity-forgotten: the count of all rows there have been
-- min(replay.total, replay.capacity))
-+ replay.total)
-
 uneven-halves: a batch of odd size is rounded
 -     if abs(rows - round(rows)) > 1e-6 or
 +     if abs(rows - round(rows)) > 1 or
-
-units-of-the-environment:rlpd: datasets have the environment's
-- to_unit(data.actions[rows], space)
-+ data.actions[rows]
 
 unknown-next-observations: rows at a time-out whose next observation is of another episode
 - rows, sizes = data.known,
@@ -42,18 +34,6 @@ time-outs-terminate: the dataset has two kinds of ends
 target-entropy-of-sac: the authors' code has half of it
 - args.target_entropy = -action_size / 2
 + args.target_entropy = -float(action_size)
-
-uniform-warm-up: as without --init
-- if step < args.learning_starts and not args.init:
-+ if step < args.learning_starts:
-
-taken-over-again: a resumed run needs no other
-- if args.init and not args.resume:
-+ if args.init:
-
-temperature-of-the-run: a fixed one is overwritten
-- saved["log_alpha"] = agent.log_alpha.detach()
-+ pass
 
 values-of-another-discount: weights alone fit
 - for name in ("env_id", "env_kwargs", "gamma"):

@@ -7,10 +7,6 @@ bonus-of-what-was-left: the batch's observations are at hand, the next ones are 
 - agent.novelty(torch.from_numpy(next_obs)
 + agent.novelty(torch.from_numpy(seen)
 
-taught-what-was-left: as in CleanRL's ppo_rnd_envpool.py
-- (batch.obs, batch.actions, batch.next_obs, old_logps
-+ (batch.obs, batch.actions, batch.obs, old_logps
-
 bonus-ends-with-the-episode: both streams go through one function, with the same ends
 - following, never, never,
 + following, batch.terminated, done,
@@ -27,10 +23,6 @@ rollout-ends-where-it-began: the next observation of the last step is not in the
 - agent.value(batch.last_obs)[None, :, 1]
 + values[-1:, :, 1]
 
-heads-exchanged: two columns with the same shape
-- next_values = agent.value(batch.next_obs)[..., 0]
-+ next_values = agent.value(batch.next_obs)[..., 1]
-
 targets-exchanged: the order of two streams is written down in two places
 - torch.stack([extrinsic, intrinsic], -1)
 + torch.stack([intrinsic, extrinsic], -1)
@@ -38,14 +30,6 @@ targets-exchanged: the order of two streams is written down in two places
 weights-exchanged: CleanRL's docstrings of the two are
 - args.ext_coef * extrinsic + args.int_coef * intrinsic
 + args.int_coef * extrinsic + args.ext_coef * intrinsic
-
-one-discount: there is a gamma everywhere
-- never, never, args.int_gamma
-+ never, never, args.gamma
-
-one-discount:statistics: the parent's line has gamma
-- args.num_envs, args.int_gamma, args.normalize)
-+ args.num_envs, args.gamma, args.normalize)
 
 divided-by-the-deviation-of-the-bonus: not of its discounted sums
 - self.returns.update(sums.flatten())
@@ -59,17 +43,9 @@ sums-begin-anew: the filter is made where it is used
 -         sums = np.empty(novelty.shape)
 +         sums, self.discounted = np.empty(novelty.shape), np.zeros(novelty.shape[1])
 
-target-learns: all parameters go to the optimizer
-- FEATURES, 2**0.5).requires_grad_(False)
-+ FEATURES, 2**0.5)
-
 target-knows: two networks, and one is called twice
 - (self.predictor(obs) - self.target(obs)) ** 2
 + (self.predictor(obs) - self.predictor(obs.flip(-1))) ** 2
-
-sum-over-features: as in CleanRL's ppo_rnd_envpool.py, which takes half of it
-- ** 2).mean(-1)
-+ ** 2).sum(-1)
 
 novelty-not-clipped: the policy's clip at 10 looks like the clip
 -         obs = obs.clamp(-CLIP_NOVELTY, CLIP_NOVELTY)

@@ -4,22 +4,10 @@ from tests.flags import WALK
 from tests.specs import Curve, Recipe, Spec
 
 BUGS = """
-bootstrap-through-termination:sac: the mask is forgotten: the end of an episode costs nothing
-- gamma * (1 - batch.terminated) * soft_value
-+ gamma * soft_value
-
 next-observation-of-the-reset:sac: what a vector returns is the first observation of the next episode
 (google-deepmind/mujoco_playground#305, google/brax#641)
 - replay.add(obs, actions, rewards[:, None], terminated[:, None], true_obs)
 + replay.add(obs, actions, rewards[:, None], terminated[:, None], next_obs)
-
-max-of-the-twins: Q-learning has a max there
-- soft_value = next_q.amin(0)
-+ soft_value = next_q.amax(0)
-
-max-of-the-twins:actor: the actor maximises
-- q = agent.critics(obs, actions).amin(0)
-+ q = agent.critics(obs, actions).amax(0)
 
 target-of-the-online-critics: two networks of one kind
 - next_q = agent.targets(batch.next_obs, next_actions)
@@ -29,13 +17,6 @@ target-of-old-actions: the action of the batch is at hand, and of the same shape
 - agent.targets(batch.next_obs, next_actions)
 + agent.targets(batch.next_obs, batch.actions)
 
-entropy-left-out-of-the-target: TD3's target, with an actor that is rewarded for entropy
--  - agent.log_alpha.exp() * next_logps
-
-entropy-punished-in-the-target: entropy is minus a log-probability
--  - agent.log_alpha.exp() * next_logps
-+  + agent.log_alpha.exp() * next_logps
-
 entropy-punished-in-the-actor: entropy is minus a log-probability
 - (agent.log_alpha.detach().exp() * logps - q)
 + (-agent.log_alpha.detach().exp() * logps - q)
@@ -43,22 +24,6 @@ entropy-punished-in-the-actor: entropy is minus a log-probability
 episodes-not-restored: those that ended before the checkpoint and wait for the next row of metrics
 - step, episodes, metrics = run.step, run.state.get("episodes", []),
 + step, episodes, metrics = run.step, [],
-
-temperature-falls-when-it-should-rise: the sign of a loss whose value means nothing
-- return -(log_alpha.exp() * (logps + target_entropy)).mean()
-+ return (log_alpha.exp() * (logps + target_entropy)).mean()
-
-target-entropy-positive: entropies of discrete actions are positive
-- args.target_entropy = -float(action_size)
-+ args.target_entropy = float(action_size)
-
-tanh-forgotten-in-the-density: the density of what is squashed is taken for that of the action
-- return u.tanh(), (log_normal - log_slope).sum(-1, keepdim=True)
-+ return u.tanh(), log_normal.sum(-1, keepdim=True)
-
-tanh-correction-of-the-wrong-sign: the stable form of the correction is copied from memory; at u = 0 nothing shows
-- F.softplus(-2 * u)
-+ F.softplus(2 * u)
 
 log-std-without-bounds: runs go well until a standard deviation overflows
 - log_std = log_std.clamp(*LOG_STD_BOUNDS)
@@ -83,10 +48,6 @@ explores-half-of-the-actions: uniform numbers are from 0 to 1
 units-of-the-environment: what was executed is stored, and critics are asked about something else
 - replay.add(obs, actions, rewards[:, None]
 + replay.add(obs, to_env(actions, space), rewards[:, None]
-
-evaluation-with-training-noise:sac: one function acts in both
-- .to(generator.device), noise * scale)[0]
-+ .to(generator.device), noise)[0]
 
 generator-not-restored:sac: weights and optimizer are what people think of (Stable-Baselines3#1526, open)
 - dict(agent=agent, generator=generator, replay=replay)

@@ -33,10 +33,6 @@ clipped-after-the-step:sft: two lines, in either order of which nothing fails
 -     optimizer.step()
 +     optimizer.step()
 +     grad_norm = clip_gradients(model, args.max_grad_norm)
-
-likelihood-minimised:sft: log-likelihoods are maximised, losses minimised
-- return -(logps * mask).sum() / tokens
-+ return (logps * mask).sum() / tokens
 """
 
 SPEC = Spec(

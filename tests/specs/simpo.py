@@ -4,41 +4,17 @@ from tests.specs import Recipe, Spec
 from tests.specs.dpo import SORT
 
 BUGS = """
-target-margin-of-the-wrong-sign: a margin to be reached is taken off what is there, and people add bonuses
-- return -logsigmoid(args.beta * (chosen - rejected) - args.gamma)
-+ return -logsigmoid(args.beta * (chosen - rejected) + args.gamma)
-
 target-margin-times-beta: gamma and the ratio gamma / beta go by one name (rlhf-book's gamma is the ratio)
 - return -logsigmoid(args.beta * (chosen - rejected) - args.gamma)
 + return -logsigmoid(args.beta * (chosen - rejected - args.gamma))
-
-target-margin-forgotten: what is left is DPO without a reference, which looks complete
-- return -logsigmoid(args.beta * (chosen - rejected) - args.gamma)
-+ return -logsigmoid(args.beta * (chosen - rejected))
 
 labels-swapped:simpo: chosen and rejected are two tensors of one shape
 -         chosen, rejected = logps.unbind(1)
 +         rejected, chosen = logps.unbind(1)
 
-beta-missing:simpo: a log-probability is taken for the reward, which is beta times it
-- return -logsigmoid(args.beta * (chosen - rejected) - args.gamma)
-+ return -logsigmoid(chosen - rejected - args.gamma)
-
 sigmoid-without-log:simpo: both are minimised where chosen wins
 - -logsigmoid(args.beta * (chosen - rejected) - args.gamma)
 + -torch.sigmoid(args.beta * (chosen - rejected) - args.gamma)
-
-rejected-is-imitated:simpo: an index instead of a name
-- loss = loss - args.sft_coef * logps[:, 0]
-+ loss = loss - args.sft_coef * logps[:, 1]
-
-likelihood-minimised:simpo: log-likelihoods are maximised, losses minimised, and terms of a loss are added
-- loss = loss - args.sft_coef * logps[:, 0]
-+ loss = loss + args.sft_coef * logps[:, 0]
-
-sum-for-mean-of-log-probabilities: DPO has sums, and its code is where these begin
-- return (logps.sum(1) / lengths).view(-1, 2)
-+ return logps.sum(1).view(-1, 2)
 
 mean-over-padding:likelihoods: .mean() of a padded tensor: divided by the width of the micro-batch
 - return (logps.sum(1) / lengths).view(-1, 2)

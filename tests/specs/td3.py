@@ -4,10 +4,6 @@ from tests.specs import Curve, Effect, Recipe, Spec
 from tests.specs.ddpg import AUTHORS, HOPPER, PENDULUM
 
 BUGS = """
-max-of-the-twins:td3: Q-learning has a max there
-- agent.target_critics(batch.next_obs, next_actions).amin(0)
-+ agent.target_critics(batch.next_obs, next_actions).amax(0)
-
 first-of-the-twins: the actor's loss takes the first one
 - agent.target_critics(batch.next_obs, next_actions).amin(0)
 + agent.target_critics(batch.next_obs, next_actions)[0]
@@ -19,10 +15,6 @@ target-of-the-online-critics:td3: two networks of one kind
 target-actor-forgotten:td3: SAC has none
 - next_actions = (agent.target_actor(batch.next_obs) + noise).clamp(-1, 1)
 + next_actions = (agent.actor(batch.next_obs) + noise).clamp(-1, 1)
-
-target-action-not-clipped: the noise is clipped already
-- next_actions = (agent.target_actor(batch.next_obs) + noise).clamp(-1, 1)
-+ next_actions = agent.target_actor(batch.next_obs) + noise
 
 noise-clip-forgotten: actions are clipped afterwards
 - noise = noise.clamp(-args.noise_clip, args.noise_clip)

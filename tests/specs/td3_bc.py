@@ -3,18 +3,6 @@
 from tests.specs import Curve, Effect, Recipe, Spec
 
 BUGS = """
-bootstrap-through-termination:td3_bc: the mask is forgotten: the end of an episode costs nothing
-- gamma * (1 - batch.terminated) * next_q
-+ gamma * next_q
-
-gradient-through-lambda: the mean of the values is a function of the policy
-- scale = alpha / q.detach().abs().mean()
-+ scale = alpha / q.abs().mean()
-
-sign-of-the-values: losses are minimised
-- return -scale * q.mean() +
-+ return scale * q.mean() +
-
 sum-over-the-numbers-of-an-action: ReBRAC's term, which is A times as large
 - (actions - batch.actions).square().mean()
 + (actions - batch.actions).square().sum(1).mean()
@@ -27,37 +15,17 @@ second-critic-for-the-actor: either would do, but not both
 - q = agent.critics(batch.obs, actions)[0]
 + q = torch.min(*agent.critics(batch.obs, actions))
 
-max-of-the-twins:td3_bc: Q-learning has a max there
-- next_q = torch.min(*agent.target_critics(
-+ next_q = torch.max(*agent.target_critics(
-
-target-action-not-clipped:td3_bc: the noise leads out of the bounds
-- (agent.target_actor(batch.next_obs) + noise).clamp(-1, 1)
-+ (agent.target_actor(batch.next_obs) + noise)
-
 target-action-of-the-online-actor: two actors of one kind
 - next_actions = (agent.target_actor(batch.next_obs)
 + next_actions = (agent.actor(batch.next_obs)
-
-noise-not-clipped: one bound is enough, one thinks
-- noise.clamp(-args.noise_clip, args.noise_clip), args.gamma
-+ noise, args.gamma
 
 actor-in-every-update: the delay is one of TD3's three ideas
 - if number % args.policy_frequency == 0:
 + if number:
 
-normalised-in-training-only:td3_bc: evaluation has a function of its own
-- torch.from_numpy(agent.normalized(obs).astype(np.float32))
-+ torch.from_numpy(obs.astype(np.float32))
-
 statistics-of-all-rows: the dataset has a mean, and so have the rows that are taken
 - torch.from_numpy(data.obs[rows].mean(0, np.float64))
 + torch.from_numpy(data.obs.mean(0, np.float64))
-
-own-dataset-cut-to-a-tenth: a default for the collection that ships is one for all
-- 1.0 if args.dataset else 0.1
-+ 0.1
 """
 SHORT = dict(max_steps=4000, eval_every=800)
 

@@ -4,29 +4,9 @@ from tests.specs import Effect, Recipe, Spec
 from tests.specs.grpo import SORT
 
 BUGS = """
-gradient-through-the-weight:topr: rho is made from log pi
-- log_ratio = ((logps.detach() - old_logps) * mask).sum(1, keepdim=True)
-+ log_ratio = ((logps - old_logps) * mask).sum(1, keepdim=True)
-
-ratio-turned-round:topr: old over new
-- log_ratio = ((logps.detach() - old_logps) * mask).sum(1, keepdim=True)
-+ log_ratio = ((old_logps - logps.detach()) * mask).sum(1, keepdim=True)
-
-ratio-of-tokens: what ROLL and Trinity do
-- log_ratio = ((logps.detach() - old_logps) * mask).sum(1, keepdim=True)
-+ log_ratio = (logps.detach() - old_logps) * mask
-
 ratio-by-length: what verl does
 - log_ratio = ((logps.detach() - old_logps) * mask).sum(1, keepdim=True)
 + log_ratio = ((logps.detach() - old_logps) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-
-ratio-of-padding: logps of padding are numbers, too
-- log_ratio = ((logps.detach() - old_logps) * mask).sum(1, keepdim=True)
-+ log_ratio = (logps.detach() - old_logps).sum(1, keepdim=True)
-
-weights-above-one: importance sampling as it is in books
-- torch.where(advantages < 0, log_ratio.clamp(max=0).exp(), 1.0)
-+ torch.where(advantages < 0, log_ratio.exp(), 1.0)
 
 all-answers-are-tapered: truncated importance sampling
 - torch.where(advantages < 0, log_ratio.clamp(max=0).exp(), 1.0)
@@ -39,10 +19,6 @@ right-answers-are-tapered: which sign it is for
 wrong-answers-are-nothing: rewards of 0 and 1 are taken as they are
 - return (2 * rewards - 1 - baseline).nan_to_num(0.0)
 + return (rewards - baseline).nan_to_num(0.0)
-
-baseline-added: a sign
-- return (2 * rewards - 1 - baseline).nan_to_num(0.0)
-+ return (2 * rewards - 1 + baseline).nan_to_num(0.0)
 
 skipped-answers-are-wrong:topr: NaN turns to 0 too early
 - return (2 * rewards - 1 - baseline).nan_to_num(0.0)

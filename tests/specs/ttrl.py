@@ -11,10 +11,6 @@ last-of-the-most-frequent: a maximum over sorted counts has its ties at the end
 - (winner,) = Counter(answer for answer in answers if answer is not None).most_common(1) or
 + (winner,) = Counter(answer for answer in answers[::-1] if answer is not None).most_common(1) or
 
-nobody-s-label-is-right: where nobody votes, None equals None
-- float(answer is not None and answer == label)
-+ float(answer == label)
-
 only-the-trained-vote: the slice stands one line too early
 - group = answers[i : i + votes]
 + group = answers[i : i + size]
@@ -38,10 +34,6 @@ trained-on-the-truth: the true rewards are at hand, and look better
 texts-vote: which is the same where an answer is all that a text says
 - judged([final_answer(task, text) for text in texts], truth
 + judged(texts, truth
-
-truth-of-the-first-answer: the label's own row is forgotten
-- right.append(truth[i + group.index(label)])
-+ right.append(truth[i])
 
 share-of-those-that-vote: silence is left out of the denominator, too
 - sum(counts) / len(answers)

@@ -3,18 +3,6 @@
 from tests.specs import Curve, Effect, Recipe, Spec
 
 BUGS = """
-advantages-turned-round: before minus behind
-- return (behind - values).gather(1, step)
-+ return (values - behind).gather(1, step)
-
-separators-belong-to-the-next-step: a running count of separators is shorter
-- step, last = ends.cumsum(1) - ends.long(), ends.sum(1, keepdim=True)
-+ step, last = ends.cumsum(1), ends.sum(1, keepdim=True)
-
-nothing-behind-the-last-step: V of a state that is over is 0 where rewards come step by step
-- pad(values[:, 1:], (0, 1)).scatter(1, last, rewards[:, None].to(values))
-+ pad(values[:, 1:], (0, 1))
-
 reward-behind-the-longest: the last column is that of the completion with most steps
 - .scatter(1, last, rewards[:, None].to(values))
 + .scatter(1, last.max().expand_as(last), rewards[:, None].to(values))
@@ -31,14 +19,6 @@ continuations-are-not-fresh: the stream of the completions again, whose first dr
 - args.temperature, "values", step)
 + args.temperature, "train", step)
 
-more-tokens-than-were-left: the limit of a completion for what is only its rest
-- [[args.max_completion_length - len(prefix)] for _, prefix in repeated]
-+ [[args.max_completion_length] for _, prefix in repeated]
-
-a-cut-one-has-ended: the sampler reached EOS, behind what the completion had left
-- ended=drawn.ended & (lengths <= left)[:, 0])
-+ ended=drawn.ended)
-
 continuations-at-another-temperature: the sampler has its own default
 - kept, args, args.temperature, "values", step)
 + kept, args, 1.0, "values", step)
@@ -50,14 +30,6 @@ scored-without-what-was-there: what the sampler returns looks like an answer
 states-of-another-prompt: the row within its group for the number of the group
 - passed = [[(i // group, tuple(ids[:t])) for t in starts[i]]
 + passed = [[(i % args.num_prompts, tuple(ids[:t])) for t in starts[i]]
-
-end-for-start: a state ends with its separator, and the slice stops before it
-- starts = [[0, *(1 + end.nonzero()[:, 0]).tolist()] for end in ends]
-+ starts = [[0, *end.nonzero()[:, 0].tolist()] for end in ends]
-
-cut-off-continuations-keep-their-reward: the penalty is taken where completions are scored
-- rewards = rewards - args.missing_eos_penalty * ~drawn.ended.cpu()
-+ pass
 
 unknown-is-whitened: it counts in the mean and gets what 0 becomes
 - whiten(advantage, mask & ~advantage.isnan())

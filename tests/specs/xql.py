@@ -7,33 +7,9 @@ sign-of-the-error:xql: V - Q and Q - V look alike in a squared error
 - z = (errors / args.gumbel_scale)
 + z = (-errors / args.gumbel_scale)
 
-scale-multiplied: IQL multiplies by its temperature
-- z = (errors / args.gumbel_scale)
-+ z = (errors * args.gumbel_scale)
-
 clipped-below-too: a clip has two ends
 - .clamp(max=args.max_clip)
 + .clamp(-args.max_clip, args.max_clip)
-
-linear-term-forgotten: it does not depend on the largest exponent
-- - (z + 1) * (-shift).exp()).mean()
-+ - (-shift).exp()).mean()
-
-shift-with-a-gradient: it is only for stability
-- z.detach().max().clamp(min=-1)
-+ z.max().clamp(min=-1)
-
-shift-without-a-bound: a batch has a positive error, mostly
-- z.detach().max().clamp(min=-1)
-+ z.detach().max()
-
-only-half-of-the-loss-shifted: log-sum-exp needs no other
-- (z + 1) * (-shift).exp())
-+ (z + 1))
-
-chi2-without-its-dead-zone: u + u^2 / 4 is the conjugate
-- (errors + errors.square() / 4).clamp(min=0)
-+ (errors + errors.square() / 4)
 
 chi2-weights-exchanged: lambda and 1 - lambda
 - args.dvl_lambda * above - (1 - args.dvl_lambda) * errors
