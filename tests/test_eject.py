@@ -12,7 +12,7 @@ from every_script import options, script
 from helpers import GENERATORS, LANGUAGE, REPO, assert_same_result, metrics, new_run
 
 from tests.specs import SPECS
-from utils.eject import DATA, UTILS, eject, main
+from utils.eject import DATA, UTILS, EjectError, eject, main
 from utils.lm import TINY_MODEL
 
 DRIVER = """
@@ -119,5 +119,5 @@ def test_what_the_script_calls_when_it_is_read(tmp_path):
 @pytest.mark.parametrize("text", ["import re, utils", "from utils import lm", "from utils.lm import rank as r", CLASH])
 def test_an_import_that_would_be_lost_and_two_meanings_of_a_name_are_refused(text, tmp_path):
     (tmp_path / "x.py").write_text(text)
-    with pytest.raises(SystemExit, match="positions" if text == CLASH else text):
+    with pytest.raises(EjectError, match="positions" if text == CLASH else text):
         eject(tmp_path / "x.py")
