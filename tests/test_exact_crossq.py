@@ -84,12 +84,14 @@ def test_update_is_that_of_the_reference(batch_norm, warmup):
     leaves them; the actor's are those of its own pass, and the target leaves them. The target has no gradient, but the
     statistics that it shares with Q do. Behind the warm-up r is clipped at 3 and 1/3, d at 5 and -5."""
     agent = make_agent(args := make_args(batch_norm=batch_norm, renorm_warmup=warmup))
+    extreme = batch_norm and warmup < 4
     for name, x in agent.named_buffers():  # some means are far off, some deviations too small or too large
         kind = {"mean": [0.0, 9.0, -9.0], "variance": [1.0, 0.01, 30.0, 1.0]}.get(name.rpartition(".")[2])
-        x.copy_(torch.tensor(kind).repeat(9)[: len(x)] if kind else x)
+        x.copy_(torch.tensor(kind).repeat(9)[: len(x)] if kind and extreme else x)
     _, own = assert_update_is(CrossQ, crossq, agent, args, RATE, atol=1e-8)  # Adam magnifies small slopes
-    assert len(own.smallest) == 4 and not any(module.training for module in agent.modules())
-    assert own.clipped == ({-2, -1, 1, 2} if batch_norm and warmup < 4 else set())
+    assert extreme or {("targets", 0), ("targets", 1)} <= own.smallest and (batch_norm or len(own.smallest) == 4)
+    assert own.clipped == ({-2, -1, 1, 2} if extreme else set())
+    assert not any(module.training for module in agent.modules())
     passes = {x.item() for name, x in buffers(agent).items() if name.endswith("passes")}
     assert passes == ({2, 4} if batch_norm else set())
 
