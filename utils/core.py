@@ -54,7 +54,7 @@ class RunArgs:
     """also log to Weights & Biases"""
 
 
-def main(args_class: type, train: Callable, algo: str) -> None:
+def main(args_class: type[RunArgs], train: Callable, algo: str) -> None:
     """The command line of a script. With --resume or --evaluate the defaults are the saved run's arguments."""
     early = dataclasses.make_dataclass("Early", [("resume", str, ""), ("evaluate", str, "")])
     try:
@@ -200,8 +200,7 @@ class Run:
                 self.history, self.kept = [json.loads(row) for row in rows.splitlines()], len(rows)
         else:
             name = f"{algo}-{task[:100]}-{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-            name = "".join(c if c.isalnum() or c in "_.-" else "_" for c in name)
-            self.dir = Path(args.output_dir).expanduser().resolve() / name
+            self.dir = Path(args.output_dir).expanduser().resolve() / re.sub(r"[^\w.-]", "_", name)
         if args.track and not find_spec("wandb"):
             raise UserError("--track needs wandb: pip install wandb")
         for number in (SIGINT, SIGTERM):  # the first one ends the run after its step
@@ -257,9 +256,8 @@ class Run:
         since = max(self.state.get("step", 0), getattr(self.args, "learning_starts", 0))
         if not self.told and since < self.logged < step < self.total:  # the first row behind it is slower
             self.told, speed, tokens = True, self.speed(step), row.get("time/tokens_per_second")
-            rates = f"{speed:.3g} steps" if speed < 1000 else f"{speed:,.0f} steps"
-            rates += f", {tokens:,.0f} tokens" if tokens else ""
-            self.print(f"{rates} a second, about {timedelta(seconds=round((self.total - step) / speed))} to go")
+            rate = f"{speed:{'.3g' if speed < 1000 else ',.0f'}} steps" + (f", {tokens:,.0f} tokens" if tokens else "")
+            self.print(f"{rate} a second, about {timedelta(seconds=round((self.total - step) / speed))} to go")
         self.bar.update(step - self.logged)
         self.logged, self.begun = step, time.perf_counter()
 
@@ -273,10 +271,9 @@ class Run:
     def end_step(self, step: int, parts: dict) -> None:
         """At the end of an iteration: saves if it is due, and exits if a signal asked any process to. parts: by name
         modules, optimizers, generators, all that has a state_dict; numbers, lists and tensors are saved as they are."""
-        asked = self.signal  # read once: it may come below
+        asked = torch.tensor(self.signal)  # read once: it may come below
         if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(signals := torch.tensor(asked), torch.distributed.ReduceOp.MAX)
-            asked = int(signals)
+            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
         if asked or self.due(step, self.args.save_every):
             state = {}
             for name, part in parts.items():
@@ -289,10 +286,11 @@ class Run:
         self.step = step
         if asked and step < self.total:
             self.print(f"stopped after step {step}; continue with --resume {self.dir}")
-            sys.exit(128 + asked)
+            sys.exit(128 + int(asked))
 
     def restore(self, **parts) -> bool:
-        """With --resume: `parts` and the global generators as saved; else False. Draw nothing from it to the loop."""
+        """With --resume: `parts` and the global generators as saved; else False. Between this call and the loop nothing
+        may be drawn from them."""
         if self.state:
             load(self.dir, self.state, parts)
             set_rng_state(self.state["rng"])

@@ -20,9 +20,7 @@ D4RL = {  # family -> environment, return of a random and of an expert policy (D
     "hopper": ("Hopper-v4", (-20.272305, 3234.3)),
     "walker2d": ("Walker2d-v4", (1.629008, 4592.3)),
 }
-D4RL_NAME = (
-    rf"({'|'.join(D4RL)})[-_](random|medium|expert|medium[-_]replay|medium[-_]expert|full[-_]replay)(-v\d)?.hdf5"
-)
+D4RL_NAME = rf"({'|'.join(D4RL)})[-_](random|expert|full[-_]replay|medium([-_](replay|expert))?)(-v\d)?.hdf5"
 KEYS = ("observations", "actions", "rewards", "terminals", "timeouts")
 
 

@@ -147,13 +147,9 @@ def make_scorer(task: Task, args, tokenizer, device) -> Callable:
         raise UserError(f"--reward-weights has {len(weights)} numbers for {len(specs)} rewards: give one for each")
     if not specs and task.score is None:
         raise UserError(f"the task {task.name} cannot score answers itself: give --reward FILE.py:FUNCTION")
-    functions = [
-        RewardModel(spec, device, args.trust_remote_code)
-        if Path(spec).expanduser().is_dir() or (":" not in spec and "/" in spec)
-        else load_function(spec)
-        for spec in specs
-    ]
-    models = [j for j, function in enumerate(functions) if isinstance(function, RewardModel)]
+    models = [j for j, x in enumerate(specs) if Path(x).expanduser().is_dir() or (":" not in x and "/" in x)]
+    functions = [RewardModel(spec, device, args.trust_remote_code) if j in models else load_function(spec)
+                 for j, spec in enumerate(specs)]  # fmt: skip
     names = [getattr(f, "__name__", spec.rpartition(":")[2]) for f, spec in zip(functions, specs)]
     names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
 
@@ -177,8 +173,7 @@ def make_scorer(task: Task, args, tokenizer, device) -> Callable:
         if any(map(inspect.isawaitable, returned)):
             returned = asyncio.run(awaited(returned))
         table = torch.tensor([checked(name, answer, len(rows)) for name, answer in zip(names, returned)]).T
-        columns = {f"reward/{name}": mean(values) for name, values in zip(names, table.T.tolist())}
-        columns |= {f"reward/{name}": mean(values) for name, values in logged.items()}
+        columns = {f"reward/{name}": mean(values) for name, values in (*zip(names, table.T.tolist()), *logged.items())}
         columns |= {} if own is None else {"reward/task": own.mean().item()}
         weighted = table * weights
         if models and args.combine != "sum":
