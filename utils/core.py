@@ -54,7 +54,7 @@ class RunArgs:
     """also log to Weights & Biases"""
 
 
-def main(args_class: type, train: Callable, algo: str) -> None:
+def main(args_class: type[RunArgs], train: Callable, algo: str) -> None:
     """The command line of a script. With --resume or --evaluate the defaults are the saved run's arguments."""
     early = dataclasses.make_dataclass("Early", [("resume", str, ""), ("evaluate", str, "")])
     try:
