@@ -59,7 +59,8 @@ def test_update_is_that_of_the_reference(module, flags, layer_norm):
     args = module.Args(gamma=GAMMA, tau=TAU, target_entropy=ENTROPY, layer_norm=layer_norm, **flags)
     given, _ = assert_update_is(Redq, module, randomise(agent, 111, 0.6, 0.3), args, RATE)
     assert len(given) == 4 + 4 // flags["policy_frequency"]
-    assert [x["subset"] is None for x in given if "subset" in x] == 4 * [flags is TWINS]
+    drawn = [x["subset"] for x in given if "subset" in x]
+    assert [x if x is None else len(set(x)) for x in drawn] == 4 * [flags["subset_size"]]
 
 
 def test_subsets_are_drawn_uniformly_and_anew():
