@@ -2,8 +2,7 @@ r"""RLPD: reinforcement learning with prior data.
 
 Ball, Smith, Kostrikov, Levine 2023, "Efficient Online Reinforcement Learning with Offline Data" (arXiv 2302.02948).
 
-Parent: redq.py. Half of each minibatch comes from a dataset; without data it is redq.py: with equal settings bit for
-bit.
+Parent: redq.py. Half of each minibatch comes from a dataset; without data and with equal settings it is redq.py.
 
 SAC starts from scratch, with a dataset beside its replay buffer and no training before. It draws as many rows from the
 one as from the other (symmetric sampling), makes many updates per step, and has LayerNorm in its critics, which

@@ -40,9 +40,8 @@ class EnvArgs(RunArgs):
 
 
 def make_env(args, flatten: bool = True) -> gym.Env:
-    """The environment of --env-id, its observations flattened where they are no vector. `module:Name-v0` imports
-    `module` first, also from the working directory. Raises UserError where there is none, or none that has a fixed size
-    and takes a seed."""
+    """The environment of --env-id, its observations flattened where they are no vector. Raises UserError where there is
+    none, or one that takes no seed, or whose observations have no fixed size."""
     find_users_code(Path.cwd())
     how = as_kwargs(args.env_kwargs) | ({"render_mode": "rgb_array"} if args.capture_video and args.evaluate else {})
     try:
@@ -122,9 +121,8 @@ def number(value) -> float:
 
 
 def try_out(make: Callable, args, count: int | None = None) -> tuple[gym.Env, list[gym.Env]]:
-    """Makes the environments of evaluation: `count`, or two for each of --eval-episodes. A reset and a step of the
-    first one are tried. Returns it, and all of them. Where nothing is evaluated it is closed: there may be an
-    environment of which only one can be."""
+    """Makes the environments of evaluation: `count`, or two for each of --eval-episodes. Tries the first one. Returns
+    it, closed where there are none (some environments can only be one), and all of them."""
     before = rng_state()  # an environment may draw from the global generators, which are the training's
     count, env = 2 * args.eval_episodes if count is None else count, make()
     space, limit = env.unwrapped.observation_space, env.spec.max_episode_steps
@@ -148,8 +146,7 @@ def seed_of(*numbers: int) -> int:
 
 
 def make_vector(make: Callable[[], gym.Env], args, step: int, infos: tuple[str, ...] = ()):
-    """--num-envs environments that begin their next episode in the step that ends one (SAME_STEP): the observation that
-    comes back is the new episode's first, and infos["final_obs"] holds the old one's last. Returns them and the first
+    """--num-envs environments that begin their next episode in the step that ends one (SAME_STEP), and their first
     observations (N, D). step: from where the run goes on; a resumed run begins other episodes."""
     kind = AsyncVectorEnv if getattr(args, "vector", "") == "async" else partial(SyncVectorEnv, copy=False)
     envs = kind([make] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -164,8 +161,7 @@ def make_vector(make: Callable[[], gym.Env], args, step: int, infos: tuple[str, 
 
 def step_vector(envs, actions: np.ndarray) -> tuple:
     """(observations to act on next, true next observations, rewards, terminated, truncated, (return, length) of the
-    episodes that ended). The two observations differ where an episode ended: a bootstrap needs the second one.
-    Raises UserError for numbers that are not finite."""
+    episodes that ended). Where one ended, a bootstrap needs the true ones. Raises UserError for a number not finite."""
     obs, rewards, terminated, truncated, envs.infos = envs.step(actions)
     obs, true_obs, episodes = obs.copy(), obs, []  # the vector writes its next observations into the same memory
     envs.returns += rewards
@@ -192,10 +188,9 @@ def episode_columns(episodes: list[tuple[float, int]]) -> dict[str, float]:
 
 def evaluate(envs: list, act: Callable, args, device: torch.device, video: Path | None = None) -> dict[str, float]:
     """One episode in each of `envs`, half of them with the likeliest action, half with sampled ones: act(obs (N, D),
-    scale (N, 1), generator), where `scale` 0 or 1 multiplies the noise of a row. Start states are the same at every
-    evaluation. eval/success is the share of the likeliest action's episodes with a success in any step, where the
-    environment reports it. With --evaluate also the number of episodes in eval/return, and their standard deviation,
-    the population's (np.std). No columns where there are no environments."""
+    scale (N, 1), generator), where `scale` 0 or 1 multiplies the noise of a row. Each evaluation has the same starts.
+    eval/success: share of the likeliest action's episodes with a success in any step. With --evaluate also the number
+    of episodes in eval/return, and their standard deviation (np.std). No columns where there are no environments."""
     n, generator = len(envs) // 2, torch.Generator(device).manual_seed(args.seed)
     if not envs:
         return {}
@@ -237,8 +232,7 @@ def rollouts(envs: list[gym.Env], act: Callable, seed: int, video: Path | None =
 
 
 def score_saved(args, score_agent: Callable, **parts) -> list[dict]:
-    """What --evaluate does: `parts` get their state from that run's checkpoint, and the score is printed as JSON.
-    Raises UserError behind it where there can be no video."""
+    """What --evaluate does: `parts` get their state from that run's checkpoint, and the score is printed as JSON."""
     folder = Path(args.evaluate)
     load(folder, read_checkpoint(folder), parts)
     try:

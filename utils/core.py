@@ -174,9 +174,8 @@ def crosses(step: int, before: int, every: int) -> bool:
 
 
 class Run:
-    """Made when all input has been checked. Its folder is written to from the first row on: what fails before leaves
-    none behind, or that of --resume as it was. total: steps in the budget. headline: the columns of the progress bar.
-    `state`: with --resume what was saved, else {}."""
+    """Made when all input has been checked. What fails before its first row changes no file. total: steps in the
+    budget. headline: the columns of the progress bar. `state`: with --resume what was saved, else {}."""
 
     def __init__(self, args, algo: str, task: str, total: int, headline: tuple[str, ...]):
         from tqdm import tqdm
@@ -289,8 +288,7 @@ class Run:
             sys.exit(128 + int(asked))
 
     def restore(self, **parts) -> bool:
-        """With --resume: `parts` and the global generators as saved; else False. Between this call and the loop nothing
-        may be drawn from them."""
+        """With --resume: `parts` and the global generators as saved; else False. Draw nothing before the loop."""
         if self.state:
             load(self.dir, self.state, parts)
             set_rng_state(self.state["rng"])

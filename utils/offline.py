@@ -63,9 +63,8 @@ class Dataset:
         return np.add.reduceat(rewards if rows is None else rewards * rows, lengths.cumsum() - lengths)
 
     def top_rows(self, fraction: float) -> np.ndarray:
-        """(n,) bool: rows of the trajectories of highest return. The best one is always in; the next ones follow while
-        the total stays below this fraction of all rows, as in the paper's code (of BC10 %); CORL takes a fraction of
-        the trajectories."""
+        """(n,) bool: rows of the best trajectory, and of the next ones while the total stays below this fraction of all
+        rows, as in the paper's code (of BC10 %); CORL takes a fraction of the trajectories."""
         if fraction == 1:
             return np.ones(len(self.obs), bool)
         best_first = np.argsort(-self.trajectory_returns(), kind="stable")
@@ -116,8 +115,8 @@ def load_dataset(args: OfflineArgs) -> Dataset:
 
 
 def read_hdf5(path: Path) -> Dataset:
-    """The columns KEYS, one row a step, and next_observations where there are; of a collection also last_observations,
-    and attributes. Of D4RL's own files next_observations are left out, as its qlearning_dataset does it."""
+    """The columns KEYS, one row a step, and next_observations where there are, but not of D4RL's own files, as its
+    qlearning_dataset has it; of a collection also last_observations, and attributes."""
     import h5py
 
     with h5py.File(path) as file:
@@ -153,8 +152,8 @@ def read_hdf5(path: Path) -> Dataset:
 
 
 def read_minari(path: Path) -> Dataset:
-    """A local folder (that of the dataset, or its data/), or the id of a dataset that is here or can be downloaded. The
-    environment is the one that the dataset names for evaluation, if any, else that of the recording, as JSON."""
+    """A local folder (that of the dataset, or its data/), or the id of a dataset that is here or can be downloaded. Its
+    environment, as JSON, is the one that it names for evaluation, else that of the recording."""
     import minari
 
     folder = path / "data" if (path / "data").is_dir() else path
@@ -190,8 +189,7 @@ def flat(space: dict, values) -> np.ndarray:
 
 
 def check_spaces(data: Dataset, obs_size: int, action_space: gym.Space) -> None:
-    """Raises UserError where the dataset cannot be of an environment with `obs_size` numbers in a flattened observation
-    and this action space."""
+    """Raises UserError where the dataset cannot be of an environment with such flattened observations and actions."""
     sizes, wanted = (data.obs.shape[1], data.actions.shape[1]), (obs_size, int(np.prod(action_space.shape)))
     if sizes != wanted:
         wrong = f"--dataset {data.name} has {sizes[0]} observation and {sizes[1]} action numbers a step"
