@@ -213,7 +213,7 @@ def update(model, optimizer, batch: Batch, args: Args) -> dict[str, float]:
                 width = logps.shape[1]
                 old_logps, valid = samples.logps[rows, :width], mask[rows, :width]
                 loss, weight = policy_loss(logps, old_logps, advantage[rows], valid)
-                means.add(wrong[rows], wrong_weight=weight)
+                means.add(wrong[rows] & valid.any(1, keepdim=True), wrong_weight=weight)
                 if batch.ref_logps is not None:
                     kl = k3(logps, batch.ref_logps[rows, :width])
                     loss = loss + args.beta * kl

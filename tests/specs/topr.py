@@ -25,7 +25,7 @@ skipped-answers-are-wrong:topr: NaN turns to 0 too early
 + return 2 * rewards.nan_to_num(0.0) - 1 - baseline
 
 right-answers-in-the-metric: the mean of all weights hides those that matter
-- means.add(wrong[rows], wrong_weight=weight)
+- means.add(wrong[rows] & valid.any(1, keepdim=True), wrong_weight=weight)
 + means.add(torch.ones_like(weight), wrong_weight=weight)
 """
 # one collection of 2,048 answers of the first policy, 64 updates
