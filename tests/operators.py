@@ -28,6 +28,7 @@ OPPOSITE = (
     (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
 )  # fmt: skip
 SWAPPED |= {a: b for pair in OPPOSITE for a, b in (pair, reversed(pair))}
+FOR_SPEED = ("device", "fused", "set_to_none")  # keywords that change nothing on a CPU
 ATOMS = ast.Name | ast.Constant | ast.Call | ast.Attribute | ast.Subscript
 SIMPLE = ast.Assign | ast.AugAssign | ast.Expr
 
@@ -118,7 +119,7 @@ def edits(node: ast.expr, same_type: dict[str, list[str]]) -> Iterator[tuple[str
             if args and not isinstance(args[0], ast.Starred):
                 yield "call", args[0]
             for i, keyword in enumerate(keywords):
-                if keyword.arg not in ("device", "fused"):  # matter on a GPU alone
+                if keyword.arg not in FOR_SPEED:
                     yield "keyword", changed(node, keywords=without(keywords, i))
             for i in range(len(args) - 1):
                 if ast.dump(args[i]) != ast.dump(args[i + 1]):
@@ -155,17 +156,25 @@ def edits(node: ast.expr, same_type: dict[str, list[str]]) -> Iterator[tuple[str
                 yield "field", changed(node, attr=other)
 
 
-def only_prints(node: ast.AST) -> bool:
-    return isinstance(node, ast.JoinedStr | ast.Raise) or ast.unparse(node).startswith(("print(", "run.print("))
+def only_tells(node: ast.AST) -> bool:
+    """Prints, raises, or measures time."""
+    text = ast.unparse(node)
+    tells = text.startswith(("print(", "run.print(", "columns['time/"))
+    return tells or isinstance(node, ast.JoinedStr | ast.Raise) or getattr(node, "arg", None) in FOR_SPEED
 
 
 def expressions(node: ast.AST) -> Iterator[ast.expr]:
     """The node and those below it."""
-    if only_prints(node) or isinstance(node, ast.arguments):
+    if only_tells(node) or isinstance(node, ast.arguments):
         return
     if isinstance(node, ast.expr) and not isinstance(node, ast.Slice | ast.Tuple | ast.Starred):
         yield node
-    for child in ast.iter_child_nodes(node):
+    timed = (
+        {id(x) for k, x in zip(node.keys, node.values) if k and "'time/" in ast.unparse(k)}
+        if isinstance(node, ast.Dict)
+        else ()
+    )
+    for child in (child for child in ast.iter_child_nodes(node) if id(child) not in timed):
         yield from expressions(child)
 
 
@@ -208,10 +217,10 @@ def edits_of(function: ast.FunctionDef, source: bytes, same_type: dict[str, list
             yield Edit(operator, *span(node), new if isinstance(other, ATOMS) else f"({new})")
     blocks = (value for node in ast.walk(function) for _, value in ast.iter_fields(node) if isinstance(value, list))
     for node, after in (pair for block in blocks for pair in zip(block, [*block[1:], None])):
-        if not isinstance(node, SIMPLE) or only_prints(node) or is_docstring(node):
+        if not isinstance(node, SIMPLE) or only_tells(node) or is_docstring(node):
             continue
         yield Edit("delete", *span(node), "pass")
-        if isinstance(after, SIMPLE) and not only_prints(after) and depend(node, after):
+        if isinstance(after, SIMPLE) and not only_tells(after) and depend(node, after):
             a, b, c, d = (offset(source, place) for place in (*span(node), *span(after)))
             yield Edit("order", span(node)[0], span(after)[1], (source[c:d] + source[b:c] + source[a:b]).decode())
 
