@@ -123,7 +123,7 @@ def run(name: tyro.conf.Positional[str], seeds: int | None = None) -> None:
             row = {"run": arm, "seed": seed, "value": train(effect, arm, seed)}
             row |= {"seconds": round(time.perf_counter() - start, 1), "statistic": effect.statistic, "script": script}
             row |= {"data": effect.data} if effect.data else {}
-            row |= {"settings": settings, **{k: environment()[k] for k in ("versions", "commit", "machine")}}
+            row |= {"settings": settings, **environment()}
             with open(FOLDER / f"{name}.jsonl", "a") as file:
                 file.write(json.dumps(row) + "\n")
             print(name, {key: row[key] for key in ("run", "seed", "value", "seconds")}, flush=True)

@@ -155,13 +155,8 @@ def run_tests(copy: Path, files: list[str], rounds: list[list[str]], limit: floa
         if "test" in recorder.result:  # else all run: it passed, or has another name today
             break
     seen = {test: {"lines": sorted(lines), "seconds": watch.seconds[test]} for test, lines in watch.lines.items()}
-    result = recorder.result | {
-        "exit": int(code),
-        "passed": recorder.passed,
-        "files": dict(recorder.seconds),
-        "seen": seen,
-    }
-    (copy.parent / "result.json").write_text(json.dumps(result))
+    found = {"exit": int(code), "passed": recorder.passed, "files": dict(recorder.seconds), "seen": seen}
+    (copy.parent / "result.json").write_text(json.dumps(recorder.result | found))
 
 
 class Copy:
@@ -182,9 +177,8 @@ class Copy:
         self.process.start()
 
     def is_over(self) -> bool:
-        return (
-            not self.process.is_alive() or time.time() - self.begun > 6 * self.limit
-        )  # it may wait for other programs
+        late = time.time() - self.begun > 6 * self.limit  # it may wait for other programs
+        return late or not self.process.is_alive()
 
     def found(self) -> dict:
         path = self.folder / "result.json"
