@@ -294,10 +294,7 @@ def add(name: tyro.conf.Positional[str], run: tyro.conf.Positional[Path]) -> Non
 
 def show() -> None:
     """Prints every band and draws each curve with the peers' beside it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     for name, curve in CURVES.items():
         column = curve.column
@@ -306,7 +303,8 @@ def show() -> None:
         for number in curve.numbers:
             about = "  ".join(f"{key} {value:.4g}" for key, value in band(name, number).items())
             print(f"{name:16} {number:20} {about}  false alarm {false_alarm(len(recorded(name))):.3%}")
-        figure, axis = plt.subplots(figsize=(6, 4))
+        figure = Figure(figsize=(6, 4))
+        axis = figure.subplots()
         for label, rows in {"plainrl": recorded(name), **peers(name)}.items():
             if rows:
                 columns = zip(*(row[column] for row in rows), strict=False)  # episodes end: some have more rows
@@ -318,7 +316,6 @@ def show() -> None:
         axis.set(title=name, xlabel="evaluation" if column.startswith("eval/") else "step", ylabel=column)
         axis.legend()
         figure.savefig(FOLDER / f"{name}.png", dpi=110, bbox_inches="tight")
-        plt.close(figure)
 
 
 if __name__ == "__main__":
