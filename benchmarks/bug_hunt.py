@@ -106,8 +106,7 @@ def record(only: tuple[str, ...] = ()) -> None:
     for hunt in [hunt for hunt in HUNTS if not only or hunt.bug in only]:
         for seed in sorted(set(SEEDS) - {row["seed"] for row in rows_of(hunt)}):
             row = {"bug": hunt.bug, "curve": hunt.curve, "new": bug_of(hunt).new} | train(hunt, seed)
-            row |= {"settings": CURVES[hunt.curve].settings}
-            row |= {key: environment()[key] for key in ("versions", "commit", "machine")}
+            row |= {"settings": CURVES[hunt.curve].settings, **environment()}
             with open(RESULTS, "a") as file:
                 file.write(json.dumps(row) + "\n")
             print(hunt.bug, hunt.curve, {"seed": seed, "seconds": row["seconds"]}, flush=True)

@@ -55,9 +55,8 @@ class Args:
 def run(script: str, folder: Path, args: Args, **settings) -> dict:
     """Trains with a script; the folder of its model, its last row of metrics, seconds."""
     module = importlib.import_module(f"algos.{script}")
-    settings |= dict(
-        seed=args.seed, eval_every=0, eval_prompts=4 if args.tiny else 64, output_dir=str(folder), save_every=10**6
-    )
+    settings |= dict(seed=args.seed, eval_every=0, eval_prompts=4 if args.tiny else 64, output_dir=str(folder),
+                     save_every=10**6)  # fmt: skip
     start, known = time.perf_counter(), set(folder.glob("*"))
     print(f"{script}: ", end="", flush=True)
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
@@ -141,8 +140,7 @@ def main(args: Args) -> None:
     print(f"reward model: {table[0]['pairs ranked right']:.2f} of held-out pairs ranked right; {seconds} s in all")
     if not args.tiny:
         known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        about = {key: environment()[key] for key in ("versions", "commit", "machine")}
-        known[args.task] = {"rows": table, "seconds": seconds, **about}
+        known[args.task] = {"rows": table, "seconds": seconds, **environment()}
         RESULT.write_text(json.dumps(known, indent=1) + "\n")
 
 

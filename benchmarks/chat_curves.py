@@ -129,7 +129,7 @@ def run(case: tyro.conf.Positional[Case], seed: tyro.conf.Positional[int], side:
             row |= evaluate(*load_model(scored), load_task(TASK), None, scored)
     kept = {"reward", "loss", "rewards/margins", "margin"} & {*history[1]}
     row |= {name: [round(x[name], 4) for x in history if name in x] for name in kept}
-    row |= {"settings": CASES[case], **{name: environment()[name] for name in ("versions", "commit", "machine")}}
+    row |= {"settings": CASES[case], **environment()}
     path = f"curves/{'trl-' * (side == 'trl')}{case}-smollm2-{'sums' if args.task else 'countdown'}.jsonl"
     with open(ROOT / "benchmarks" / ("results/speed_smollm2.jsonl" if steps else path), "a") as file:
         print(json.dumps({"case": case, "side": side} | row), file=file)

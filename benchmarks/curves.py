@@ -224,9 +224,8 @@ def unchanged_since(name: str) -> str:
 def drawn(names: set[str]) -> set[str]:
     """Of the curves whose code has changed, besides the best-known scripts', as many as learn in DRAWN seconds, in an
     order that the commit draws: a change of utils/ would have all of them learn."""
-    changed = [
-        name for name in sorted(names) if not (learns_always(name) or CURVES[name].slow or unchanged_since(name))
-    ]
+    changed = [name for name in sorted(names)
+               if not (learns_always(name) or CURVES[name].slow or unchanged_since(name))]  # fmt: skip
     chosen, left = set(), DRAWN
     for name in random.Random(fresh_seeds()[0]).sample(changed, len(changed)):
         rows = recorded(name)
@@ -251,8 +250,7 @@ def write_green(curves: dict[str, list[dict]]) -> None:
 def one(name: tyro.conf.Positional[str], seed: tyro.conf.Positional[int]) -> None:
     """Trains one seed of a curve and prints its row; `record` calls it."""
     row = run_once(name, seed)
-    about = {"settings": CURVES[name].settings, **{k: environment()[k] for k in ("versions", "commit", "machine")}}
-    print(json.dumps(row | about), flush=True)
+    print(json.dumps(row | {"settings": CURVES[name].settings, **environment()}), flush=True)
 
 
 def record(name: tyro.conf.Positional[str], seeds: int = 30, jobs: int = 1) -> None:
@@ -290,16 +288,13 @@ def add(name: tyro.conf.Positional[str], run: tyro.conf.Positional[Path]) -> Non
     speeds = [row["time/steps_per_second"] for row in history if "time/steps_per_second" in row]
     row = row_of(CURVES[name].column, args["seed"], history) | {"seconds": round(last / statistics.median(speeds), 1)}
     with open(FOLDER / f"{name}.jsonl", "a") as file:
-        about = {k: config.get(k, environment()[k]) for k in ("versions", "commit", "machine")}
+        about = {key: config.get(key, value) for key, value in environment().items()}
         file.write(json.dumps(row | {"settings": settings} | about) + "\n")
 
 
 def show() -> None:
     """Prints every band and draws each curve with the peers' beside it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     for name, curve in CURVES.items():
         column = curve.column
@@ -308,7 +303,8 @@ def show() -> None:
         for number in curve.numbers:
             about = "  ".join(f"{key} {value:.4g}" for key, value in band(name, number).items())
             print(f"{name:16} {number:20} {about}  false alarm {false_alarm(len(recorded(name))):.3%}")
-        figure, axis = plt.subplots(figsize=(6, 4))
+        figure = Figure(figsize=(6, 4))
+        axis = figure.subplots()
         for label, rows in {"plainrl": recorded(name), **peers(name)}.items():
             if rows:
                 columns = zip(*(row[column] for row in rows), strict=False)  # episodes end: some have more rows
@@ -320,7 +316,6 @@ def show() -> None:
         axis.set(title=name, xlabel="evaluation" if column.startswith("eval/") else "step", ylabel=column)
         axis.legend()
         figure.savefig(FOLDER / f"{name}.png", dpi=110, bbox_inches="tight")
-        plt.close(figure)
 
 
 if __name__ == "__main__":

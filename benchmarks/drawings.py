@@ -58,6 +58,21 @@ def svg(width: float, height: float, title: str, body: str, css: str = "") -> st
     return f'<svg class="{css}" role="img" {box}><title>{escape(title)}</title>{body}</svg>'
 
 
+def height_of(value: float, low: float, high: float, bottom: float) -> float:
+    """Where a value is drawn; low: at the bottom."""
+    return bottom - (value - low) / (high - low) * (bottom - TOP)
+
+
+def grid(low: float, high: float, bottom: float, ylabel: str) -> list[str]:
+    """The lines behind a drawing, with their numbers, and what these are."""
+    body = [f'<text x="4" y="12">{escape(ylabel)}</text>']
+    for tick in ticks(low, high):
+        y = height_of(tick, low, high, bottom)
+        body.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - 8}"/>')
+        body.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:,g}</text>')
+    return body
+
+
 def curve(groups: list[list[list[float]]], title: str, axis: tuple[int, str], ylabel: str) -> str:
     """Every seed as a thin line, each group's median as a thick one; the k-th group has the class `gk`. axis: steps
     between two points, and their name."""
@@ -70,20 +85,15 @@ def curve(groups: list[list[list[float]]], title: str, axis: tuple[int, str], yl
 
     def at(x: float, y: float) -> tuple[float, float]:
         place = LEFT + (x - left) / (right - left) * (WIDTH - LEFT - 8)
-        return place, HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - BOTTOM - TOP)
+        return place, height_of(y, low, high, HEIGHT - BOTTOM)
 
-    body = []
-    for tick in ticks(low, high):
-        y = at(left, tick)[1]
-        body.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - 8}"/>')
-        body.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:,g}</text>')
+    body = grid(low, high, HEIGHT - BOTTOM, ylabel)
     last = round(right * every)
     steps = {last, *(x for tick in ticks(left * every, last) if 0 < (x := round(tick)) < 0.85 * last)}
     for x in sorted(steps) if longest > 1 else ():
         place, half = at(x / every, low)[0], 4 * len(f"{x:,}")  # the last label ends where the drawing does
         body.append(f'<text x="{min(place, WIDTH - half):.1f}" y="{HEIGHT - 18}" text-anchor="middle">{x:,}</text>')
     body.append(f'<text x="{WIDTH - 8}" y="{HEIGHT - 3}" text-anchor="end">{escape(xlabel)}</text>')
-    body.append(f'<text x="4" y="12">{escape(ylabel)}</text>')
     for place, rows in enumerate(seeds):
         for number, row in enumerate(rows):
             spot = spread(row, place * len(rows) + number, len(rows) * len(seeds))
@@ -114,22 +124,17 @@ def small(rows: list[list[float]], title: str) -> str:
 def dots(runs: dict[str, list[float]], title: str, ylabel: str) -> str:
     """The seeds of each run of an effect, and their mean."""
     low, high = bounds([value for values in runs.values() for value in values])
-    height, bottom = 230, 38
-    body = []
-    for tick in ticks(low, high):
-        y = TOP + (high - tick) / (high - low) * (height - bottom - TOP)
-        body.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - 8}"/>')
-        body.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:,g}</text>')
+    height, bottom = 230, 192
+    body = grid(low, high, bottom, ylabel)
     for place, (name, values) in enumerate(runs.items()):
         x = LEFT + (place + 0.5) / len(runs) * (WIDTH - LEFT - 8)
-        heights = [TOP + (high - value) / (high - low) * (height - bottom - TOP) for value in values]
+        heights = [height_of(value, low, high, bottom) for value in values]
         places = [x + ((k * 7) % 10 - 4.5) * 1.6 for k in range(len(values))]  # side by side, the order says nothing
         body += [f'<circle class="seed g0" cx="{a:.1f}" cy="{b:.1f}" r="3"/>' for a, b in zip(places, heights)]
         if values:
             body.append(f'<path class="median g0" d="M{x - 14:.1f} {statistics.fmean(heights):.1f}h28"/>')
         lower = 15 * (place % 2) * (len(runs) > 3)  # long names in two rows
-        body.append(f'<text x="{x:.1f}" y="{height - bottom + 18 + lower}" text-anchor="middle">{escape(name)}</text>')
-    body.append(f'<text x="4" y="12">{escape(ylabel)}</text>')
+        body.append(f'<text x="{x:.1f}" y="{bottom + 18 + lower}" text-anchor="middle">{escape(name)}</text>')
     return svg(WIDTH, height, title, "".join(body), "curve")
 
 
@@ -152,25 +157,21 @@ def tree(root: str, children: dict[str, list[str]], lines: dict[str, int], field
             body.append(f'<path class="edge f{field[child]}" d="M{x + 18} {trunk}V{end}H{x + STEP}"/>')
             trunk = end
             body.append(f'<text class="own" x="{x + STEP - 8}" y="{end - 4}" text-anchor="end">{lines[child]}</text>')
-        body.append(
-            f'<a class="f{field[script]}" href="{script}.html"><rect x="{x}" y="{y - 11}" '
-            f'width="{len(script) * 7.3 + 12:.0f}" height="22" rx="3"/>'
-            f'<text x="{x + 6}" y="{y + 4}">{script}</text></a>'
-        )
+        box = f'x="{x}" y="{y - 11}" width="{len(script) * 7.3 + 12:.0f}" height="22" rx="3"'
+        name = f'<text x="{x + 6}" y="{y + 4}">{script}</text>'
+        body.append(f'<a class="f{field[script]}" href="{script}.html"><rect {box}/>{name}</a>')
     width = max(depth * STEP + len(script) * 7.3 + 18 for script, (depth, _) in place.items())
     return svg(math.ceil(width), len(place) * ROW, f"{root}.py and its descendants", "".join(body), "tree")
 
 
 def wall(curves: dict[str, list[list[float]]], path: Path) -> None:
     """All recorded curves as one picture, for the README."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     from PIL import Image
 
     columns = 9
-    figure, axes = plt.subplots(math.ceil(len(curves) / columns), columns, figsize=(12, len(curves) / columns * 1.15))
+    figure = Figure(figsize=(12, len(curves) / columns * 1.15))
+    axes = figure.subplots(math.ceil(len(curves) / columns), columns)
     for axis in axes.flat:
         axis.set_axis_off()
     for axis, (name, rows) in zip(axes.flat, curves.items()):
@@ -181,6 +182,5 @@ def wall(curves: dict[str, list[list[float]]], path: Path) -> None:
         axis.set_title(name, fontsize=6.5, pad=2)
     figure.tight_layout(pad=0.3)
     figure.savefig(path, dpi=80)
-    plt.close(figure)
     with Image.open(path) as picture:  # 32 colours are enough, and a third of the size
         picture.convert("RGB").quantize(32).save(path, optimize=True)

@@ -123,7 +123,7 @@ def run(name: tyro.conf.Positional[str], seeds: int | None = None) -> None:
             row = {"run": arm, "seed": seed, "value": train(effect, arm, seed)}
             row |= {"seconds": round(time.perf_counter() - start, 1), "statistic": effect.statistic, "script": script}
             row |= {"data": effect.data} if effect.data else {}
-            row |= {"settings": settings, **{k: environment()[k] for k in ("versions", "commit", "machine")}}
+            row |= {"settings": settings, **environment()}
             with open(FOLDER / f"{name}.jsonl", "a") as file:
                 file.write(json.dumps(row) + "\n")
             print(name, {key: row[key] for key in ("run", "seed", "value", "seconds")}, flush=True)
@@ -132,14 +132,12 @@ def run(name: tyro.conf.Positional[str], seeds: int | None = None) -> None:
 
 def show() -> None:
     """Prints the verdicts, and draws each run's seeds with their mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     for name in [name for name in EFFECTS if recorded(name)]:
         print(verdict(name))
-        figure, axis = plt.subplots(figsize=(6, 3))
+        figure = Figure(figsize=(6, 3))
+        axis = figure.subplots()
         for place, found in enumerate(by_run(name).values()):
             axis.plot([place] * len(found), list(found.values()), "o", alpha=0.5)
             if found:
@@ -148,7 +146,6 @@ def show() -> None:
         axis.set(title=name, ylabel=EFFECTS[name].statistic)
         axis.grid(alpha=0.3)
         figure.savefig(FOLDER / f"{name}.png", dpi=110, bbox_inches="tight")
-        plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What plainrl does on one GPU: whether it is right there, how fast it is, and that a real model learns.
 
-    python benchmarks/gpu.py check --out benchmarks/results/gpu      150 s: gradients, every script, resume, NCCL
+    python benchmarks/gpu.py check --out benchmarks/results/gpu      150 s: gradients, every script, resume, torchrun
     python benchmarks/gpu.py speed --out benchmarks/results/gpu      300 s: beside TRL and CleanRL, and what costs most
     python benchmarks/gpu.py learn --out benchmarks/results/gpu --chat-model FOLDER      240 s: sums, beside TRL
     python benchmarks/page.py write                                  the pages, from what these wrote
@@ -16,7 +16,6 @@ run, and the next one goes on. The same command again runs these alone, `learn` 
 
 import hashlib
 import importlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -39,12 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 SECONDS = {"check": 150, "speed": 300, "learn": 240}
-SHAPES = {
-    "0.5B": dict(model_type="qwen2", vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
-                 num_attention_heads=14, num_key_value_heads=2),
-    "135M": dict(model_type="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-                 num_attention_heads=9, num_key_value_heads=3),
-}  # fmt: skip
+HALF_A_BILLION = dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+                      num_attention_heads=14, num_key_value_heads=2)  # fmt: skip
 TINY = dict(vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2)  # fmt: skip
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
@@ -82,7 +77,7 @@ class Record:
             found.setdefault("commit", self.last.get("commit"))
         return machine
 
-    def item(self, name: str, limit: float, work: Callable[[float], dict]) -> dict:
+    def item(self, name: str, limit: float, work: Callable[..., dict]) -> dict:
         """What `work` finds in `limit` seconds, with which it is called; empty where it fails or less time is left."""
         start = time.monotonic()
         left = self.deadline - start
@@ -90,7 +85,7 @@ class Record:
             self.data["items"][name] = self.done[name]
             return self.done[name]
         try:
-            found = work(limit) if left >= limit else {"not run": "the part's time was over"}
+            found = work(limit=limit) if left >= limit else {"not run": "the part's time was over"}
         except Exception as error:  # whatever it is, the next item runs
             found = {"error": f"{type(error).__name__}: {error}"[-2000:]}
         found["seconds"] = round(time.monotonic() - start, 1)
@@ -202,38 +197,31 @@ def check(record: Record, device: str, compiles: bool) -> None:
     jobs = [(f"gradients, {script}", partial(gradients, script)) for script in (("sac",) if record.smoke else roots)]
     for name, more in (("torchrun", ()), ("torchrun, fsdp", ("--fsdp",))):
         jobs.append((name, partial(long_run, stop=10, bound=1e-4, before=TORCHRUN, more=more)))
-    jobs.append(("all_reduce", partial(worker, "all_reduce", before=TORCHRUN, device=device)))
     jobs.append(("killed and resumed", partial(long_run, stop=8, kill=True, bound=1e-3)))
     if not record.smoke:
-        jobs.append(("stopped and resumed", partial(long_run, stop=10, bound=1e-3)))
-        more = {
-            "float32": ("--precision", "float32"),
-            "bfloat16": ("--precision", "bfloat16"),
-            "LoRA": ("--lora-rank", "4", "--max-completion-length", "20"),
-        }
-        jobs += [(f"grpo, {name}", partial(small_run, "grpo", *words)) for name, words in more.items()]
+        more = {"bfloat16": "--precision bfloat16", "LoRA": "--lora-rank 4 --max-completion-length 20"}
+        jobs += [(f"grpo, {name}", partial(small_run, "grpo", *words.split())) for name, words in more.items()]
     jobs += [(script, partial(small_run, script)) for script in (("dqn",) if record.smoke else SPECS)]
     if compiles and not record.smoke:
         jobs += [(f"{script}, compiled", partial(small_run, script, "--compile")) for script in ("ppo", "sac", "dqn")]
     with ThreadPoolExecutor(2 if record.smoke else 8) as pool:
-        list(pool.map(lambda job: record.item(job[0], 90, lambda limit: job[1](limit=limit)), jobs))
+        list(pool.map(lambda job: record.item(job[0], 90, job[1]), jobs))
 
 
 def speed(record: Record, device: str, compiles: bool, clone: Path | None) -> None:
     smoke, teraflops = record.smoke, record.data["machine"]["teraflops"]
     prompts, group, warm, short, long = (2, 2, 2, 3, 4) if smoke else (64, 8, 16, 128, 512)
     with tempfile.TemporaryDirectory() as name:
-        task = f"{name}/rows.jsonl"
-        worker("random_models", 60, folder=name, shapes={shape: TINY if smoke else SHAPES[shape] for shape in SHAPES})
+        model, task = f"{name}/0.5B", f"{name}/rows.jsonl"
+        worker("random_models", 60, folder=name, shapes={"0.5B": TINY if smoke else HALF_A_BILLION})
         online = {"reward": f"{name}/rewards.py:graded", "num-prompts": prompts, "num-generations": group, "beta": 0,
                   "sample-batch-size": prompts * group, "max-completion-length": warm}  # fmt: skip
         offline = {"batch-size": prompts, "max-length": 512, "eval-max-new-tokens": 2}
 
-        def language(script: str, shape: str, flags: dict, *lengths: int, limit: float, steps: int = 2, **more) -> dict:
+        def language(script: str, flags: dict, *lengths: int, limit: float, steps: int = 2, **more) -> dict:
             """Figures of the last update, and of the sampling before it, whose length is the last of `lengths`."""
-            flags = {"precision": "bfloat16"} | flags
-            flags |= {"model": f"{name}/{shape}", "task": task, "device": device,
-                      "eval-every": 0, "eval-prompts": 1, "eval-samples": 1, "output-dir": f"{name}/runs"}  # fmt: skip
+            flags = flags | {"model": model, "task": task, "device": device, "precision": "bfloat16", "eval-every": 0,
+                             "eval-prompts": 1, "eval-samples": 1, "output-dir": f"{name}/runs"}  # fmt: skip
             found = worker("train", limit, script=script, flags=flags, lengths=lengths, steps=steps, **more)
             waited, took, tokens = found.pop("updates")[-1]
             flops = 6 * found["parameters"] * tokens / took  # without attention's, and without the prompts of grpo
@@ -241,64 +229,51 @@ def speed(record: Record, device: str, compiles: bool, clone: Path | None) -> No
                       "share of the product's FLOPs": flops / teraflops / 1e12}  # fmt: skip
             return found | ({"sampling, s": waited, "sampling, tokens/s": tokens / waited} if lengths else {})
 
-        def trl(shape: str, limit: float) -> dict:
-            found = worker("trl", limit, model=f"{name}/{shape}", task=task, reward=online["reward"], prompts=prompts,
+        def trl(limit: float) -> dict:
+            found = worker("trl", limit, model=model, task=task, reward=online["reward"], prompts=prompts,
                            group=group, lengths=[warm, long], rate=1e-6, device=device, steps=2)  # fmt: skip
             return {"step, s": found["steps"][-1], "peak, GB": found["peak, GB"]}
 
         def control(script: str, where: str = device, limit: float = 0.0, **more) -> dict:
             """Steps a second from update `begin` to update `steps`; how long the first ones took stands beside it."""
-            begin, steps = (1, 3) if script == "ppo" else (5, 20) if smoke else (200, 1000)
+            if script == "ppo":
+                begin, steps, rows, flags = 1, 3, 2048, {"num-steps": 2048, "num-minibatches": 32}
+            else:
+                begin, steps = (5, 20) if smoke else (200, 1000)
+                rows, flags = 1, {"learning-starts": 300}
+            flags |= {"env-id": "HalfCheetah-v5", "num-envs": 1, "total-timesteps": 1_024_000, "eval-every": 0,
+                      "eval-episodes": 1, "save-every": 10**6, "device": where,
+                      "output-dir": f"{name}/runs"}  # fmt: skip
             steps = more.get("profile", [steps])[-1]
-            rows = 1 if script == "sac" else 64 if smoke else 2048
-            own = (
-                {"num-steps": rows, "num-minibatches": 2 if smoke else 32}
-                if script == "ppo"
-                else {"learning-starts": 300}
-            )
-            flags = {"env-id": "HalfCheetah-v5", "num-envs": 1, "total-timesteps": 1_024_000, "eval-every": 0,
-                     "eval-episodes": 1, "save-every": 10**6, "device": where,
-                     "output-dir": f"{name}/runs"}  # fmt: skip
-            found = worker("train", limit, script=script, flags=flags | own, steps=steps, begin=begin, **more)
-            return {"environment steps/s": found.pop("rate") * rows} | {
-                k: v for k, v in found.items() if k != "updates"
-            }
+            found = worker("train", limit, script=script, flags=flags, steps=steps, begin=begin, **more)
+            del found["updates"]
+            return {"environment steps/s": found.pop("rate") * rows} | found
 
-        grpo = partial(language, "grpo")
-        record.item("0.5B, sampling", 60, lambda limit: grpo("0.5B", online, short, limit=limit))
+        grpo = partial(language, "grpo", online)
+        record.item("0.5B, sampling", 60, partial(grpo, short))
         for cache in ("dynamic", "static"):
-            more = dict(model=f"{name}/0.5B", prompts=prompts * group, tokens=short, cache=cache, device=device)
+            more = dict(model=model, prompts=prompts * group, tokens=short, cache=cache, device=device)
             record.item(f"0.5B, transformers' generate, {cache} cache", 90, partial(worker, "generate", **more))
-        ours = record.item("0.5B, grpo", 90, lambda limit: grpo("0.5B", online, long, limit=limit))
-        theirs = record.item("0.5B, grpo, TRL", 90, lambda limit: trl("0.5B", limit))
+        ours = record.item("0.5B, grpo", 90, partial(grpo, long))
+        theirs = record.item("0.5B, grpo, TRL", 90, trl)
         record.ratio("0.5B, grpo: TRL's seconds over ours", theirs.get("step, s"), ours.get("step, s"))
-        profiled = lambda limit: grpo("0.5B", online, 2 * warm, limit=limit, profile=[1, 2])  # noqa: E731
-        record.item("0.5B, grpo, kernels", 90, profiled)
-        record.item(
-            "sac, kernels", 40, lambda limit: control("sac", limit=limit, profile=[5, 10] if smoke else [200, 300])
-        )
-        ours = record.item("sac", 40, lambda limit: control("sac", limit=limit))
+        record.item("0.5B, grpo, kernels", 90, partial(grpo, 2 * warm, profile=[1, 2]))
+        record.item("sac, kernels", 40, partial(control, "sac", profile=[5, 10] if smoke else [200, 300]))
+        ours = record.item("sac", 40, partial(control, "sac"))
         if compiles and not smoke:
-            record.item("sac, --compile", 60, lambda limit: control("sac", limit=limit, words=["--compile"]))
-            record.item("sac, update compiled", 60, lambda limit: control("sac", limit=limit, compiled=True))
-        cpu = record.item("sac, CPU", 40, lambda limit: control("sac", "cpu", limit=limit))
+            record.item("sac, --compile", 60, partial(control, "sac", words=["--compile"]))
+            record.item("sac, update compiled", 60, partial(control, "sac", compiled=True))
+        cpu = record.item("sac, CPU", 40, partial(control, "sac", "cpu"))
         for where, run in {device: ours, "cpu": cpu}.items():
             theirs = record.item(f"sac, CleanRL, {where}", 100, partial(cleanrl_sac, clone, where)) if not smoke else {}
-            record.ratio(
-                f"sac, {where}: our steps/s over CleanRL's", *(x.get("environment steps/s") for x in (run, theirs))
-            )
+            rates = [side.get("environment steps/s") for side in (run, theirs)]
+            record.ratio(f"sac, {where}: our steps/s over CleanRL's", *rates)
         for script in ("dpo", "sft"):
-            record.item(
-                f"0.5B, {script}", 45, lambda limit, s=script: language(s, "0.5B", offline, limit=limit, steps=3)
-            )
-        if smoke:
-            return
-        record.item("0.5B, rloo", 90, lambda limit: language("rloo", "0.5B", online, long, limit=limit))
-        record.item("ppo", 40, lambda limit: control("ppo", limit=limit))
-        record.item("ppo, CPU", 40, lambda limit: control("ppo", "cpu", limit=limit))
-        ours = record.item("135M, grpo", 60, lambda limit: grpo("135M", online, long, limit=limit))
-        theirs = record.item("135M, grpo, TRL", 90, lambda limit: trl("135M", limit))
-        record.ratio("135M, grpo: TRL's seconds over ours", theirs.get("step, s"), ours.get("step, s"))
+            record.item(f"0.5B, {script}", 45, partial(language, script, offline, steps=3))
+        if not smoke:
+            record.item("0.5B, rloo", 90, partial(language, "rloo", online, long))
+            record.item("ppo", 40, partial(control, "ppo"))
+            record.item("ppo, CPU", 40, partial(control, "ppo", "cpu"))
 
 
 def cleanrl_sac(clone: Path | None, where: str, limit: float) -> dict:
@@ -324,7 +299,7 @@ def learn(record: Record, device: str, compiles: bool, chat: Path | None) -> Non
         reward, places = f"{name}/rewards.py:right", {"before": str(chat or f"{name}/chat")}
         write_rows(name)
         random = partial(worker, "random_models", folder=name, shapes={"chat": TINY})
-        record.item("model", 90, lambda limit: {"folder": chat.name} if chat else random(limit))
+        record.item("model", 90, lambda limit: {"folder": chat.name} if chat else random(limit=limit))
 
         def ours(limit: float) -> dict:
             flags = {"num-prompts": prompts, "num-generations": group, "sample-batch-size": prompts * group, "beta": 0,
@@ -362,13 +337,8 @@ def learn(record: Record, device: str, compiles: bool, chat: Path | None) -> Non
             list(pool.map(lambda model: record.item(f"greedy, {model}", 60, partial(accuracy, model)), places))
 
 
-def main(
-    part: tyro.conf.Positional[Literal["check", "speed", "learn"]],
-    out: Path,
-    smoke: bool = False,
-    cleanrl: Path | None = None,
-    chat_model: Path | None = None,
-) -> None:
+def main(part: tyro.conf.Positional[Literal["check", "speed", "learn"]], out: Path, smoke: bool = False,
+         cleanrl: Path | None = None, chat_model: Path | None = None) -> None:  # fmt: skip
     """Runs the items of a part. Exit code 1 where one failed or was not right.
 
     Args:
@@ -404,6 +374,8 @@ def main(
 def machine(smoke: bool) -> dict:
     import torch
 
+    from benchmarks.machine import environment
+
     cuda = torch.cuda.is_available()
     size, count = (256 if smoke else 8192), 10
     a, b = torch.randn(2, size, size, device="cuda" if cuda else "cpu", dtype=torch.bfloat16)
@@ -414,23 +386,16 @@ def machine(smoke: bool) -> dict:
             a @ b
         torch.cuda.synchronize() if cuda else None
         seconds.append(time.perf_counter() - start)
-    versions = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
-    for package in ("torch", "transformers", "tokenizers", "numpy", "accelerate", "peft", "trl", "datasets", "pyarrow",
-                    "fsspec", "typing_extensions", "huggingface_hub", "gymnasium", "mujoco", "triton"):  # fmt: skip
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "none"
-    git = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
-    egl = subprocess.run(
-        [sys.executable, "-c", "import mujoco"], env=os.environ | {"MUJOCO_GL": "egl"}, capture_output=True
-    )
+    about = environment()
+    mujoco = ["env", "MUJOCO_GL=egl", sys.executable, "-c", "import mujoco"]
+    egl = subprocess.run(mujoco, capture_output=True).returncode == 0
     return {
         "gpu": torch.cuda.get_device_name() if cuda else "none", "device": "cuda" if cuda else "cpu",
         "GB": torch.cuda.get_device_properties(0).total_memory / 1e9 if cuda else 0, "cores": os.cpu_count(),
-        "teraflops": 2 * size**3 * count / seconds[1] / 1e12, "versions": versions, "egl": egl.returncode == 0,
+        "teraflops": 2 * size**3 * count / seconds[1] / 1e12, "egl": egl,
+        "versions": about["versions"] | {"cuda": torch.version.cuda},
         "compiles": bool(shutil.which("g++")) and Path(sysconfig.get_path("include"), "Python.h").exists(),
-        "commit": os.environ.get("PLAINRL_COMMIT") or git.stdout.strip(),
+        "commit": os.environ.get("PLAINRL_COMMIT") or about["commit"],
     }  # fmt: skip
 
 
@@ -492,12 +457,8 @@ def gradients(script: str, words: list[str], device: str) -> dict:
     module, sides = importlib.import_module(f"algos.{script}"), [[]]
     original, module.update = module.update, update
     with tempfile.TemporaryDirectory() as folder:
-        words = [
-            *words,
-            "--output-dir",
-            folder,
-            *(["--precision", "float32"] if hasattr(module.Args, "precision") else []),
-        ]
+        words = [*words, "--output-dir", folder]
+        words += ["--precision", "float32"] if hasattr(module.Args, "precision") else []
         try:
             module.train(tyro.cli(module.Args, args=[word.replace("cuda", "cpu") for word in words]))
         except Seen:
@@ -514,18 +475,6 @@ def largest_difference(ours: list, others: list) -> float:
     return max((a - b).abs().max().item() / max(size, max(sizes) / 1000) for a, b, size in zip(ours, others, sizes))
 
 
-def all_reduce(device: str) -> dict:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    tensor = torch.ones(3, device=device)
-    dist.all_reduce(tensor)
-    result = {"backend": dist.get_backend(), "ok": tensor.tolist() == [1.0, 1.0, 1.0]}
-    dist.destroy_process_group()
-    return result
-
-
 def train(script: str, flags: dict, words: tuple = (), lengths: tuple = (), steps: int = 0, seconds: float = 0.0,
           begin: int = 1, profile: tuple = (), compiled: bool = False) -> dict:  # fmt: skip
     """A run of which each update is timed. It ends after update `steps`, or with its curve and model `seconds` after
@@ -537,12 +486,10 @@ def train(script: str, flags: dict, words: tuple = (), lengths: tuple = (), step
         pass
 
     def tokens_of(batch) -> int:
+        if isinstance(batch, list):
+            return sum(len(part) for row in batch for part in row if isinstance(part, list))
         mask = getattr(getattr(batch, "samples", batch), "completion_mask", None)
-        if mask is not None:
-            return int(mask.sum())
-        return (
-            sum(len(part) for row in batch for part in row if isinstance(part, list)) if isinstance(batch, list) else 0
-        )
+        return 0 if mask is None else int(mask.sum())
 
     def update(*inputs, **more):
         start = time.perf_counter()
@@ -688,22 +635,20 @@ def random_models(folder: str, shapes: dict) -> dict:
         words = sorted(pre_tokenizers.ByteLevel.alphabet())
         words += [f"<{i}>" for i in range(shape["vocab_size"] - len(words) - 3)]
         tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
-        tokenizer.pre_tokenizer, tokenizer.decoder = (
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-            decoders.ByteLevel(),
-        )
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
                                        additional_special_tokens=["<|im_start|>"],
                                        chat_template=CHATML if name == "chat" else None)  # fmt: skip
-        config = AutoConfig.for_model(**{"model_type": "qwen2"} | shape, tie_word_embeddings=True,
-                                      max_position_embeddings=2048, eos_token_id=fast.eos_token_id)  # fmt: skip
+        config = AutoConfig.for_model("qwen2", **shape, tie_word_embeddings=True, max_position_embeddings=2048,
+                                      eos_token_id=fast.eos_token_id)  # fmt: skip
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(Path(folder, name))
         fast.save_pretrained(Path(folder, name))
     return {"models": list(shapes)}
 
 
-WORKERS = {f.__name__: f for f in (machine, gradients, all_reduce, train, generate, trl, random_models)}
+WORKERS = {f.__name__: f for f in (machine, gradients, train, generate, trl, random_models)}
 
 
 if __name__ == "__main__":

@@ -85,23 +85,24 @@ def names(text: str) -> list[str]:
 
 def with_links(text: str, script: str) -> str:
     """Escaped text, in which scripts and flags lead to their page and to their line."""
-    flags = flag_lines(script)
 
     def link(match: re.Match) -> str:
         word = match[0]
         if word.endswith(".py"):
             return f'<a href="{word[:-3]}.html">{word}</a>' if f"algos/{word}" in sources() else word
-        line = flags.get(word.removeprefix("--").removeprefix("no-").replace("-", "_"))
+        line, _ = flags(script).get(word.removeprefix("--").removeprefix("no-").replace("-", "_"), (None, ""))
         return f'<a href="#L{line}">{word}</a>' if line else word
 
     return re.sub(r"(?<![\w/-])--[a-z][a-z0-9-]*|(?<![\w/.])\w+\.py\b", link, escape(text, quote=False))
 
 
 @cache
-def flag_lines(script: str) -> dict[str, int]:
+def flags(script: str) -> dict[str, tuple[int, str]]:
+    """Flag -> its line and its documentation, of the script's own class Args."""
     tree = ast.parse(sources()[f"algos/{script}.py"])
-    body = [part for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args" for part in node.body]
-    return {n.target.id: n.lineno for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
+    return {field.target.id: (field.lineno, " ".join(text.value.value.split()) if isinstance(text, ast.Expr) else "")
+            for field, text in zip(body, [*body[1:], None]) if isinstance(field, ast.AnnAssign)}  # fmt: skip
 
 
 def prose(text: str, script: str) -> str:

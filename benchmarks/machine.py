@@ -5,7 +5,6 @@ import importlib.util
 import os
 import platform
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ def cores() -> int:
 
 def environment() -> dict:
     """Where a number comes from: versions, commit, machine."""
-    packages = ("torch", "transformers", "datasets", "numpy", "peft", "gymnasium")
+    packages = ("torch", "transformers", "datasets", "numpy", "accelerate", "peft", "trl", "gymnasium", "mujoco")
     versions = {"python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name)}
     here = Path(__file__).resolve().parent
@@ -30,4 +29,4 @@ def environment() -> dict:
     machine = {"system": platform.platform(), "cores": cores(), "threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
-    return {"versions": versions, "commit": commit, "machine": machine, "command": sys.argv}
+    return {"versions": versions, "commit": commit, "machine": machine}

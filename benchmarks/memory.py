@@ -133,10 +133,8 @@ def predict(config, rank: int = 0, checkpointing: bool = False) -> dict[str, flo
 
 
 def draw(models: dict[str, Any]) -> str:
-    lines = [
-        "| | all weights | with `--gradient-checkpointing` | `--lora-rank 32` | both | on disk, all weights, LoRA |"
-    ]
-    lines.append("|---" * 6 + "|")
+    names = "all weights | with `--gradient-checkpointing` | `--lora-rank 32` | both | on disk, all weights, LoRA"
+    lines = [f"| | {names} |", "|---" * 6 + "|"]
     for name, config in models.items():
         needs = [predict(config, rank, checkpointing) for rank in (0, RANK) for checkpointing in (False, True)]
         cells = [f"{found['all']:.0f}" for found in needs] + [f"{needs[0]['disk']:.1f}, {needs[2]['disk']:.1f}"]

@@ -69,8 +69,7 @@ def measure(scripts: tyro.conf.Positional[tuple[str, ...]]) -> None:
         rows = [{"eval/return": training}] * (training is not None) + rows
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         run = {"first": rows[0] if len(rows) > 1 else {}, "last": rows[-1], "seconds": round(seconds),
-               "cpu_seconds": round(cpu), **{key: environment()[key] for key in ("versions", "commit", "machine")}
-               }  # fmt: skip
+               "cpu_seconds": round(cpu), **environment()}  # fmt: skip
         (RESULTS / "default_runs.json").write_text(json.dumps(read("default_runs") | {script: run}, indent=1) + "\n")
         print(script, {key: run[key] for key in ("first", "last", "seconds", "cpu_seconds")})
 

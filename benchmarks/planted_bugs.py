@@ -18,6 +18,7 @@ which counts as caught. Its rows stand in benchmarks/results/operators.jsonl.
 """
 
 import hashlib
+import importlib
 import json
 import linecache
 import multiprocessing
@@ -155,13 +156,8 @@ def run_tests(copy: Path, files: list[str], rounds: list[list[str]], limit: floa
         if "test" in recorder.result:  # else all run: it passed, or has another name today
             break
     seen = {test: {"lines": sorted(lines), "seconds": watch.seconds[test]} for test, lines in watch.lines.items()}
-    result = recorder.result | {
-        "exit": int(code),
-        "passed": recorder.passed,
-        "files": dict(recorder.seconds),
-        "seen": seen,
-    }
-    (copy.parent / "result.json").write_text(json.dumps(result))
+    found = {"exit": int(code), "passed": recorder.passed, "files": dict(recorder.seconds), "seen": seen}
+    (copy.parent / "result.json").write_text(json.dumps(recorder.result | found))
 
 
 class Copy:
@@ -182,9 +178,8 @@ class Copy:
         self.process.start()
 
     def is_over(self) -> bool:
-        return (
-            not self.process.is_alive() or time.time() - self.begun > 6 * self.limit
-        )  # it may wait for other programs
+        late = time.time() - self.begun > 6 * self.limit  # it may wait for other programs
+        return late or not self.process.is_alive()
 
     def found(self) -> dict:
         path = self.folder / "result.json"
@@ -209,6 +204,13 @@ class Copy:
         seconds = round(time.time() - self.begun, 1)
         kept = {name: value for name, value in found.items() if name not in ("files", "exit", "seen")}
         return {"outcome": outcome, "seconds": seconds} | kept
+
+    def test(self, edited: dict[str, str], rounds: list[list[str]], limit: float, watched: str = "") -> dict:
+        """The row of one edit, once its tests are over."""
+        self.start(edited, rounds, limit, watched)
+        while not self.is_over():
+            self.process.join(1)
+        return self.finish()
 
 
 def planted(bugs: list[Bug]) -> list[tuple[Bug, str]]:
@@ -242,12 +244,8 @@ def append(row: dict, output: Path) -> None:
 def warm_up() -> None:
     """What tests import and takes long, and nothing of ours. Threads and the network as tests/conftest.py has them."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
-    import gymnasium  # noqa: F401
-    import h5py  # noqa: F401
-    import scipy.integrate  # noqa: F401
-    import scipy.optimize  # noqa: F401
-    import scipy.stats  # noqa: F401
-    import torch  # noqa: F401
+    for name in ("gymnasium", "h5py", "scipy.integrate", "scipy.optimize", "scipy.stats", "torch"):
+        importlib.import_module(name)
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
 
@@ -297,23 +295,18 @@ def same(output: Path = RESULTS) -> None:
     for edit, file in planted(list(SAME)):
         edited[file] = edit.apply(edited.get(file, sources()[file]))
     with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(folder))
-        copy.start(edited, [fast_check(*edited)], 3600)
-        copy.process.join()
-        result = copy.finish()
+        result = Copy(Path(folder)).test(edited, [fast_check(*edited)], 3600)
     for edit, file in planted(list(SAME)):
         append({"bug": edit.name, "file": file, "key": key_of(edit, file)} | result, output)
 
 
 def try_unedited(copy: Copy) -> None:
     """Ends the program where a test fails in the copy as it is; prints the seconds of each test file."""
-    copy.start({}, [fast_check(*TESTS)], 3600)
-    copy.process.join()
-    seconds = copy.found()["files"]
-    row = copy.finish()
+    row = copy.test({}, [fast_check(*TESTS)], 3600)
     if row["outcome"] != "passed":
         print((copy.folder / "log.txt").read_text()[-6000:])
         sys.exit(f"error: the unedited copy does not pass: {row}")
+    seconds = copy.found()["files"]
     for file in sorted(seconds, key=seconds.get, reverse=True):
         print(f"{seconds[file]:7.1f} s  {file}")
 
@@ -335,20 +328,17 @@ def operators(script: tyro.conf.Positional[str], number: int = 25, seed: int = 1
     warm_up()
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
-        copy.start({file: sources()[file]}, [fast_check(file)], 3600, watched=file)
-        copy.process.join()
-        seen = copy.found()["seen"]
-        if (row := copy.finish())["outcome"] != "passed":
+        row = copy.test({file: sources()[file]}, [fast_check(file)], 3600, watched=file)
+        if row["outcome"] != "passed":
             sys.exit(f"error: the unedited copy does not pass: {row}")
+        seen = copy.found()["seen"]
         for mutant in todo:
             lines = mutant.lines(sources()[file])
             if lines is None:
                 print(f"gone: {mutant.function}: {mutant.name}")
                 continue
-            copy.start({file: mutant.apply(sources()[file])}, in_order(seen, mutant, set(lines)), MUTANT_LIMIT)
-            while not copy.is_over():
-                copy.process.join(1)
-            row = copy.finish()
+            tests = in_order(seen, mutant, set(lines))
+            row = copy.test({file: mutant.apply(sources()[file])}, tests, MUTANT_LIMIT)
             if row["outcome"] == "late":
                 test, begun = json.loads((Path(folder) / "now.json").read_text())
                 hangs = MUTANT_LIMIT - begun > max(5, 10 * seen[test]["seconds"])

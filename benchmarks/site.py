@@ -81,10 +81,8 @@ STOPS = (  # script, "code" or "diff", what to read, question, answer
 def html(title: str, body: str, here: str = "", css: str = "") -> str:
     links = {"index.html": "plainrl", "index.html#algorithms": "Algorithms", "hunt.html": "Bug hunt",
              "path.html": "Lesson path", "measured.html": "Measured"}  # fmt: skip
-    bar = "".join(
-        f'<a href="{link}"{" class=home" * (name == "plainrl")}{" aria-current=page" * (link == here)}>{name}</a>'
-        for link, name in links.items()
-    )
+    bar = "".join(f'<a href="{link}"{" class=home" * (name == "plainrl")}{" aria-current=page" * (link == here)}>'
+                  f"{name}</a>" for link, name in links.items())  # fmt: skip
     return (
         "<!doctype html>\n<html lang=en><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
@@ -303,18 +301,15 @@ def citation() -> str:
 own_lines = functools.cache(page.own_lines)
 
 
-def links_to(scripts: list[str]) -> str:
-    return ", ".join(f'<a href="{script}.html">{script}.py</a> ({own_lines(script)})' for script in scripts)
-
-
 def algorithm(script: str, output: Path) -> str:
     spec, text, parent = SPECS[script], listing.docstring(script), parent_of(script)
-    children = [child for child in SPECS if parent_of(child) == script]
+    children = [f'<a href="{child}.html">{child}.py</a> ({own_lines(child)})'
+                for child in SPECS if parent_of(child) == script]  # fmt: skip
     family = f'<a href="index.html#tree-{line_of(script)[0]}">{escape(spec.family)}</a>.'
     if parent:
         family += (f' Parent: <a href="{parent}.html">{parent}.py</a>; {own_lines(script)} lines of its own. '
                    f"{escape(text.parent)}")  # fmt: skip
-    family += f" Children, and lines of their own: {links_to(children)}." * bool(children)
+    family += f" Children, and lines of their own: {', '.join(children)}." * bool(children)
     figures = "".join(curve_figure(name, output) for name in spec.curves)
     shown = "".join(effect_figure(name) for name in spec.effects)
     formula = next((k for k, part in enumerate(text.objective) if not part.startswith("    ")), len(text.objective))
@@ -327,9 +322,7 @@ def algorithm(script: str, output: Path) -> str:
     contents = " ".join(f'<a href="#{name}">{label}</a>' for name, label in {
         "curves": "Curves", "proofs": "Proofs", "recipes": "Recipes", "others": "Other code", "cite": "Cite",
         "code": "Code"}.items())  # fmt: skip
-    return html(
-        f"{script}.py: {text.title}",
-        f"""
+    return html(f"{script}.py: {text.title}", f"""
 <h1>{escape(text.title.removesuffix("."))}</h1><p class=faint><code>algos/{script}.py</code>. {family}</p>
 <p class=contents>{contents}</p><p>{escape(listing.two_sentences(text.idea))}</p>
 <div class=formula>{listing.lead(text.idea)}{listing.formulas(text.objective[:formula], script)}
@@ -343,8 +336,7 @@ def algorithm(script: str, output: Path) -> str:
 </div><h2 id=code>The script</h2><p class=faint>{places}.{colours}</p><div class=beside><aside tabindex=0>
 <h3>{escape(text.title)}</h3><p>{listing.with_links(text.idea, script)}</p>
 {listing.formulas(text.objective, script)}{raw}</aside>{listing.code(sources()[f"algos/{script}.py"], script)}</div>
-""",
-    )
+""")  # fmt: skip
 
 
 def index() -> str:
@@ -355,10 +347,8 @@ def index() -> str:
     trees = "".join(f'<div id="tree-{root}">{drawings.tree(root, children, lines, field)}</div>'
                     for root in SPECS if not parent_of(root))  # fmt: skip
     fields = " ".join(f'<span class="f{k}">{escape(name)}</span>' for k, name in enumerate(FAMILIES))
-    wall = "".join(
-        f'<a href="{curves.SCRIPT_OF[name]}.html#curve-{name}">{drawings.small(rows, name)}{name}</a>'
-        for name, rows in recorded_curves().items()
-    )
+    wall = "".join(f'<a href="{curves.SCRIPT_OF[name]}.html#curve-{name}">{drawings.small(rows, name)}{name}</a>'
+                   for name, rows in recorded_curves().items())  # fmt: skip
     catalogue = ""
     for name in FAMILIES:
         entries = [(script, listing.docstring(script)) for script, spec in SPECS.items() if spec.family == name]
@@ -397,24 +387,12 @@ def search_index() -> list[list]:
         for name in listing.names(source.partition("NAME, TITLE")[0]):
             if name not in seen:
                 entries.append([rank, name, f"named in {script}.py", f"{script}.html#code"])
-        for flag, said_of_it in options(script).items():
+        for flag, (line, said_of_it) in listing.flags(script).items():
             for name in listing.names(said_of_it):
                 if name not in seen:
-                    line = listing.flag_lines(script)[flag]
                     entries.append([rank, name, f"--{flag.replace('_', '-')} of {script}.py: {said_of_it}",
                                     f"{script}.html#L{line}"])  # fmt: skip
     return entries
-
-
-def options(script: str) -> dict[str, str]:
-    """Flag -> its documentation, of the script's own class Args."""
-    (body,) = [n.body for n in ast.parse(sources()[f"algos/{script}.py"]).body
-               if isinstance(n, ast.ClassDef) and n.name == "Args"]  # fmt: skip
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in zip(body, body[1:])
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
 
 
 def changed_lines(right: str, wrong: str) -> list[int]:
@@ -433,14 +411,10 @@ def answer(hunt: bug_hunt.Hunt) -> str:
     row = planted_bugs.read_rows().get((hunt.bug, file), {})
     why, _, public = re.sub(r"\)$", "", bug.why).partition(" (")
     told = {
-        "lines": changed_lines(sources()[file], bug_hunt.planted(hunt)),
-        "name": bug.mistake.replace("-", " "),
-        "right": bug.old,
-        "why": why,
-        "public": public,
-        "curve": bug_hunt.verdict(hunt),
+        "lines": changed_lines(sources()[file], bug_hunt.planted(hunt)), "name": bug.mistake.replace("-", " "),
+        "right": bug.old, "why": why, "public": public, "curve": bug_hunt.verdict(hunt),
         "test": row["test"] if row.get("outcome") == "failed" else "not run yet",
-    }
+    }  # fmt: skip
     return base64.b64encode(json.dumps(told).encode()).decode()
 
 
@@ -482,18 +456,13 @@ it is better than the right one.</p><ol>{rows}</ol>
 def path_page() -> str:
     stops = ""
     for script, kind, read, question, solution in STOPS:
-        if script in SPECS:
-            link = f'<a href="{script}.html#code">{script}.py</a>'
-            what = f"The lines of {link} that {parent_of(script)}.py does not have" if kind == "diff" else link
-            stops += (f"<li><p>{what}. {escape(read)}</p><p><b>{escape(question)}</b></p><details><summary>Answer"
-                      f"</summary><p>{escape(solution)}</p></details></li>")  # fmt: skip
-    return html(
-        "Lesson path",
-        f"""
+        link = f'<a href="{script}.html#code">{script}.py</a>'
+        what = f"The lines of {link} that {parent_of(script)}.py does not have" if kind == "diff" else link
+        stops += (f"<li><p>{what}. {escape(read)}</p><p><b>{escape(question)}</b></p><details><summary>Answer"
+                  f"</summary><p>{escape(solution)}</p></details></li>")  # fmt: skip
+    return html("Lesson path", f"""
 <h1>Lesson path</h1><p>From REINFORCE to GRPO, then from behaviour cloning to IQL. Read each script from top to bottom,
-answer the question, then open the answer.</p><ol>{stops}</ol>""",
-        "path.html",
-    )
+answer the question, then open the answer.</p><ol>{stops}</ol>""", "path.html")  # fmt: skip
 
 
 def measured(output: Path) -> str:
