@@ -220,7 +220,7 @@ def planted(bugs: list[Bug]) -> list[tuple[Bug, str]]:
 
 def key_of(bug: Bug, file: str) -> str:
     """Of all that the outcome depends on."""
-    patterns = ("algos/**/*.py", "utils/*.py", "tests/*.py", "benchmarks/peers/make_*.py")
+    patterns = ("algos/**/*.py", "utils/*.py", "tests/*.py", "tests/reference/*.py", "benchmarks/peers/make_*.py")
     texts = [path.read_text() for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern))]
     return hashlib.sha256("\0".join([*texts, bug.old, bug.new, *fast_check(file)]).encode()).hexdigest()[:16]
 
