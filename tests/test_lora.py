@@ -85,14 +85,11 @@ def test_adapters_of_chosen_layers(folder):
     assert trained == {"q_proj", "v_proj"}
 
 
-@pytest.mark.parametrize(
-    "modules, words",
-    [
-        (("q_proj", "lm_head"), "leave lm_head out of --lora-modules"),
-        (("embed_tokens",), "leave embed_tokens out"),
-        (("qkv",), "qkv"),
-    ],
-)
+@pytest.mark.parametrize("modules, words", [
+    (("q_proj", "lm_head"), "leave lm_head out of --lora-modules"),
+    (("embed_tokens",), "leave embed_tokens out"),
+    (("qkv",), "qkv"),
+])  # fmt: skip
 def test_layers_that_cannot_have_adapters(modules, words):
     """The shipped model has one weight for both ends: adapters of the head, merged, would move the embeddings."""
     with pytest.raises(UserError, match=words):

@@ -72,32 +72,29 @@ def test_own_test_split(load, rows, monkeypatch, own_cache):
     assert [*data.heldout] == rows(2) and [*data.train] == rows(19)[2:]
 
 
-@pytest.mark.parametrize(
-    "row, prompt, chosen, rejected",
-    [
-        (dict(prompt=[USER], chosen=[GOOD], rejected=[BAD]), [USER], [GOOD], [BAD]),
-        (dict(chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
-        (dict(prompt="21", chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
-        (dict(chosen=[USER, GOOD], rejected=[USER, GOOD]), [USER], [GOOD], [GOOD]),
-        (dict(chosen=[USER, BAD, USER, GOOD], rejected=[USER, BAD, USER, BAD]), [USER, BAD, USER], [GOOD], [BAD]),
-        (dict(prompt=[USER], chosen=[BAD, USER, GOOD], rejected=[BAD, USER, BAD]), [USER, BAD, USER], [GOOD], [BAD]),
-        (dict(prompt=[USER], chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
-        (dict(prompt="21", chosen=[GOOD], rejected=[BAD]), [USER], [GOOD], [BAD]),
-        (dict(prompt=[USER], chosen=[SYSTEM, USER, GOOD], rejected=[SYSTEM, USER, BAD]), [SYSTEM, USER], [GOOD], [BAD]),
-        (dict(prompt=[SYSTEM, USER], chosen=[USER, GOOD], rejected=[USER, BAD]), [SYSTEM, USER], [GOOD], [BAD]),
-        (
-            dict(prompt=[USER | {"name": "x"}], chosen=[USER, GOOD], rejected=[USER, BAD]),
-            [USER | {"name": "x"}],
-            [GOOD],
-            [BAD],
-        ),
-        (dict(chosen=[USER | {"score": 1}, GOOD], rejected=[USER, BAD]), [USER | {"score": 1}], [GOOD], [BAD]),
-        (dict(chosen="Q: sky? A: blue", rejected="Q: sky? A: black"), "Q: sky? A:", " blue", " black"),
-        (dict(chosen="Q: sky? A: blue", rejected="Q: sky? A: blueish"), "Q: sky? A:", " blue", " blueish"),
-        (dict(chosen="Q: a\nb", rejected="Q: a b"), "Q:", " a\nb", " a b"),
-        (dict(prompt="", chosen="Q 1", rejected="Q 2") | dict(prompt=None), "Q", " 1", " 2"),
-    ],
-)
+@pytest.mark.parametrize("row, prompt, chosen, rejected", [
+    (dict(prompt=[USER], chosen=[GOOD], rejected=[BAD]), [USER], [GOOD], [BAD]),
+    (dict(chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
+    (dict(prompt="21", chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
+    (dict(chosen=[USER, GOOD], rejected=[USER, GOOD]), [USER], [GOOD], [GOOD]),
+    (dict(chosen=[USER, BAD, USER, GOOD], rejected=[USER, BAD, USER, BAD]), [USER, BAD, USER], [GOOD], [BAD]),
+    (dict(prompt=[USER], chosen=[BAD, USER, GOOD], rejected=[BAD, USER, BAD]), [USER, BAD, USER], [GOOD], [BAD]),
+    (dict(prompt=[USER], chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
+    (dict(prompt="21", chosen=[GOOD], rejected=[BAD]), [USER], [GOOD], [BAD]),
+    (dict(prompt=[USER], chosen=[SYSTEM, USER, GOOD], rejected=[SYSTEM, USER, BAD]), [SYSTEM, USER], [GOOD], [BAD]),
+    (dict(prompt=[SYSTEM, USER], chosen=[USER, GOOD], rejected=[USER, BAD]), [SYSTEM, USER], [GOOD], [BAD]),
+    (
+        dict(prompt=[USER | {"name": "x"}], chosen=[USER, GOOD], rejected=[USER, BAD]),
+        [USER | {"name": "x"}],
+        [GOOD],
+        [BAD],
+    ),
+    (dict(chosen=[USER | {"score": 1}, GOOD], rejected=[USER, BAD]), [USER | {"score": 1}], [GOOD], [BAD]),
+    (dict(chosen="Q: sky? A: blue", rejected="Q: sky? A: black"), "Q: sky? A:", " blue", " black"),
+    (dict(chosen="Q: sky? A: blue", rejected="Q: sky? A: blueish"), "Q: sky? A:", " blue", " blueish"),
+    (dict(chosen="Q: a\nb", rejected="Q: a b"), "Q:", " a\nb", " a b"),
+    (dict(prompt="", chosen="Q 1", rejected="Q 2") | dict(prompt=None), "Q", " 1", " 2"),
+])  # fmt: skip
 def test_forms(row, prompt, chosen, rejected):
     assert as_pair(row | {"score": 5}) == dict(prompt=prompt, chosen=chosen, rejected=rejected, score=5)
 
@@ -149,28 +146,22 @@ def test_wrong_rows(read, row, words):
     assert_refused(words.split(), read, row)
 
 
-@pytest.mark.parametrize(
-    "load, columns, words",
-    [
-        (load_pairs, "prompt completion", "column chosen"),
-        (load_pairs, "prompt chosen", "rejected"),
-        (load_unpaired, "prompt completion", "label"),
-        (load_unpaired, "label", "column prompt"),
-        (load_unpaired, "prompt chosen", "column rejected"),
-    ],
-)
+@pytest.mark.parametrize("load, columns, words", [
+    (load_pairs, "prompt completion", "column chosen"),
+    (load_pairs, "prompt chosen", "rejected"),
+    (load_unpaired, "prompt completion", "label"),
+    (load_unpaired, "label", "column prompt"),
+    (load_unpaired, "prompt chosen", "column rejected"),
+])  # fmt: skip
 def test_missing_columns(load, columns, words, tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [dict.fromkeys(columns.split(), "x")] * 2)
     assert_refused([*words.split(), *columns.split()], load, path, 1, 1)
 
 
-@pytest.mark.parametrize(
-    "load, rows, bad",
-    [
-        (load_pairs, pairs(6), dict(prompt="p", chosen="", rejected="r")),
-        (load_unpaired, examples(6), dict(prompt="p", completion="c", label=7)),
-    ],
-)
+@pytest.mark.parametrize("load, rows, bad", [
+    (load_pairs, pairs(6), dict(prompt="p", chosen="", rejected="r")),
+    (load_unpaired, examples(6), dict(prompt="p", completion="c", label=7)),
+])  # fmt: skip
 def test_a_bad_row_of_a_file_is_dropped_and_named(load, rows, bad, tmp_path, capsys):
     """Only where none is left, the run ends."""
     data = load(write_rows(tmp_path / "rows.jsonl", [*rows, bad]), 1, 1)

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import h5py
@@ -34,6 +35,7 @@ NEEDED = {"ale_py": "ppo_atari", "mujoco": f"(HalfCheetah|Hopper)-v|{OFFLINE_SCR
           "h5py": f"--record|{OFFLINE_SCRIPTS}", "minari": "mujoco/|D4RL/"}  # fmt: skip
 
 
+@cache
 def tiny(script: str) -> dict:
     """What makes a command of any size run in seconds: the sizes of the spec's small run, and those of SHORT. The task
     and the device stay the command's own."""

@@ -184,38 +184,35 @@ def test_gsm8k_rows(gsm8k):
     assert gsm8k.score(row, row["completion"]) == 1
 
 
-@pytest.mark.parametrize(
-    "gold, text, reward",
-    [
-        ("72", "so 70 + 2 = 72\n#### 72", 1),
-        ("72", "#### 72.0", 1),
-        ("72", "#### $72", 1),
-        ("72", "#### 72 apples", 1),
-        ("72", "so it is 72.", 0),
-        ("72", "72 of 100", 0),
-        ("72", "#### 72\nThat is 7 dozen and 1", 1),
-        ("72", "first #### 5, then\n#### 72", 1),
-        ("72", "#### 72\n#### 5", 0),
-        ("72", "72 ####", 0),
-        ("72", "####", 0),
-        ("72", "no idea", 0),
-        ("72", "", 0),
-        ("72", "#### 7 2", 0),
-        ("1,234", "#### 1234", 1),
-        ("1234", "#### 1,234", 1),
-        ("1234567", "#### $1,234,567", 1),
-        ("-5", "#### -5", 1),
-        ("-5", "#### 5", 0),
-        ("5", "#### 8-3 = 5", 0),
-        ("72", "#### 72 (6 dozens of 12)", 1),
-        ("-3", "#### \u22123", 1),
-        ("0.5", "#### .5", 1),
-        ("5", "#### No.5", 1),
-        ("0.25", "#### 0.25", 1),
-        ("25", "#### 0.25", 0),
-        ("72", "#### ７２", 0),
-    ],
-)
+@pytest.mark.parametrize("gold, text, reward", [
+    ("72", "so 70 + 2 = 72\n#### 72", 1),
+    ("72", "#### 72.0", 1),
+    ("72", "#### $72", 1),
+    ("72", "#### 72 apples", 1),
+    ("72", "so it is 72.", 0),
+    ("72", "72 of 100", 0),
+    ("72", "#### 72\nThat is 7 dozen and 1", 1),
+    ("72", "first #### 5, then\n#### 72", 1),
+    ("72", "#### 72\n#### 5", 0),
+    ("72", "72 ####", 0),
+    ("72", "####", 0),
+    ("72", "no idea", 0),
+    ("72", "", 0),
+    ("72", "#### 7 2", 0),
+    ("1,234", "#### 1234", 1),
+    ("1234", "#### 1,234", 1),
+    ("1234567", "#### $1,234,567", 1),
+    ("-5", "#### -5", 1),
+    ("-5", "#### 5", 0),
+    ("5", "#### 8-3 = 5", 0),
+    ("72", "#### 72 (6 dozens of 12)", 1),
+    ("-3", "#### \u22123", 1),
+    ("0.5", "#### .5", 1),
+    ("5", "#### No.5", 1),
+    ("0.25", "#### 0.25", 1),
+    ("25", "#### 0.25", 0),
+    ("72", "#### ７２", 0),
+])  # fmt: skip
 def test_gsm8k_score(gsm8k, gold, text, reward):
     """The number after the last ####."""
     assert gsm8k.score({"answer": f"work 1 2 3\n#### {gold}"}, text) == reward
@@ -267,17 +264,14 @@ def test_a_file_without_rows_is_said(name, text, tmp_path):
         load_task(str(tmp_path / name))
 
 
-@pytest.mark.parametrize(
-    "names, train, heldout",
-    [
-        ("train test", "train", "test"),
-        ("train_sft test_sft train_gen test_gen", "train_sft", "test_sft"),
-        ("test_prefs train_prefs train", "train", "test_prefs"),
-        ("train validation_matched test", "train", "test"),
-        ("train valid", "train", "valid"),
-        ("default test", "default", "test"),
-    ],
-)
+@pytest.mark.parametrize("names, train, heldout", [
+    ("train test", "train", "test"),
+    ("train_sft test_sft train_gen test_gen", "train_sft", "test_sft"),
+    ("test_prefs train_prefs train", "train", "test_prefs"),
+    ("train validation_matched test", "train", "test"),
+    ("train valid", "train", "valid"),
+    ("default test", "default", "test"),
+])  # fmt: skip
 def test_a_dataset_with_a_test_split_of_its_own(names, train, heldout, monkeypatch, capsys):
     """Split names as on the hub; training rows with a held-out prompt are dropped, also beyond what is kept."""
     datasets = pytest.importorskip("datasets")
