@@ -125,8 +125,8 @@ def in_order(items, workers: int) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def without_what_takes_long():
-    """Curves are empty files in this process (helpers.py can draw them), a task's held-out rows are drawn once, versions
-    are looked up once, and files are not flushed to the disk."""
+    """Curves are empty files in this process (helpers.py can draw them). Held-out rows and versions are looked up once.
+    Files are not flushed to the disk."""
     from unittest import mock
 
     from utils import core, data

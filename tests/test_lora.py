@@ -103,9 +103,8 @@ def test_a_reward_model_s_adapters_are_not_left_out(tmp_path):
     reward_model.save_model(model, tokenizer, tmp_path / "model", args)
     adapter = tmp_path / "model" / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(
-        json.dumps(config | {"base_model_name_or_path": str(tmp_path / "model")})
-    )
+    config |= {"base_model_name_or_path": str(tmp_path / "model")}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
     tokenizer.save_pretrained(adapter)
     with pytest.raises(UserError, match="holds LoRA adapters"):
         RewardModel(str(adapter), "cpu")
