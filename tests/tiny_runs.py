@@ -219,6 +219,7 @@ def rows_asked_for(module, monkeypatch) -> list[int]:
     return rows
 
 
+read_splits = functools.cache(data.read_splits)  # no file of a tiny run changes
 load_from_disk = functools.cache(transformers.AutoModelForCausalLM.from_pretrained)
 
 
@@ -243,7 +244,8 @@ def train(algo: str, settings: dict, output_dir: Path) -> tuple[list[dict], dict
     loaded = mock.patch.object(transformers.AutoModelForCausalLM, "from_pretrained", copy_of_model)
     procedural = data.procedural
     few = lambda name: [x[:32] if isinstance(x, list) else x for x in procedural(name)]  # held-out rows  # noqa: E731
-    with Counts() as counts, loaded, mock.patch.object(data, "procedural", few):
+    read = mock.patch.multiple(data, procedural=few, read_splits=read_splits)
+    with Counts() as counts, loaded, read:
         return module.train(args), dataclasses.asdict(args), counts
 
 
