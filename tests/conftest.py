@@ -125,15 +125,18 @@ def in_order(items, workers: int) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def without_what_takes_long():
-    """Curves are empty files in this process (helpers.py can draw them), and a task's held-out rows are drawn once."""
+    """Curves are empty files in this process (helpers.py can draw them). Held-out rows and versions are looked up once.
+    Files are not flushed to the disk."""
     from unittest import mock
 
-    from utils import data
+    from utils import core, data
 
     def touch(history, curves, title, path):
         path.touch()
 
-    with mock.patch("utils.core.plot", touch), mock.patch.object(data, "procedural", cache(data.procedural)):
+    cached = {owner: mock.patch.object(owner, name, cache(getattr(owner, name)))
+              for owner, name in ((core, "version"), (data, "procedural"))}  # fmt: skip
+    with mock.patch.object(core, "plot", touch), cached[core], cached[data], mock.patch("os.fsync"):
         yield
 
 

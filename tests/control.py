@@ -100,16 +100,13 @@ def adam(p: dict, moments: dict, part: str, loss, rate: float, decay: float = 0,
         m, v, t = moments.get(name, (0.0, 0.0, 0))
         m, v, t = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2, t + 1
         moments[name] = m, v, t
-        p[name] = (
-            p[name] * (1 - rate * decay) - rate * m / (1 - 0.9**t) / (torch.sqrt(v / (1 - 0.999**t)) + 1e-8)
-        ).detach()
-        p[name].requires_grad_()
+        moved = rate * m / (1 - 0.9**t) / (torch.sqrt(v / (1 - 0.999**t)) + 1e-8)
+        p[name] = (p[name] * (1 - rate * decay) - moved).detach().requires_grad_()
     return gradients
 
 
-BACKENDS = pytest.mark.parametrize(
-    "backend, tolerance", [("eager", 1e-6), pytest.param("inductor", 1e-5, marks=pytest.mark.slow)]
-)
+INDUCTOR = pytest.param("inductor", 1e-5, marks=pytest.mark.slow)
+BACKENDS = pytest.mark.parametrize("backend, tolerance", [("eager", 1e-6), INDUCTOR])
 
 
 def assert_compiled_is_equal(make, loss, inputs, backend: str, tolerance: float) -> None:
@@ -177,9 +174,8 @@ def randomise(module, seed: int, weight: float, bias: float):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in (p for p in module.parameters() if p.dim()):
-            parameter.copy_(
-                (weight if parameter.dim() > 1 else bias) * torch.randn(parameter.shape, generator=generator)
-            )
+            scale = weight if parameter.dim() > 1 else bias
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
     return module
 
 

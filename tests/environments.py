@@ -348,17 +348,9 @@ ACTIONS = {
     "tuple": spaces.Tuple([BOX]),
 }
 
-gym.register("Walk-v0", "environments:Walk", max_episode_steps=40)
-gym.register("Hop-v0", "environments:Hop", max_episode_steps=40)
-gym.register("Goal-v0", "environments:Goal", max_episode_steps=40)
-gym.register("Reach-v0", "environments:Reach", max_episode_steps=40)
-gym.register("Only-v0", "environments:Only", max_episode_steps=40)
-gym.register("Mistaken-v0", "environments:Mistaken", max_episode_steps=40)
+LIMITS = dict.fromkeys("Walk Hop Goal Reach Only Mistaken".split(), 40) | dict.fromkeys(("Probe", "Steps"), Probe.LIMIT)
+for name in (*LIMITS, "Bandit", "Toll", "Pixels"):
+    gym.register(f"{name}-v0", f"environments:{name}", max_episode_steps=LIMITS.get(name))
 gym.register("Endless-v0", "environments:Walk", kwargs={"size": 1_000})
 gym.register("Fixed-v0", Fixed)
 gym.register("Odd-v0", Odd)
-gym.register("Bandit-v0", "environments:Bandit")
-gym.register("Toll-v0", "environments:Toll")
-gym.register("Pixels-v0", "environments:Pixels")
-gym.register("Probe-v0", "environments:Probe", max_episode_steps=Probe.LIMIT)
-gym.register("Steps-v0", "environments:Steps", max_episode_steps=Probe.LIMIT)

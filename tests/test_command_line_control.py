@@ -211,9 +211,7 @@ def test_returns_are_scaled_by_the_dataset_s(dataset, tmp_path, capsys):
         command_line(dt, *SMALL["dt"], "--rtg-scale", 0, "--output-dir", tmp_path)
 
 
-@pytest.mark.parametrize(
-    "algo, taken", [("bc", 40), ("iql", 234), ("awac", 234), ("xql", 234), ("riql", 234), ("rlpd", 234)]
-)
+@pytest.mark.parametrize("algo, taken", [("bc", 40), *((one, 234) for one in "iql awac xql riql rlpd".split())])
 def test_transitions_that_are_taken(algo, taken, tmp_path, capsys):
     """The smallest top fraction keeps the best trajectory; what comes after a time-out of D4RL's files is unknown."""
     path, more = pendulum(tmp_path / "d.hdf5"), ["--top-fraction", 1e-9]

@@ -32,9 +32,8 @@ pytestmark = pytest.mark.usefixtures("imports_as_they_were")
 
 
 def vector(env_id, *kwargs, num_envs=3, seed=7, kind="sync", step=0):
-    return make_vector(
-        lambda: env_of(env_id, *kwargs), SimpleNamespace(num_envs=num_envs, seed=seed, vector=kind), step
-    )
+    args = SimpleNamespace(num_envs=num_envs, seed=seed, vector=kind)
+    return make_vector(lambda: env_of(env_id, *kwargs), args, step)
 
 
 def played(envs, steps: int, seed: int = 0) -> list:
@@ -65,10 +64,9 @@ def test_what_cannot_be_made(env_id, words):
     ("shape", "observation of Box(-inf, inf, (2,)"),
 ])  # fmt: skip
 def test_mistakes_of_beginners(how, words, tmp_path, capsys):
+    args = "--env-id", "environments:Mistaken-v0", "--env-kwargs", f"how={how}"
     with user_error(capsys, "Mistaken-v0", words):
-        command_line(
-            ppo, "--env-id", "environments:Mistaken-v0", "--env-kwargs", f"how={how}", "--output-dir", tmp_path
-        )
+        command_line(ppo, *args, "--output-dir", tmp_path)
     assert not any(tmp_path.iterdir())
 
 
@@ -208,14 +206,10 @@ def test_language_models_do_without_gymnasium():
 
 
 def test_close_seeds_have_nothing_in_common():
-    several = [
-        first
-        for seed in (0, 1, 2)
-        for step in (0, 1)
-        for first in vector("environments:Walk-v0", seed=seed, step=step)[1][:, 0]
-    ]
+    first = lambda **key: vector("environments:Walk-v0", **key)[1].tolist()  # noqa: E731
+    several = [row[0] for seed in range(3) for step in range(2) for row in first(seed=seed, step=step)]
     assert len(set(several)) == len(several) == 18
-    assert vector("environments:Walk-v0", step=5)[1].tolist() == vector("environments:Walk-v0", step=5)[1].tolist()
+    assert first(step=5) == first(step=5)
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

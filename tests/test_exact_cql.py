@@ -149,15 +149,8 @@ def test_act_normalises_and_scales_the_noise(script):
 def test_train_hands_each_part_its_rate(script, tmp_path, monkeypatch):
     seen, real = [], script.update
     monkeypatch.setattr(script, "update", lambda *given: seen.append(given) or real(*given))
-    new_run(
-        script,
-        tmp_path,
-        *SMALL[script.NAME],
-        "--dataset",
-        pendulum(tmp_path / "d.hdf5"),
-        "--policy-learning-rate",
-        0.001,
-    )
+    flags = "--dataset", pendulum(tmp_path / "d.hdf5"), "--policy-learning-rate", 0.001
+    new_run(script, tmp_path, *SMALL[script.NAME], *flags)
     agent, optimizers = seen[0][:2]
     for optimizer, part, rate in zip(optimizers, parts_of(agent), (0.001, 3e-4, 0.001), strict=True):
         (group,) = optimizer.param_groups

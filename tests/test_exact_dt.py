@@ -168,9 +168,7 @@ def test_update_equals_adamw_by_hand():
     p, moments, norms = {name: x.detach().clone().requires_grad_() for name, x in model.named_parameters()}, {}, []
     for step in range(4):
         batch, rate = make_windows(step), RATE * (step + 1) / 4
-        if (
-            step == 3
-        ):  # so that the gradient is small: nearly the actions that are predicted when they are in the window
+        if step == 3:  # a small gradient: nearly the actions that are predicted when they are in the window
             for _ in range(2 * K):
                 batch = batch._replace(actions=functional_call(model, p, (batch,)).detach())
             batch = batch._replace(actions=0.98 * batch.actions)

@@ -40,9 +40,8 @@ def test_relabelling_by_hand():
     goals = her.find_goals("BitFlip-v0", lambda: env_of("BitFlip-v0", "n=2"))
     places = torch.tensor([[0.0, 0], [1, 0], [1, 1], [0, 1]])
     seen = torch.cat([places, torch.zeros(4, 2), places], 1)
-    episode = her.Transitions(
-        seen[:-1], torch.tensor([[0.0], [1], [0]]), -torch.ones(3, 1), torch.zeros(3, 1), seen[1:]
-    )
+    actions = torch.tensor([[0.0], [1], [0]])
+    episode = her.Transitions(seen[:-1], actions, -torch.ones(3, 1), torch.zeros(3, 1), seen[1:])
     before = [part.clone() for part in episode]
     infos = [{"scale": 1}, {"scale": 2}, {"scale": 3}]
     found = her.relabel(episode, infos, torch.tensor([1, 1, 2]), goals)

@@ -174,7 +174,6 @@ def test_train_learns_from_whole_episodes(tmp_path, monkeypatch):
 
 def test_an_episode_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(reinforce, "LONGEST", 3)
+    more = dict(output_dir=str(tmp_path), device="cpu", num_episodes=9)
     with pytest.raises(UserError, match="has not ended after 3 steps: --env-kwargs max_episode_steps"):
-        reinforce.train(
-            reinforce.Args(env_id="environments:Steps-v0", output_dir=str(tmp_path), device="cpu", num_episodes=9)
-        )
+        reinforce.train(reinforce.Args(env_id="environments:Steps-v0", **more))

@@ -124,6 +124,9 @@ def rows_rotated_within_groups(batch):
     return reordered(batch, torch.arange(P), torch.arange(B).view(P, G).roll(1, 1).flatten())
 
 
+LAYOUTS = more_left_padding, junk_under_padding, more_right_padding, groups_reversed, rows_rotated_within_groups
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradient_does_not_depend_on_the_layout_of_the_batch(case, aggregation):
     """Micro-batches by rows and by tokens, padding on either side, ids under it, order of groups and of completions."""
@@ -135,9 +138,7 @@ def test_gradient_does_not_depend_on_the_layout_of_the_batch(case, aggregation):
     for tokens in (20, 40):
         other = gradient(model, batch, aggregation=aggregation, micro_batch_size=7, micro_batch_tokens=tokens)
         assert relative(other, base) < tolerance, tokens
-    for change in (
-        more_left_padding, junk_under_padding, more_right_padding, groups_reversed, rows_rotated_within_groups
-    ):  # fmt: skip
+    for change in LAYOUTS:
         for size in (2, B):
             other = gradient(model, change(batch), aggregation=aggregation, micro_batch_size=size)
             assert relative(other, base) < tolerance, (change.__name__, size)
@@ -162,10 +163,9 @@ def test_merged_groups_keep_their_gradient(case):
     for g in range(P):  # each group alone, without the padding that the others caused
         s, rows = batch.samples, slice(g * G, (g + 1) * G)
         left, right = T - len(PROMPTS[g]), int(s.completion_mask[rows].sum(1).max())
+        prompts = [x[g : g + 1, left:] for x in (s.prompt_ids, s.prompt_mask)]
         completions = [x[rows, :right] for x in (s.completion_ids, s.completion_mask, s.logps)]
-        parts.append(
-            Samples(s.prompt_ids[g : g + 1, left:], s.prompt_mask[g : g + 1, left:], *completions, s.ended[rows])
-        )
+        parts.append(Samples(*prompts, *completions, s.ended[rows]))
     merged = batch._replace(samples=join(parts))
     assert len({part.completion_ids.shape[1] for part in parts}) > 1
     assert relative(gradient(model, merged), gradient(model, batch)) < tolerance

@@ -85,14 +85,11 @@ def test_adapters_of_chosen_layers(folder):
     assert trained == {"q_proj", "v_proj"}
 
 
-@pytest.mark.parametrize(
-    "modules, words",
-    [
-        (("q_proj", "lm_head"), "leave lm_head out of --lora-modules"),
-        (("embed_tokens",), "leave embed_tokens out"),
-        (("qkv",), "qkv"),
-    ],
-)
+@pytest.mark.parametrize("modules, words", [
+    (("q_proj", "lm_head"), "leave lm_head out of --lora-modules"),
+    (("embed_tokens",), "leave embed_tokens out"),
+    (("qkv",), "qkv"),
+])  # fmt: skip
 def test_layers_that_cannot_have_adapters(modules, words):
     """The shipped model has one weight for both ends: adapters of the head, merged, would move the embeddings."""
     with pytest.raises(UserError, match=words):
@@ -106,9 +103,8 @@ def test_a_reward_model_s_adapters_are_not_left_out(tmp_path):
     reward_model.save_model(model, tokenizer, tmp_path / "model", args)
     adapter = tmp_path / "model" / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(
-        json.dumps(config | {"base_model_name_or_path": str(tmp_path / "model")})
-    )
+    config |= {"base_model_name_or_path": str(tmp_path / "model")}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
     tokenizer.save_pretrained(adapter)
     with pytest.raises(UserError, match="holds LoRA adapters"):
         RewardModel(str(adapter), "cpu")

@@ -325,9 +325,7 @@ def minari_home(tmp_path, monkeypatch):
     return tmp_path / "minari"
 
 
-@pytest.mark.parametrize(
-    "space, action", [*((space, "vector") for space in SPACES), ("box", "matrix"), ("box", "dict")]
-)
+@pytest.mark.parametrize("space, action", [*((one, "vector") for one in SPACES), ("box", "matrix"), ("box", "dict")])
 def test_minari_episodes(space, action, minari_home, tmp_path):
     """Observations flat as FlattenObservation has them; the last one is what the last step led to; time running out is
     no termination. By the folder, its data/, and the id."""
@@ -448,9 +446,7 @@ def test_trajectories_by_hand():
     rows = np.array([True, False, False, True, True, False])
     assert data.trajectory_returns(rows).tolist() == [1, 24, 0]
     assert data.rewards.tolist() == [1, 2, 4, 8, 16, 32]
-
-
-def test_returns_are_summed_in_double_precision():
+    # in double precision
     assert trajectories([0, 0, 1e8, 1, -1e8, 0]).trajectory_returns().tolist() == [0, 1, 0]
 
 

@@ -20,11 +20,8 @@ from utils.offline import Dataset
 @pytest.mark.parametrize("script", ["diffusion_policy"])
 def test_denoising_steps(script, steps, monkeypatch):
     """A step back from their prediction and noise, and plans with noise. Their levels begin with 0."""
-    args, (inputs, theirs), asked = (
-        diffusion_policy.Args(diffusion_steps=steps, horizon=2),
-        recorded(authors, steps),
-        [],
-    )
+    args, asked = diffusion_policy.Args(diffusion_steps=steps, horizon=2), []
+    inputs, theirs = recorded(authors, steps)
     actor, obs = diffusion_policy.Actor(3, authors.SIZE // 2, args), torch.zeros(authors.B, 6)
     columns = [inputs[name] for name in ("x", "predicted", "noise", "plan")]
     columns += [theirs[f"{name}_{steps}"] for name in ("before", "noisy")]

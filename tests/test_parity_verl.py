@@ -171,16 +171,13 @@ def test_ttrl():
     assert torch.equal(ttrl.first_votes(samples, 4, 2).completion_ids[:, 0], THEIRS["ttrl/kept"])
 
 
-@pytest.mark.parametrize(
-    "i, ours, theirs, metrics",
-    [
-        (4, [0.0, 0.0], [1.0, 1.0], [0.0, 0.75, 0.25]),  # silence has votes, is a label, and is rewarded
-        (5, [0.0, 0.0], [1.0, 1.0], [1.0, 0.5, 0.5]),  # without a box the last number counts
-        (6, [1.0, 0.0], [1.0, 1.0], [1.0, 0.5, 0.75]),  # votes are counted by spelling, rewards given by value
-        (7, [1.0, 0.0], [1.0, 0.0], [0.0, 0.5, 0.5]),  # only in a metric: of the label's own text the 3 is read
-        (8, [0.0, 0.0], [1.0, 1.0], [0.0, 1.0, 0.0]),
-    ],
-)
+@pytest.mark.parametrize("i, ours, theirs, metrics", [
+    (4, [0.0, 0.0], [1.0, 1.0], [0.0, 0.75, 0.25]),  # silence has votes, is a label, and is rewarded
+    (5, [0.0, 0.0], [1.0, 1.0], [1.0, 0.5, 0.5]),  # without a box the last number counts
+    (6, [1.0, 0.0], [1.0, 1.0], [1.0, 0.5, 0.75]),  # votes are counted by spelling, rewards given by value
+    (7, [1.0, 0.0], [1.0, 0.0], [0.0, 0.5, 0.5]),  # only in a metric: of the label's own text the 3 is read
+    (8, [0.0, 0.0], [1.0, 1.0], [0.0, 1.0, 0.0]),
+])  # fmt: skip
 def test_ttrl_reads_other_answers(i, ours, theirs, metrics):
     """Their extractor never says that there is no answer: it takes the last number, else the empty text."""
     found = judged(i)

@@ -13,7 +13,7 @@ from utils.lm import PolicyArgs, load_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "21"), ("assistant", "12"), ("assistant", "21")))
-SYSTEM = {"role": "system", "content": "Sort."}
+SYSTEM, NAMED = {"role": "system", "content": "Sort."}, USER | {"name": "x"}
 CHAT = (
     "{% for m in messages %}{{ 'C' if m.role == 'user' else 'S' }}{{ m.content }}<eos>+{% endfor %}"
     "{% if add_generation_prompt %}S{% endif %}"
@@ -72,32 +72,24 @@ def test_own_test_split(load, rows, monkeypatch, own_cache):
     assert [*data.heldout] == rows(2) and [*data.train] == rows(19)[2:]
 
 
-@pytest.mark.parametrize(
-    "row, prompt, chosen, rejected",
-    [
-        (dict(prompt=[USER], chosen=[GOOD], rejected=[BAD]), [USER], [GOOD], [BAD]),
-        (dict(chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
-        (dict(prompt="21", chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
-        (dict(chosen=[USER, GOOD], rejected=[USER, GOOD]), [USER], [GOOD], [GOOD]),
-        (dict(chosen=[USER, BAD, USER, GOOD], rejected=[USER, BAD, USER, BAD]), [USER, BAD, USER], [GOOD], [BAD]),
-        (dict(prompt=[USER], chosen=[BAD, USER, GOOD], rejected=[BAD, USER, BAD]), [USER, BAD, USER], [GOOD], [BAD]),
-        (dict(prompt=[USER], chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
-        (dict(prompt="21", chosen=[GOOD], rejected=[BAD]), [USER], [GOOD], [BAD]),
-        (dict(prompt=[USER], chosen=[SYSTEM, USER, GOOD], rejected=[SYSTEM, USER, BAD]), [SYSTEM, USER], [GOOD], [BAD]),
-        (dict(prompt=[SYSTEM, USER], chosen=[USER, GOOD], rejected=[USER, BAD]), [SYSTEM, USER], [GOOD], [BAD]),
-        (
-            dict(prompt=[USER | {"name": "x"}], chosen=[USER, GOOD], rejected=[USER, BAD]),
-            [USER | {"name": "x"}],
-            [GOOD],
-            [BAD],
-        ),
-        (dict(chosen=[USER | {"score": 1}, GOOD], rejected=[USER, BAD]), [USER | {"score": 1}], [GOOD], [BAD]),
-        (dict(chosen="Q: sky? A: blue", rejected="Q: sky? A: black"), "Q: sky? A:", " blue", " black"),
-        (dict(chosen="Q: sky? A: blue", rejected="Q: sky? A: blueish"), "Q: sky? A:", " blue", " blueish"),
-        (dict(chosen="Q: a\nb", rejected="Q: a b"), "Q:", " a\nb", " a b"),
-        (dict(prompt="", chosen="Q 1", rejected="Q 2") | dict(prompt=None), "Q", " 1", " 2"),
-    ],
-)
+@pytest.mark.parametrize("row, prompt, chosen, rejected", [
+    (dict(prompt=[USER], chosen=[GOOD], rejected=[BAD]), [USER], [GOOD], [BAD]),
+    (dict(chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
+    (dict(prompt="21", chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
+    (dict(chosen=[USER, GOOD], rejected=[USER, GOOD]), [USER], [GOOD], [GOOD]),
+    (dict(chosen=[USER, BAD, USER, GOOD], rejected=[USER, BAD, USER, BAD]), [USER, BAD, USER], [GOOD], [BAD]),
+    (dict(prompt=[USER], chosen=[BAD, USER, GOOD], rejected=[BAD, USER, BAD]), [USER, BAD, USER], [GOOD], [BAD]),
+    (dict(prompt=[USER], chosen=[USER, GOOD], rejected=[USER, BAD]), [USER], [GOOD], [BAD]),
+    (dict(prompt="21", chosen=[GOOD], rejected=[BAD]), [USER], [GOOD], [BAD]),
+    (dict(prompt=[USER], chosen=[SYSTEM, USER, GOOD], rejected=[SYSTEM, USER, BAD]), [SYSTEM, USER], [GOOD], [BAD]),
+    (dict(prompt=[SYSTEM, USER], chosen=[USER, GOOD], rejected=[USER, BAD]), [SYSTEM, USER], [GOOD], [BAD]),
+    (dict(prompt=[NAMED], chosen=[USER, GOOD], rejected=[USER, BAD]), [NAMED], [GOOD], [BAD]),
+    (dict(chosen=[USER | {"score": 1}, GOOD], rejected=[USER, BAD]), [USER | {"score": 1}], [GOOD], [BAD]),
+    (dict(chosen="Q: sky? A: blue", rejected="Q: sky? A: black"), "Q: sky? A:", " blue", " black"),
+    (dict(chosen="Q: sky? A: blue", rejected="Q: sky? A: blueish"), "Q: sky? A:", " blue", " blueish"),
+    (dict(chosen="Q: a\nb", rejected="Q: a b"), "Q:", " a\nb", " a b"),
+    (dict(prompt="", chosen="Q 1", rejected="Q 2") | dict(prompt=None), "Q", " 1", " 2"),
+])  # fmt: skip
 def test_forms(row, prompt, chosen, rejected):
     assert as_pair(row | {"score": 5}) == dict(prompt=prompt, chosen=chosen, rejected=rejected, score=5)
 
@@ -106,32 +98,20 @@ BOTH = "needs chosen and rejected as text chat messages not empty"
 NO_PAIRS = [
     (dict(prompt=[BAD | {"role": "user"}, GOOD], chosen=[SYSTEM, GOOD], rejected=[SYSTEM, BAD]), "do not go on"),
     (dict(prompt="21", chosen=[SYSTEM, GOOD], rejected=[SYSTEM, BAD]), "do not go on"),
-    (dict(prompt="p", chosen="", rejected="r"), BOTH),
-    (dict(prompt="p", chosen="c", rejected=None), BOTH),
-    (dict(prompt="p", chosen=3, rejected=4), BOTH),
-    (dict(prompt="p", chosen="c", rejected=[GOOD]), BOTH),
-    (dict(prompt="p", chosen=["c"], rejected=["r"]), BOTH),
+    *((dict(prompt="p", chosen=chosen, rejected=rejected), BOTH)
+      for chosen, rejected in (("", "r"), ("c", None), (3, 4), ("c", [GOOD]), (["c"], ["r"]))),
     (dict(prompt=[USER], chosen="c", rejected="r"), "needs prompt text"),
-    (dict(prompt="", chosen="c", rejected="r"), "needs prompt not empty"),
-    (dict(prompt=[], chosen=[GOOD], rejected=[BAD]), "needs prompt not empty"),
-    (dict(prompt="", chosen=[GOOD], rejected=[BAD]), "needs prompt not empty"),
-    (dict(chosen="c", rejected="r"), "needs prompt not empty"),
-    (dict(chosen=[GOOD], rejected=[BAD]), "needs prompt not empty"),
-]
+    *((prompt | dict(chosen=[GOOD], rejected=[BAD]), "needs prompt not empty")
+      for prompt in (dict(prompt=[]), dict(prompt=""), {})),
+    *((prompt | dict(chosen="c", rejected="r"), "needs prompt not empty") for prompt in (dict(prompt=""), {})),
+]  # fmt: skip
 EITHER = "needs prompt and completion as text chat messages not empty"
 NO_EXAMPLES = [
     (dict(prompt="p", completion="c", label="good"), "the label 'good' true false 1 0"),
-    (dict(prompt="p", completion="c", label=None), "label None"),
-    (dict(prompt="p", completion="c", label=2), "label 2"),
-    (dict(prompt="p", completion="c", label=-1), "label -1"),
-    (dict(prompt="p", completion="c", label=0.5), "label 0.5"),
-    (dict(prompt="p", completion="c", label=[True]), "label [True]"),
-    (dict(prompt="p", completion="", label=True), EITHER),
-    (dict(prompt="p", completion=None, label=True), EITHER),
-    (dict(prompt="", completion="c", label=True), EITHER),
-    (dict(prompt=[USER], completion="c", label=True), EITHER),
-    (dict(prompt="p", completion=[GOOD], label=True), EITHER),
-]
+    *((dict(prompt="p", completion="c", label=label), f"label {label}") for label in (None, 2, -1, 0.5, [True])),
+    *((dict(prompt=prompt, completion=completion, label=True), EITHER)
+      for prompt, completion in (("p", ""), ("p", None), ("", "c"), ([USER], "c"), ("p", [GOOD]))),
+]  # fmt: skip
 
 
 def assert_refused(words: list[str], function, *args) -> None:
@@ -142,35 +122,30 @@ def assert_refused(words: list[str], function, *args) -> None:
     assert str(error.value).count(". ") == 0
 
 
-@pytest.mark.parametrize(
-    "read, row, words", [(as_pair, *case) for case in NO_PAIRS] + [(labelled, *case) for case in NO_EXAMPLES]
-)
+WRONG = [(as_pair, *case) for case in NO_PAIRS] + [(labelled, *case) for case in NO_EXAMPLES]
+
+
+@pytest.mark.parametrize("read, row, words", WRONG)
 def test_wrong_rows(read, row, words):
     assert_refused(words.split(), read, row)
 
 
-@pytest.mark.parametrize(
-    "load, columns, words",
-    [
-        (load_pairs, "prompt completion", "column chosen"),
-        (load_pairs, "prompt chosen", "rejected"),
-        (load_unpaired, "prompt completion", "label"),
-        (load_unpaired, "label", "column prompt"),
-        (load_unpaired, "prompt chosen", "column rejected"),
-    ],
-)
+@pytest.mark.parametrize("load, columns, words", [
+    (load_pairs, "prompt completion", "column chosen"),
+    (load_pairs, "prompt chosen", "rejected"),
+    (load_unpaired, "prompt completion", "label"),
+    (load_unpaired, "label", "column prompt"),
+    (load_unpaired, "prompt chosen", "column rejected"),
+])  # fmt: skip
 def test_missing_columns(load, columns, words, tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [dict.fromkeys(columns.split(), "x")] * 2)
     assert_refused([*words.split(), *columns.split()], load, path, 1, 1)
 
 
-@pytest.mark.parametrize(
-    "load, rows, bad",
-    [
-        (load_pairs, pairs(6), dict(prompt="p", chosen="", rejected="r")),
-        (load_unpaired, examples(6), dict(prompt="p", completion="c", label=7)),
-    ],
-)
+@pytest.mark.parametrize("load, rows, bad", [
+    (load_pairs, pairs(6), dict(prompt="p", chosen="", rejected="r")),
+    (load_unpaired, examples(6), dict(prompt="p", completion="c", label=7)),
+])  # fmt: skip
 def test_a_bad_row_of_a_file_is_dropped_and_named(load, rows, bad, tmp_path, capsys):
     """Only where none is left, the run ends."""
     data = load(write_rows(tmp_path / "rows.jsonl", [*rows, bad]), 1, 1)
@@ -209,9 +184,8 @@ def test_a_prompt_column_of_another_name(column, chat, tmp_path):
     assert_refused(["no column 'prompt'", column, "--prompt-column"], load_pairs, path, 1, 1)
     for load in (load_pairs, load_unpaired):
         data = load(path, 1, 1, column)
-        assert {row["prompt"] if not chat else row["prompt"][0]["content"] for row in [*data.train, *data.heldout]} == {
-            row[column] for row in rows
-        }
+        found = [row["prompt"][0]["content"] if chat else row["prompt"] for row in [*data.train, *data.heldout]]
+        assert {*found} == {row[column] for row in rows}
     assert_refused(["no column 'other'", column], load_pairs, path, 1, 1, "other")
 
 
@@ -239,6 +213,5 @@ def test_answers_that_are_equal_after_the_cut_are_no_pair(tmp_path, capsys):
     for script in (dpo, simpo, orpo):
         flags = ["--task", path, "--max-length", 7, "--max-steps", 1, "--batch-size", 2, "--device", "cpu"]
         new_run(script, tmp_path / script.NAME, *flags)
-        assert "rows cannot be used and are dropped, the first because a row has answers that are equal" in (
-            capsys.readouterr().out
-        )
+        out = capsys.readouterr().out
+        assert "rows cannot be used and are dropped, the first because a row has answers that are equal" in out

@@ -40,9 +40,7 @@ from utils.offline import Dataset
 from utils.rewards import make_scorer
 
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "plainrl-hypothesis")  # not into the repository
-quick = settings(
-    derandomize=True, database=None, deadline=None, max_examples=25, suppress_health_check=list(HealthCheck)
-)
+quick = settings(derandomize=True, database=None, deadline=None, max_examples=25, suppress_health_check=[*HealthCheck])
 MODULES = [importlib.import_module(f"algos.{path.stem}") for path in sorted((REPO / "algos").glob("*.py"))]
 NAN = float("nan")
 
@@ -168,9 +166,8 @@ def test_rewards_are_finite_unknown_or_refused(values, weight):
     inputs = [{"prompt": [{"role": "user", "content": "p"}]}] * len(values), ["t"] * len(values), [[1]] * len(values), 1
     if all(x is None or abs(x) < 3.4e38 for x in values):
         rewards, _ = score(*inputs)
-        assert [None if math.isnan(x) else x for x in rewards.tolist()] == [
-            None if x is None else pytest.approx(x * weight) for x in values
-        ]
+        wanted = [NAN if x is None else x * weight for x in values]
+        assert rewards.tolist() == pytest.approx(wanted, nan_ok=True)
     else:
         with pytest.raises(UserError, match="reward"):
             score(*inputs)
@@ -206,9 +203,8 @@ def test_token_logps(logits, shift, temperature, scale):
     """Log-probabilities of all tokens sum to 1; a constant on the logits changes nothing; the entropy lies between 0
     and that of the uniform distribution; finite also for logits of 1e6."""
     config = SimpleNamespace(vocab_size=5)
-    model = SimpleNamespace(
-        config=SimpleNamespace(get_text_config=lambda: config), get_output_embeddings=torch.nn.Identity
-    )
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
+    model.get_output_embeddings = torch.nn.Identity
 
     def token_logps(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         return TokenLogps.apply(logits, ids, temperature, model)
@@ -219,10 +215,9 @@ def test_token_logps(logits, shift, temperature, scale):
     assert_close(logps.exp().sum(0), torch.ones(4).double())
     rounding = 1e-15 * (100 * scale / temperature) ** 2
     assert (entropy > -rounding).all() and (entropy < math.log(5) + rounding).all()
-    assert_close(
-        token_logps(scale * logits + shift, torch.zeros(4).long(), temperature)[0], logps[0], rtol=0, atol=1e-7
-    )
-    assert all(x.isfinite().all() for x in token_logps(scale * logits.float(), torch.zeros(4).long(), temperature))
+    zeros = torch.zeros(4).long()
+    assert_close(token_logps(scale * logits + shift, zeros, temperature)[0], logps[0], rtol=0, atol=1e-7)
+    assert all(x.isfinite().all() for x in token_logps(scale * logits.float(), zeros, temperature))
 
 
 TOKENS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=4)
@@ -308,9 +303,8 @@ def test_running_statistics(batches, data):
     scale = 1 + np.abs(rows).max()
     for name in ("mean", "var"):
         order = {"mean": 1, "var": 2}[name]
-        np.testing.assert_allclose(
-            getattr(split, name), getattr(whole, name), rtol=1e-7, atol=1e-10 * scale**order, err_msg=name
-        )
+        found, wanted = getattr(split, name), getattr(whole, name)
+        np.testing.assert_allclose(found, wanted, rtol=1e-7, atol=1e-10 * scale**order, err_msg=name)
     np.testing.assert_allclose(split.mean, rows.mean(0), rtol=0, atol=1.1e-4 / len(rows) * scale)
     again = ppo.RunningMeanStd((2,))
     again.load_state_dict(split.state_dict())
@@ -506,12 +500,13 @@ def test_any_text_has_a_score(name, text, seed):
 
 
 @quick
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 25))
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 25))
 def test_crosses(iterations, every):
-    """It tells of every multiple, once for each iteration that passes one or more, whatever the iterations' sizes."""
+    """It tells of every multiple, once for each iteration that passes one or more, whatever the iterations' sizes.
+    0 is never."""
     before, told = 0, 0
     for size in iterations:
-        passed = any(multiple % every == 0 for multiple in range(before + 1, before + size + 1))
+        passed = every > 0 and any(step % every == 0 for step in range(before + 1, before + size + 1))
         assert crosses(before + size, before, every) == passed
         before, told = before + size, told + passed
 

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import h5py
@@ -29,11 +30,13 @@ PAGES = [README] + [(ROOT / folder / "README.md").read_text() for folder in ("al
 SCRIPTS = sorted(path.stem for path in (ROOT / "algos").glob("*.py"))
 SHORT = dict(eval_every=0, eval_samples=2, eval_prompts=2, max_completion_length=6, overlong_buffer=2,
              eval_max_new_tokens=6, micro_batch_size=8, ensemble=1, hidden_size=8)  # fmt: skip
+MOST = dict(max_steps=16, total_timesteps=64)  # learning starts after 32
 OFFLINE_SCRIPTS = f"algos/(rlpd|{'|'.join(name for name, spec in SPECS.items() if spec.family == 'Offline')}).py"
 NEEDED = {"ale_py": "ppo_atari", "mujoco": f"(HalfCheetah|Hopper)-v|{OFFLINE_SCRIPTS}", "moviepy": "--capture-video",
           "h5py": f"--record|{OFFLINE_SCRIPTS}", "minari": "mujoco/|D4RL/"}  # fmt: skip
 
 
+@cache
 def tiny(script: str) -> dict:
     """What makes a command of any size run in seconds: the sizes of the spec's small run, and those of SHORT. The task
     and the device stay the command's own."""
@@ -41,6 +44,7 @@ def tiny(script: str) -> dict:
     args = vars(tyro.cli(importlib.import_module(f"algos.{script}").Args, args=SPECS[script].small.split()))
     named = {word[2:].replace("-", "_") for word in SPECS[script].small.split() if word.startswith("--")}
     small = {name: args[name] for name in named - {"task", "device", "save_every"}}
+    small |= {name: min(small[name], most) for name, most in MOST.items() if name in small}
     small |= {"max_steps": 2} if "model" in fields else {}
     return small | {name: value for name, value in SHORT.items() if name in fields}
 

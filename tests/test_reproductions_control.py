@@ -49,12 +49,10 @@ def test_a_minari_dataset_is_scored_behind_its_wrappers(recorded, tmp_path, caps
         folder = recorded(rescaled())
         run = new_run(bc, tmp_path / "own", *BC, folder)
         ours = metrics(run)[-1]["eval/return"]
-        assert (
-            ours == metrics(new_run(bc, tmp_path / "same", *BC, folder, "--env-id", "Rescaled-v0"))[-1]["eval/return"]
-        )
-        assert (
-            ours != metrics(new_run(bc, tmp_path / "bare", *BC, folder, "--env-id", "Pendulum-v1"))[-1]["eval/return"]
-        )
+        rows = metrics(new_run(bc, tmp_path / "same", *BC, folder, "--env-id", "Rescaled-v0"))
+        assert ours == rows[-1]["eval/return"]
+        rows = metrics(new_run(bc, tmp_path / "bare", *BC, folder, "--env-id", "Pendulum-v1"))
+        assert ours != rows[-1]["eval/return"]
         assert score(bc, run, capsys)["eval/return"] == ours
     finally:
         del gym.registry["Rescaled-v0"]

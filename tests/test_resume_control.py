@@ -36,9 +36,8 @@ CASES = {  # name: SCRIPT or SCRIPT-... -> arguments. Every run has 160 steps or
 def arguments(case: str, folder) -> list:
     algo = case.partition("-")[0]
     data = ["--dataset", pendulum(folder / "data.hdf5")] if algo in OFFLINE else []
-    own = {"ppo_mask": "environments:Toll-v0", "ppo_atari": "environments:Pixels-v0"} | dict.fromkeys(
-        OFFLINE, "Pendulum-v1"
-    )
+    own = dict.fromkeys(OFFLINE, "Pendulum-v1")
+    own |= {"ppo_mask": "environments:Toll-v0", "ppo_atari": "environments:Pixels-v0"}
     env = ["--env-id", "environments:Fixed-v0", "--env-kwargs", f"of={own.get(algo, walk(algo)[1])}"]
     env += ["label=noisy"] if case.endswith("noisy") else []
     return [*SMALL[algo], *data, *env, "--save-every", 32, "--eval-every", 0, *CASES[case]]

@@ -8,18 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from helpers import SMALL, command_line, metrics, new_run, runs_in, user_error, weights, write_rows
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from algos import reward_model, rloo
 from utils.core import UserError
@@ -183,9 +175,8 @@ def test_long_sequences_keep_their_last_token(tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward_model, "sequence_scores", lambda model, ids: seen.extend(ids) or score(model, ids))
         new_run(reward_model, tmp_path / "runs", *flags, "--max-length", 12)
-    assert "1 of 29 rows cannot be used and are dropped, the first because a row has answers that are equal" in (
-        capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert "1 of 29 rows cannot be used and are dropped, the first because a row has answers that are equal" in out
     assert max(map(len, seen)) == 12 and all(ids[-1] == 1 and 1 not in ids[:-1] for ids in seen)
     with user_error(capsys, "no row can be used", "equal"):
         command_line(reward_model, *flags, "--max-length", 4, "--output-dir", tmp_path / "none")
@@ -217,10 +208,9 @@ def test_anyone_gets_our_scores(single):
     rows = load_pairs("sort", 20, 1).heldout[:7]
     scorer = RewardModel(str(single / "model"), "cpu")
     model, tokenizer = scorer.model, scorer.tokenizer
-    pairs = [
-        reward_model.Pair(*(encode_scored(row, row[c], tokenizer) for c in ("chosen", "rejected"))) for row in rows
-    ]
-    texts = [row["prompt"] + row[c] for row in rows for c in ("chosen", "rejected")]
+    both = "chosen", "rejected"
+    pairs = [reward_model.Pair(*(encode_scored(row, row[c], tokenizer) for c in both)) for row in rows]
+    texts = [row["prompt"] + row[c] for row in rows for c in both]
     assert len(set(map(len, texts))) > 2
     expected = by_transformers(single / "model", texts)
     assert expected.std() > 1e-2
@@ -228,14 +218,12 @@ def test_anyone_gets_our_scores(single):
         ours = reward_model.score_pairs(model, pairs, reward_model.Args(micro_batch_size=size, precision="float32"))
         torch.testing.assert_close(ours.flatten(), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(by_transformers(single / "model", texts, "left"), expected, rtol=0, atol=1e-5)
-    result = RewardModel(str(single / "model"), "cpu")([r for r in rows for _ in "ab"], [
-        row[c] for row in rows for c in ("chosen", "rejected")])  # fmt: skip
+    result = scorer([row for row in rows for _ in both], [row[c] for row in rows for c in both])
     torch.testing.assert_close(torch.tensor(result), expected, rtol=0, atol=1e-5)
     last = metrics(single)[-1]
     heldout = torch.tensor(result[:8]).view(4, 2)  # the run evaluated the first four
-    assert reward_model.preference_metrics(heldout)["margin"].mean().item() == pytest.approx(
-        last["eval/pair_margin"], abs=1e-5
-    )
+    margin = reward_model.preference_metrics(heldout)["margin"].mean().item()
+    assert margin == pytest.approx(last["eval/pair_margin"], abs=1e-5)
 
 
 def tokenizer_of(*special: str, **roles) -> PreTrainedTokenizerFast:
@@ -250,11 +238,11 @@ def save_lm(folder, tokenizer, kind) -> str:
     torch.manual_seed(0)
     size = dict(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     if kind == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=None, **size))
+        config = transformers.GPT2Config(n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=None, **size)
     else:
-        model = LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-                                             num_attention_heads=2, bos_token_id=None, **size))  # fmt: skip
-    model.save_pretrained(folder)
+        config = transformers.LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                                          num_attention_heads=2, bos_token_id=None, **size)  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -411,7 +399,7 @@ def test_what_is_no_reward_model(single, tmp_path):
     model, tokenizer = load_model(reward_model.Args())
     model.save_pretrained(headless)
     model.config.num_labels = 3
-    LlamaForSequenceClassification(model.config).save_pretrained(three)
+    transformers.LlamaForSequenceClassification(model.config).save_pretrained(three)
     for folder in three, headless:
         tokenizer.save_pretrained(folder)
     (tmp_path / "empty").mkdir()

@@ -41,12 +41,9 @@ def write(tmp_path, source: str) -> str:
 def test_functions_of_trl(tmp_path):
     """TRL's own functions, from its module or built in a file, give what they give when called directly."""
     rewards = pytest.importorskip("trl.rewards", reason="not run: trl is not installed")
-    path = write(
-        tmp_path,
-        "from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment\n"
-        "overlong = get_soft_overlong_punishment(max_completion_len=7, soft_punish_cache=3)\n"
-        "repetition = get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0)\n",
-    )
+    path = write(tmp_path, "from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment\n"
+                 "overlong = get_soft_overlong_punishment(max_completion_len=7, soft_punish_cache=3)\n"
+                 "repetition = get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0)\n")  # fmt: skip
     ours, columns = scored(["trl.rewards:think_format_reward", f"{path}:overlong", f"{path}:repetition"], chat=True)
     messages = [[{"role": "assistant", "content": text}] for text in TEXTS]
     directly = [
@@ -69,14 +66,11 @@ def test_functions_of_trl(tmp_path):
 def test_what_a_function_gets(chat, tmp_path):
     """Prompts and completions as text or as messages, token ids, the dataset's columns once per completion, the step,
     and the two ways to log; never the demonstration."""
-    path = write(
-        tmp_path,
-        "seen = {}\n"
-        "def spy(log_extra, log_metric, trainer_state, **rest):\n"
-        "    log_extra('note', [1] * 4); log_metric('share', 1); log_metric('share', 0)\n"
-        "    seen.update(rest, step=trainer_state.global_step, last=trainer_state.max_steps)\n"
-        "    return [0, 1, True, 0.5]\n",
-    )
+    path = write(tmp_path, "seen = {}\n"
+                 "def spy(log_extra, log_metric, trainer_state, **rest):\n"
+                 "    log_extra('note', [1] * 4); log_metric('share', 1); log_metric('share', 0)\n"
+                 "    seen.update(rest, step=trainer_state.global_step, last=trainer_state.max_steps)\n"
+                 "    return [0, 1, True, 0.5]\n")  # fmt: skip
     rows = [{"prompt": p, "gold": g, "completion": "secret", "more": [g]} for p, g in (("one?", 1), ("two?", 2))]
     rewards, columns = scored([f"{path}:spy"], rows=rows, chat=chat)
     assert load_function(f"{path}:seen") == {
@@ -103,11 +97,8 @@ def test_each_answer_is_scored_beside_its_own_prompt():
 def test_none_skips_and_weights_add_up(tmp_path):
     """TRL's rule: nansum of weight times reward over functions, None as NaN; NaN where every function said None. Each
     function's mean is over what it scored, without its weight."""
-    path = write(
-        tmp_path,
-        "def a(completions, **columns): return [1.0, None, 3.0, None]\n"
-        "async def b(completions, **columns): return [10.0, 20.0, None, None]\n",
-    )
+    path = write(tmp_path, "def a(completions, **columns): return [1.0, None, 3.0, None]\n"
+                 "async def b(completions, **columns): return [10.0, 20.0, None, None]\n")  # fmt: skip
     task = TASK._replace(score=lambda row, text: float(text == "</think>"))
     rewards, columns = scored([f"{path}:a", f"{path}:b"], weights=[2.0, 0.5], task=task)
     table = torch.tensor([[1.0, 10.0], [torch.nan, 20.0], [3.0, torch.nan], [torch.nan, torch.nan]])
@@ -138,9 +129,8 @@ def test_steps_without_any_reward_are_logged_without_one(tmp_path, capsys):
     task = Task("mine", load_task("sort").train, load_task("sort").heldout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo, "load_task", lambda *_: task)
-        run = new_run(
-            grpo, tmp_path / "runs", *SMALL["grpo"], "--eval-every", 1, "--max-steps", 2, "--reward", f"{path}:f"
-        )
+        flags = "--eval-every", 1, "--max-steps", 2, "--reward", f"{path}:f"
+        run = new_run(grpo, tmp_path / "runs", *SMALL["grpo"], *flags)
     assert "NaN" not in (run / "metrics.jsonl").read_text()
     start, first, second = metrics(run)
     unknown = {"reward", "reward_std", "reward/f", "eval/greedy", "eval/sampled"}
@@ -160,13 +150,10 @@ def test_same_name_twice(tmp_path):
 
 def test_autocast_is_the_policy_s_alone(tmp_path):
     """In training and in evaluation: a reward model or a function of the user's would be rounded by it."""
-    path = write(
-        tmp_path,
-        "import torch\n"
-        "def zero(completions, **rest):\n"
-        "    assert not torch.is_autocast_enabled('cpu')\n"
-        "    return [0.0 for _ in completions]\n",
-    )
+    path = write(tmp_path, "import torch\n"
+                 "def zero(completions, **rest):\n"
+                 "    assert not torch.is_autocast_enabled('cpu')\n"
+                 "    return [0.0 for _ in completions]\n")  # fmt: skip
     write_rows(tmp_path / "rows.jsonl", [{"prompt": f"S{i}:"} for i in range(10, 40)])
     flags = ["--task", tmp_path / "rows.jsonl", "--reward", f"{path}:zero", "--precision", "bfloat16", "--max-steps", 1]
     folder = new_run(grpo, tmp_path / "runs", *SMALL["grpo"], *flags)
@@ -175,12 +162,9 @@ def test_autocast_is_the_policy_s_alone(tmp_path):
 
 def test_a_file_is_run_once(tmp_path, monkeypatch):
     """Two functions of one file share what it holds (a loaded model, a cache), however its path is written."""
-    path = write(
-        tmp_path,
-        "seen = []\n"
-        "def f(completions, **columns): seen.append(1); return [0.0] * 4\n"
-        "def g(completions, **columns): return [float(len(seen))] * 4",
-    )
+    path = write(tmp_path, "seen = []\n"
+                 "def f(completions, **columns): seen.append(1); return [0.0] * 4\n"
+                 "def g(completions, **columns): return [float(len(seen))] * 4")  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert scored([f"{path}:f", "mine.py:g"])[0].tolist() == [1.0] * 4
 
@@ -199,9 +183,8 @@ def test_what_is_no_list_of_finite_numbers_is_shown(value, tmp_path):
 @pytest.mark.parametrize("parameters", ["completions", "completions, gold_answer, **columns"])
 def test_a_function_that_does_not_take_the_columns(parameters, tmp_path):
     path = write(tmp_path, f"def f({parameters}): return [1.0] * 4")
-    with pytest.raises(
-        UserError, match=r"function f does not take .*: let it end with \*\*kwargs and take any of .*prompts"
-    ):
+    words = r"function f does not take .*: let it end with \*\*kwargs and take any of .*prompts"
+    with pytest.raises(UserError, match=words):
         scored([f"{path}:f"])
 
 
@@ -215,9 +198,8 @@ def test_a_function_that_is_not_there(spec, tmp_path, monkeypatch):
 
 def test_file_with_a_dataclass(tmp_path):
     """A reward file is an ordinary module: dataclasses with postponed annotations work in it."""
-    source = (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass C:\n    x: int = 1\n"
-    )
+    source = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    source += "@dataclass\nclass C:\n    x: int = 1\n"
     path = write(tmp_path, source + "def f(completions, **columns): return [float(C().x)] * 4")
     assert scored([f"{path}:f"])[0].tolist() == [1.0] * 4
 
@@ -231,9 +213,8 @@ def test_package_of_the_users_called_utils(marker, when, tmp_path):
     if marker:
         (tmp_path / "utils" / "__init__.py").touch()
     (tmp_path / "utils" / "text.py").write_text("where = __file__")
-    at_top, in_call = (
-        ("from utils.text import where", "pass") if when == "first" else ("", "from utils.text import where")
-    )
+    line = "from utils.text import where"
+    at_top, in_call = (line, "pass") if when == "first" else ("", line)
     source = f"{at_top}\ndef f(completions, **columns):\n    {in_call}\n"
     source += "    return [float(where == WANTED)] * len(completions)\n"
     path = write(tmp_path, f"WANTED = {str(tmp_path / 'utils' / 'text.py')!r}\n{source}")
@@ -273,12 +254,9 @@ def test_a_completion_that_was_cut_off_costs_the_penalty(tmp_path):
 def test_reward_columns_are_logged_by_a_run(own_cache, tmp_path):
     """A dataset's column reaches the function in a whole run, and its metric reaches metrics.jsonl; without a score of
     the task's own, evaluation gives the functions' mean rewards."""
-    path = write(
-        tmp_path,
-        "def f(completions, gold, log_metric, **columns):\n"
-        "    log_metric('gold', sum(gold) / len(gold))\n"
-        "    return [float(len(text)) for text in completions]\n",
-    )
+    path = write(tmp_path, "def f(completions, gold, log_metric, **columns):\n"
+                 "    log_metric('gold', sum(gold) / len(gold))\n"
+                 "    return [float(len(text)) for text in completions]\n")  # fmt: skip
     rows = [{"prompt": f"S{i}10:", "gold": 5} for i in range(9)]
     write_rows(tmp_path / "file.jsonl", rows)
     flags = f"--task {tmp_path}/file.jsonl --max-steps 1 --reward {path}:f".split()

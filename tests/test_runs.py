@@ -18,7 +18,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 import utils.lm
 import utils.rewards
 from algos import grpo, ppo_lm, sac, sft, vineppo
-from utils.core import Run, choose_precision, crosses, plot, preset
+from utils.core import Run, choose_precision, plot, preset
 from utils.data import load_task
 from utils.lm import TINY_MODEL, completion_logps, load_model, resolve, sample
 from utils.rewards import evaluate, make_scorer
@@ -154,9 +154,8 @@ def test_lora(tmp_path):
     run = new_run(grpo, tmp_path, *SMALL["grpo"], *flags.split(), "--micro-batch-size", 16)
     state = checkpoint(run)["trained"]["model"]
     assert all("lora_" in name for name in state)
-    base, saved = (
-        dict(load_model(grpo.Args(), path=str(path))[0].named_parameters()) for path in (TINY_MODEL, run / "model")
-    )
+    paths = map(str, (TINY_MODEL, run / "model"))
+    base, saved = (dict(load_model(grpo.Args(), path=path)[0].named_parameters()) for path in paths)
     for name, value in saved.items():  # the base as it was, plus alpha / rank B A where there are adapters
         lora = [state.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.default.weight") for x in "BA"]
         expected = base[name] if lora[0] is None else base[name] + 2 * lora[0] @ lora[1]
@@ -198,9 +197,8 @@ def test_states_with_their_continuations_stay_in_the_context(tmp_path):
     config = GPT2Config(vocab_size=22, n_positions=24, n_embd=32, n_layer=2, n_head=2, eos_token_id=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(tmp_path / "model")
-    task = write_rows(
-        tmp_path / "rows.jsonl", [{"prompt": f"S{i}:"} for i in [*range(10, 30), *range(10**9, 10**9 + 9)]]
-    )
+    rows = [{"prompt": f"S{i}:"} for i in [*range(10, 30), *range(10**9, 10**9 + 9)]]
+    task = write_rows(tmp_path / "rows.jsonl", rows)
     (tmp_path / "rewards.py").write_text("def one(completions, **_): return [1.0] * len(completions)")
     flags = "--max-steps 1 --max-completion-length 10 --step-separator 1 2 3 4 5 6 7 8 9 0".split()
     new_run(vineppo, tmp_path / "runs", *SMALL["vineppo"], *flags, "--model", tmp_path / "model", "--task", task,
@@ -248,12 +246,6 @@ def test_sampling_in_parts(monkeypatch):
         mask = samples.completion_mask
         torch.testing.assert_close(samples.logps[mask], logps[mask], rtol=0, atol=1e-5)
         assert samples.ended.tolist() == sum((part.ended.tolist() for part in parts), [])
-
-
-def test_iterations_of_several_steps_cross_a_multiple():
-    """From step 8 on, every 5: at 10 or beyond it, and not again before 15. 0 is never."""
-    assert [crosses(step, 8, 5) for step in (9, 10, 12)] == [False, True, True]
-    assert not crosses(14, 12, 5) and crosses(27, 14, 5) and not crosses(10, 0, 0)
 
 
 def test_plot_draws_what_is_there(tmp_path):

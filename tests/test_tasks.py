@@ -184,38 +184,35 @@ def test_gsm8k_rows(gsm8k):
     assert gsm8k.score(row, row["completion"]) == 1
 
 
-@pytest.mark.parametrize(
-    "gold, text, reward",
-    [
-        ("72", "so 70 + 2 = 72\n#### 72", 1),
-        ("72", "#### 72.0", 1),
-        ("72", "#### $72", 1),
-        ("72", "#### 72 apples", 1),
-        ("72", "so it is 72.", 0),
-        ("72", "72 of 100", 0),
-        ("72", "#### 72\nThat is 7 dozen and 1", 1),
-        ("72", "first #### 5, then\n#### 72", 1),
-        ("72", "#### 72\n#### 5", 0),
-        ("72", "72 ####", 0),
-        ("72", "####", 0),
-        ("72", "no idea", 0),
-        ("72", "", 0),
-        ("72", "#### 7 2", 0),
-        ("1,234", "#### 1234", 1),
-        ("1234", "#### 1,234", 1),
-        ("1234567", "#### $1,234,567", 1),
-        ("-5", "#### -5", 1),
-        ("-5", "#### 5", 0),
-        ("5", "#### 8-3 = 5", 0),
-        ("72", "#### 72 (6 dozens of 12)", 1),
-        ("-3", "#### \u22123", 1),
-        ("0.5", "#### .5", 1),
-        ("5", "#### No.5", 1),
-        ("0.25", "#### 0.25", 1),
-        ("25", "#### 0.25", 0),
-        ("72", "#### ７２", 0),
-    ],
-)
+@pytest.mark.parametrize("gold, text, reward", [
+    ("72", "so 70 + 2 = 72\n#### 72", 1),
+    ("72", "#### 72.0", 1),
+    ("72", "#### $72", 1),
+    ("72", "#### 72 apples", 1),
+    ("72", "so it is 72.", 0),
+    ("72", "72 of 100", 0),
+    ("72", "#### 72\nThat is 7 dozen and 1", 1),
+    ("72", "first #### 5, then\n#### 72", 1),
+    ("72", "#### 72\n#### 5", 0),
+    ("72", "72 ####", 0),
+    ("72", "####", 0),
+    ("72", "no idea", 0),
+    ("72", "", 0),
+    ("72", "#### 7 2", 0),
+    ("1,234", "#### 1234", 1),
+    ("1234", "#### 1,234", 1),
+    ("1234567", "#### $1,234,567", 1),
+    ("-5", "#### -5", 1),
+    ("-5", "#### 5", 0),
+    ("5", "#### 8-3 = 5", 0),
+    ("72", "#### 72 (6 dozens of 12)", 1),
+    ("-3", "#### \u22123", 1),
+    ("0.5", "#### .5", 1),
+    ("5", "#### No.5", 1),
+    ("0.25", "#### 0.25", 1),
+    ("25", "#### 0.25", 0),
+    ("72", "#### ７２", 0),
+])  # fmt: skip
 def test_gsm8k_score(gsm8k, gold, text, reward):
     """The number after the last ####."""
     assert gsm8k.score({"answer": f"work 1 2 3\n#### {gold}"}, text) == reward
@@ -229,16 +226,15 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
     [("jsonl", False), ("jsonl", True), ("parquet", False), ("parquet", True), ("csv", False), ("saved", True),
      ("splits", True), ("folder", True)],
 )  # fmt: skip
-def test_dataset_files(kind, chat, tmp_path):
+def test_dataset_files(kind, chat, tmp_path, own_cache):
     """JSONL, Parquet, CSV, what save_to_disk writes and a folder of files, plain text and chat messages, and a prompt
     column of another name: rows arrive as they are."""
-    datasets = pytest.importorskip("datasets")
     prompts = [[*MESSAGES, {"role": "user", "content": str(i)}] if chat else f"{i}?" for i in range(60)]
     rows = [{"ask": prompt, "prompt": "another column", "gold": i} for i, prompt in enumerate(prompts)]
     path = tmp_path / ("file" if kind in ("saved", "splits", "folder") else f"file.{kind}")
-    table = datasets.Dataset.from_list(rows)
+    table = own_cache.Dataset.from_list(rows)
     if kind == "splits":
-        table = datasets.DatasetDict(train=table)
+        table = own_cache.DatasetDict(train=table)
     if kind == "folder":
         path.mkdir()
     how = {"jsonl": lambda: write_rows(path, rows), "parquet": lambda: table.to_parquet(path),
@@ -252,10 +248,9 @@ def test_dataset_files(kind, chat, tmp_path):
 
 
 @pytest.mark.parametrize("spec", ["rows.csv", "./rows.txt", "/no/where", "rows"])
-def test_a_source_that_is_none_is_said_at_once(spec, monkeypatch):
+def test_a_source_that_is_none_is_said_at_once(spec, monkeypatch, own_cache):
     """The hub, which answers a path with half a minute of silence, is not asked."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("asks"))
+    monkeypatch.setattr(own_cache, "load_dataset", lambda *_: pytest.fail("asks"))
     with pytest.raises(UserError, match="there is no task and no file .*rows|where"):
         load_task(spec)
 
@@ -267,43 +262,37 @@ def test_a_file_without_rows_is_said(name, text, tmp_path):
         load_task(str(tmp_path / name))
 
 
-@pytest.mark.parametrize(
-    "names, train, heldout",
-    [
-        ("train test", "train", "test"),
-        ("train_sft test_sft train_gen test_gen", "train_sft", "test_sft"),
-        ("test_prefs train_prefs train", "train", "test_prefs"),
-        ("train validation_matched test", "train", "test"),
-        ("train valid", "train", "valid"),
-        ("default test", "default", "test"),
-    ],
-)
-def test_a_dataset_with_a_test_split_of_its_own(names, train, heldout, monkeypatch, capsys):
+@pytest.mark.parametrize("names, train, heldout", [
+    ("train test", "train", "test"),
+    ("train_sft test_sft train_gen test_gen", "train_sft", "test_sft"),
+    ("test_prefs train_prefs train", "train", "test_prefs"),
+    ("train validation_matched test", "train", "test"),
+    ("train valid", "train", "valid"),
+    ("default test", "default", "test"),
+])  # fmt: skip
+def test_a_dataset_with_a_test_split_of_its_own(names, train, heldout, monkeypatch, capsys, own_cache):
     """Split names as on the hub; training rows with a held-out prompt are dropped, also beyond what is kept."""
-    datasets = pytest.importorskip("datasets")
     rows = {name: [{"prompt": f"{name} {i}?"} for i in range(300)] for name in names.split()}
     rows[train] += [{"prompt": f"{heldout} 7?"}, {"prompt": f"{heldout} 299?"}]
-    made = datasets.DatasetDict({name: datasets.Dataset.from_list(part) for name, part in rows.items()})
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_: made)
+    made = own_cache.DatasetDict({name: own_cache.Dataset.from_list(part) for name, part in rows.items()})
+    monkeypatch.setattr(own_cache, "load_dataset", lambda *_: made)
     task = load_task("ORG/NAME")
     assert [row["prompt"] for row in task.heldout] == [f"{heldout} {i}?" for i in range(256)]
     assert {task.train(i, 1)["prompt"] for i in range(400)} == {f"{train} {i}?" for i in range(300)}
     assert "300 rows to train on, 2 whose prompt is held out" in capsys.readouterr().out
 
 
-def test_a_test_split_that_is_the_training_split(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list([{"prompt": f"{i}?"} for i in range(9)])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(train=rows, test=rows))
+def test_a_test_split_that_is_the_training_split(monkeypatch, own_cache):
+    rows = own_cache.Dataset.from_list([{"prompt": f"{i}?"} for i in range(9)])
+    monkeypatch.setattr(own_cache, "load_dataset", lambda *_: own_cache.DatasetDict(train=rows, test=rows))
     with pytest.raises(UserError, match="not held out"):
         load_task("ORG/NAME")
 
 
-def test_a_dataset_with_nothing_but_a_test_split(monkeypatch):
+def test_a_dataset_with_nothing_but_a_test_split(monkeypatch, own_cache):
     """It is trained on, and a part of it is held out: equal prompts stand on one side."""
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list([{"prompt": f"{i % 50}?", "gold": i} for i in range(100)])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(test=rows))
+    rows = own_cache.Dataset.from_list([{"prompt": f"{i % 50}?", "gold": i} for i in range(100)])
+    monkeypatch.setattr(own_cache, "load_dataset", lambda *_: own_cache.DatasetDict(test=rows))
     task = load_task("ORG/NAME")
     train, heldout = (sorted(row["gold"] for row in part) for part in (task.rows, task.heldout))
     assert sorted(train + heldout) == list(range(100)) and heldout[2:] == [gold + 50 for gold in heldout[:2]]
@@ -323,9 +312,8 @@ def tokenizer(template: str | None = None, big: bool = False, bos: bool = False)
         made.add_tokens([f"word{i}" for i in range(100)])
     if bos:
         made.add_special_tokens({"bos_token": "<bos>"})
-        made.backend_tokenizer.post_processor = TemplateProcessing(
-            "<bos> $A", special_tokens=[("<bos>", made.bos_token_id)]
-        )
+        special = [("<bos>", made.bos_token_id)]
+        made.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A", special_tokens=special)
     return made
 
 

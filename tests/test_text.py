@@ -96,16 +96,14 @@ def test_a_pair_has_one_prompt():
     (CHATML, "\nYes.", "assistant", "\n\nYes.<|im_end|>"),
     (THINKING, "Yes.", "assistant\n", "Yes.<|im_end|>"),
 ])  # fmt: skip
-def test_what_a_token_or_the_template_carries_across_the_seam_belongs_to_the_completion(
-    template, answer, ends, completion
-):
+def test_what_is_carried_across_the_seam_belongs_to_the_completion(template, answer, ends, completion):
+    """By a token or by the template."""
     tokenizer = qwen(template)
     row = {"prompt": USER, "completion": answer}
     prompt, tokens = encode_row(row, tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
     assert tokenizer.decode(prompt).endswith(ends) and tokenizer.decode(tokens) == completion
-    whole = tokenizer.apply_chat_template([*USER, {"role": "assistant", "content": answer}], return_dict=True)[
-        "input_ids"
-    ]
+    said = [*USER, {"role": "assistant", "content": answer}]
+    whole = tokenizer.apply_chat_template(said, return_dict=True)["input_ids"]
     assert prompt + tokens == whole[: len(prompt + tokens)]
 
 
@@ -154,9 +152,8 @@ def test_a_system_prompt_comes_where_there_is_none():
 
 def test_settings_of_the_template_and_a_row_before_those_of_all():
     """Of columns, too, in which Arrow writes None where other rows have a name that this one lacks."""
-    tokenizer = shown(
-        qwen("{{ enable_thinking }} {{ n }} " + CHATML), chat_template_kwargs=("enable_thinking=false", "n=3")
-    )
+    settings = "enable_thinking=false", "n=3"
+    tokenizer = shown(qwen("{{ enable_thinking }} {{ n }} " + CHATML), chat_template_kwargs=settings)
     assert decoded(tokenizer, {"prompt": "2+2?"})[0].startswith("False 3 ")
     row = {"prompt": "2+2?", "chat_template_kwargs": {"n": 4, "enable_thinking": None}}
     assert decoded(tokenizer, row)[0].startswith("False 4 ")
@@ -188,7 +185,6 @@ def test_tools_of_a_row_are_shown_to_the_template():
 def test_messages_of_files(write, kind, tmp_path, own_cache):
     """Arguments of a call, also as OpenAI writes them, are objects and those of their row alone; content in parts is
     text; a CSV's messages are messages."""
-    datasets = pytest.importorskip("datasets")
     rows = []
     for arguments in ({"x": 1}, {"y": "two"}):
         call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": write(arguments)}}]}
@@ -198,7 +194,7 @@ def test_messages_of_files(write, kind, tmp_path, own_cache):
     if kind == "csv":
         rows = [row | {"messages": json.dumps(row["messages"])} for row in rows]
     if kind != "jsonl":
-        path, table = tmp_path / f"rows.{kind}", datasets.Dataset.from_list(rows)
+        path, table = tmp_path / f"rows.{kind}", own_cache.Dataset.from_list(rows)
         table.to_csv(path) if kind == "csv" else table.to_parquet(path)
     for row in (row for rows in load_rows(str(path), from_messages) for row in rows):
         arguments = row["completion"][0]["tool_calls"][0]["function"]["arguments"]
@@ -295,9 +291,8 @@ def test_calls_and_tools_that_are_text(tmp_path, own_cache):
 def with_eos(tokenizer):
     """It adds its EOS to every text."""
     end = tokenizer.eos_token
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
-    )
+    special = [(end, tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"$A {end}", special_tokens=special)
     return tokenizer
 
 
@@ -356,11 +351,8 @@ def test_what_an_encoder_goes_by_is_in_the_key():
 
 def test_what_was_found_in_rows_is_found_again_until_something_changes(tmp_path, own_cache, monkeypatch):
     """A second start encodes nothing; another template, limit or row is looked at; so is all without a cache."""
-    path, seen, encoded = (
-        write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}?"} for i in range(30)]),
-        [],
-        data.rendered,
-    )
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}?"} for i in range(30)])
+    seen, encoded = [], data.rendered
     monkeypatch.setattr(data, "rendered", lambda *given: seen.append(1) or encoded(*given))
     model = SimpleNamespace(config=LlamaConfig(max_position_embeddings=200))
 
@@ -381,11 +373,10 @@ def test_what_was_found_in_rows_is_found_again_until_something_changes(tmp_path,
 
 def test_equal_prompts_stay_on_one_side(tmp_path, own_cache):
     """Also where Arrow writes None for a name that other messages have."""
-    datasets = pytest.importorskip("datasets")
     train = [{"prompt": [{"role": "user", "content": f"{i}", "name": "x"}]} for i in range(9)]
     train += [{"prompt": [message | {"name": None} for message in USER]}]
     test = [{"prompt": [{"content": "2+2?", "role": "user"}]}]
-    table = datasets.DatasetDict(train=datasets.Dataset.from_list(train), test=datasets.Dataset.from_list(test))
+    table = own_cache.DatasetDict(train=own_cache.Dataset.from_list(train), test=own_cache.Dataset.from_list(test))
     table.save_to_disk(tmp_path / "saved")
     task = load_task(str(tmp_path / "saved"))
     assert len(task.heldout) == 1 and len(task.rows) == 9
@@ -456,19 +447,16 @@ def test_conversations(tmp_path, own_cache, capsys):
     """The last assistant's message is the completion; rows without one are counted, the first is shown."""
     talk = lambda *roles: {"messages": [{"role": role, "content": f"{role} {i}"} for i, role in enumerate(roles)]}  # noqa: E731
     rows = [talk("system", "user", "assistant", "user", "assistant", "user")]
-    rows += [
-        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]}
-        for i in range(9)
-    ]
+    for i in range(9):
+        rows.append({"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]})
     path = write_rows(tmp_path / "rows.jsonl", [*rows, talk("user"), talk("assistant", "user")])
     task = load_demonstrations(path, "prompt")
     made = {row["completion"][0]["content"]: row for row in [*task.rows, *task.heldout]}
     assert len(made) == 10
     assert [m["content"] for m in made["assistant 4"]["prompt"]] == ["system 0", "user 1", "assistant 2", "user 3"]
     assert made["3!"]["prompt"] == [{"role": "user", "content": "3?"}]
-    assert "2 of 12 rows cannot be used and are dropped, the first because a row has no assistant's message" in (
-        capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert "2 of 12 rows cannot be used and are dropped, the first because a row has no assistant's message" in out
     for messages in (None, [], "1"):
         with pytest.raises(RowFault, match="messages"):
             from_messages({"messages": messages})
@@ -552,14 +540,12 @@ def test_rows_without_a_completion_are_dropped_and_counted(tmp_path, own_cache, 
     rows = [{"prompt": f"S{i}:", "completion": "1" if i % 20 else None} for i in range(60)]
     flags = ["--device", "cpu", "--model", TINY_MODEL, "--batch-size", 30, "--max-steps", 2]
     new_run(sft, tmp_path / "runs", *flags, "--task", write_rows(tmp_path / "rows.jsonl", rows))
-    assert "3 of 60 rows cannot be used and are dropped, the first because a row needs completion" in (
-        capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert "3 of 60 rows cannot be used and are dropped, the first because a row needs completion" in out
     rows = [row | {"completion": None} for row in rows]
     with user_error(capsys, "no row can be used", "needs completion"):
-        command_line(
-            sft, *flags, "--task", write_rows(tmp_path / "none.jsonl", rows), "--output-dir", tmp_path / "none"
-        )
+        path = write_rows(tmp_path / "none.jsonl", rows)
+        command_line(sft, *flags, "--task", path, "--output-dir", tmp_path / "none")
     assert runs_in(tmp_path / "none") == []
 
 

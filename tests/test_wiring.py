@@ -49,9 +49,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(algo, tmp_path):
     (whole,) = (tmp_path / "runs").iterdir()
     states = [str([checkpoint(path)["rng"][0][1], checkpoint(path)["rng"][2].tolist()])
               for path in (tmp_path / "stopped", whole)]  # fmt: skip
-    assert states[0] != states[1], (
-        f"tests/specs/{algo}.py: no global generator is drawn from after step 3: the settings in noise must"
-    )
+    assert states[0] != states[1], f"tests/specs/{algo}.py: noise must draw from a global generator after step 3"
     train(algo, settings | {"resume": str(tmp_path / "stopped")}, tmp_path / "runs")
     assert_same_result(tmp_path / "stopped", whole)
 

@@ -6,7 +6,8 @@ TESTS = {  # as Spec.tests
     "algos/environments/from_trl.py": "tools",
     "utils/control.py": "envs exact_ppo exact_sac parity_sb3 properties::test_replay_buffer",
     "utils/core.py": "faults::test_a_resume_or_evaluation_that_fails_leaves_the_run "
-                     "faults::test_a_run_of_another_version resume_control command_line_control envs runs",
+                     "faults::test_a_run_of_another_version resume_control command_line_control envs runs "
+                     "properties::test_crosses",
     "utils/builtin.py": "tasks text properties preferences sft",
     "utils/data.py": "tasks text large_data preferences unpaired properties sft reward_models",
     "utils/dist.py": "distributed exact_grpo exact_dpo invariance alarm lora "
