@@ -199,7 +199,7 @@ def resolved(script: str) -> Spec:
         own = {text.split()[0].replace("-", "_"): f"--{text.strip()}" for text in spec.small.split("--")[1:]}
         small = own if "device" in own else small | own
     found["small"] = " ".join(text for name, text in small.items() if name in has or name in own)
-    return replace(specs[-1], **found, bugs=parse_bugs(modules[-1].BUGS))
+    return replace(specs[-1], **found, bugs=parse_bugs(getattr(modules[-1], "BUGS", "")))
 
 
 def discover() -> dict[str, Spec]:

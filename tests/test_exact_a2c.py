@@ -1,0 +1,65 @@
+"""a2c.py: whole updates by the second implementation of PPO's with another slope, one update by hand, and runs of ppo.py
+that are A2C. Advantages, rollouts and the agent are ppo.py's, whose tests run on it, too."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from control import close, float64, without
+from every_script import script
+from helpers import metrics, new_run, weights
+from test_exact_ppo import DISCRETE, SPACES, linear_agent, make_batch, one_row, random_batch, tables
+
+from algos import a2c, ppo
+from tests.reference import ppo as reference
+
+SCRIPT = SimpleNamespace(update=lambda agent, optimizer, batch, _, args: a2c.update(agent, optimizer, batch, args))
+
+
+@float64()
+@SPACES
+@pytest.mark.parametrize("changes", [
+    {}, dict(ent_coef=0.3, vf_coef=2.0, gae_lambda=0.6, gamma=0.8), dict(normalize_advantages=True),
+    dict(max_grad_norm=0.05)])  # fmt: skip
+def test_update_is_the_reference_s(space, changes):
+    """The slope of the loss in log pi is the advantage."""
+    agent, args = linear_agent(48, space, 8), a2c.Args(**dict(max_grad_norm=1e9) | changes)
+    batch = random_batch(agent)
+    reference.check(SCRIPT, agent, batch, args, 0.5, *tables(agent, batch), slope=lambda ratio, a, args: a)
+
+
+@float64()
+def test_an_update_by_hand():
+    """Rewards 1, 2, 4, discount 1/2. The second row is cut at a state of value 6, the third ends: returns 3.5, 5 and 4
+    and, beside values 0, 2 and -2, advantages 3.5, 3 and 6. Of three equal chances the gradient is A (e_a - 1/3)."""
+    agent = linear_agent(4, DISCRETE)
+    agent.actor.weight.data.zero_()
+    agent.critic.weight.data = torch.tensor([[0.0, 2, -2, 6]])
+    ends = dict(terminated=False), dict(terminated=False, truncated=True), {}
+    rows = [
+        one_row(i, [a], r, s, 4, **end) for i, (a, r, s, end) in enumerate(zip([0, 2, 1], [1.0, 2, 4], [1, 3, 0], ends))
+    ]
+    args = a2c.Args(gamma=0.5, vf_coef=0.5, max_grad_norm=1e9)
+    found = a2c.update(agent, torch.optim.SGD(agent.parameters(), 3.0), make_batch(rows), args)
+    close(agent.actor.weight.T[:3], 3.5 * np.eye(3)[0] * [[1], [0], [0]] + 3 * np.eye(3)[2] * [[0], [1], [0]]
+          + 6 * np.eye(3)[1] * [[0], [0], [1]] - np.array([[3.5], [3], [6]]) / 3)  # fmt: skip
+    close(agent.critic.weight[0], [1.75, 3.5, 1, 6])
+    close(found["entropy"], np.log(3))
+
+
+def test_a_run_of_ppo_with_one_epoch_and_one_minibatch_is_a_run_of_a2c(tmp_path, monkeypatch):
+    """Huang et al. 2022, arXiv 2205.09123: all weights and all metrics, bit for bit. With a second epoch, others."""
+    module, args = script("a2c", tmp_path)
+    expected = new_run(module, tmp_path / "a2c", *args)
+    monkeypatch.setattr(
+        torch.optim, "Adam", lambda parameters, lr, eps, fused: torch.optim.RMSprop(parameters, lr, 0.99, eps)
+    )
+    monkeypatch.setattr(torch, "randperm", lambda rows, **_: torch.arange(rows))  # draws nothing
+    off = "--learning-rate 7e-4 --gae-lambda 1 --no-normalize-advantages --num-minibatches 1 --update-epochs"
+    for epochs in (1, 2):
+        run = new_run(ppo, tmp_path / f"ppo{epochs}", *args, *off.split(), epochs)
+        rows = [{name: row[name] for name in known} for row, known in zip(metrics(run), metrics(expected), strict=True)]
+        assert (rows == metrics(expected)) == (epochs == 1)
+        same = weights(expected)
+        assert all(torch.equal(w, same[name]) for name, w in weights(run).items()) == (epochs == 1)
