@@ -4,15 +4,14 @@ Mnih et al. 2016, "Asynchronous Methods for Deep Reinforcement Learning" (arXiv 
 
 Parent: ppo.py. One gradient step on each rollout, which is then thrown away: no ratio, clip, epochs or minibatches.
 
-The policy acts for T steps in N environments. An action becomes likelier if the rewards that followed, with the value of
-where the rollout ended, are more than the critic had expected. Maximises
+The policy acts for T steps in N environments. An action becomes likelier if the rewards that followed, with the value
+of where the rollout ended, are more than the critic had expected. Maximises
 
     J(theta) = E { A_t log pi_theta(a_t | s_t) + c_ent H_t - c_vf (V(s_t) - R_t)^2 / 2 }
 
-    R_t     = r_t + gamma r_t+1 + ... + gamma^n V(s_t+n)         up to the rollout's or the episode's end; the value is 0
-                                                                 where it terminated. With lambda below 1: A_t + V(s_t)
-    A_t     = R_t - V(s_t)                                       advantage, without a gradient
-    H_t     = entropy of pi_theta(. | s_t)
+    R_t   = r_t + gamma r_t+1 + ... + gamma^n V(s_t+n)    to the end of the rollout or episode; V is 0 if it terminated
+    A_t   = R_t - V(s_t)                                  advantage, without a gradient; of GAE if lambda is below 1
+    H_t   = entropy of pi_theta(. | s_t)
     T, N, gamma, lambda   --num-steps, --num-envs, --gamma, --gae-lambda
     c_ent, c_vf           --ent-coef, --vf-coef
 
@@ -35,16 +34,15 @@ Metrics
     grad_norm           before it is clipped; most are above 0.5
 
 Differences
-    - The paper's workers update one network without waiting for each other. Here all wait, as in baselines' A2C and SB3.
-    - Defaults are those of SB3 and the zoo's CartPole, but a fifth of the steps, and the learning rate falls to 0, as in
-      the paper. SB3's value loss is not halved: its 0.5 is our 1.0.
+    - The paper's workers update one network without waiting for each other. Here all wait, as in baselines and SB3.
+    - Defaults are those of SB3 and the zoo's CartPole, but a fifth of the steps, and the learning rate falls to 0, as
+      in the paper. SB3's value loss is not halved: its 0.5 is our 1.0.
     - Observations and rewards are normalised by running statistics. SB3 does not.
     - Policy and value share no parameters. In the paper they share all layers but the last; SB3's do for images alone.
     - All observations are flattened.
 """
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,8 +106,6 @@ class Args(EnvArgs):
     """units of the two hidden layers of policy and value network"""
     log_std_init: float = 0.0
     """log of the standard deviation of Gaussian actions at the start"""
-    compile: bool = False
-    """compile the loss (half a minute at the start)"""
     threads: int = 1
     """CPU threads: a second makes networks this small a tenth faster; 0: OMP_NUM_THREADS where set, else two"""
     save_every: int = 20_000
@@ -293,11 +289,10 @@ def a2c_loss(agent: Agent, obs: Tensor, actions: Tensor, advantages: Tensor, ret
     policy_loss = -(logps * advantages).mean()
     errors = (values - returns) ** 2
     loss = policy_loss - args.ent_coef * entropy.mean() + args.vf_coef * 0.5 * errors.mean()
-    return loss, entropy.mean().detach()
+    return loss, entropy.mean()
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: Args,
-           loss_function: Callable = a2c_loss) -> dict[str, float]:  # fmt: skip
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict[str, float]:
     """One step on a whole rollout. Returns metrics."""
     with torch.no_grad():
         values, next_values = agent.value(batch.obs), agent.value(batch.next_obs)
@@ -305,7 +300,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: A
         advantages = gae(batch.rewards, values, next_values, batch.terminated, done, args.gamma, args.gae_lambda)
         returns = advantages + values
     rows = [x.flatten(0, 1) for x in (batch.obs, batch.actions, advantages, returns)]
-    loss, entropy = loss_function(agent, *rows, args)
+    loss, entropy = a2c_loss(agent, *rows, args)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
@@ -374,7 +369,6 @@ def train(args: Args) -> list[dict]:
     # the epsilon stands outside the root; in TensorFlow 1's RMSprop, of the authors' time, inside: a larger one
     optimizer = torch.optim.RMSprop(agent.parameters(), lr=args.learning_rate, alpha=0.99, eps=1e-5)
     generator = torch.Generator(device).manual_seed(args.seed)
-    loss_function = torch.compile(a2c_loss) if args.compile else a2c_loss
     rollout = args.num_envs * args.num_steps
     run = Run(args, NAME, args.env_id, args.total_timesteps // rollout * rollout, ("return", "eval/return"))
     envs, obs = make_vector(make, args, run.step)
@@ -391,7 +385,7 @@ def train(args: Args) -> list[dict]:
         step += rollout
 
         # update
-        columns = update(agent, optimizer, batch, args, loss_function) | episode_columns(episodes)
+        columns = update(agent, optimizer, batch, args) | episode_columns(episodes)
         columns |= {"learning_rate": optimizer.param_groups[0]["lr"], "time/steps_per_second": run.speed(step)}
 
         # evaluate

@@ -50,8 +50,8 @@ class Effect:
     runs: dict[str, tuple[str, dict]]
     """name, as the claims call it -> script and settings (see Curve): the idea, its parent, the control, parts"""
     statistic: str
-    """one number of a run: `last COLUMN`, `mean COLUMN`, `late COLUMN`, the mean of the last half of its rows, or `rise
-    COLUMN`, from the first row to the last"""
+    """one number of a run: `last COLUMN`, `mean COLUMN`, `late COLUMN`, the mean of the last half of its rows, `rise
+    COLUMN`, from the first row to the last, or `until COLUMN NUMBER`, the first step that reaches it, else the last"""
     claims: dict[str, int]
     """comparison of runs, as in "double < dqn / 2" -> in how many of the seeds it must hold"""
     seeds: int = 10
