@@ -38,14 +38,10 @@ def test_an_update_by_hand():
     agent = linear_agent(4, DISCRETE)
     agent.actor.weight.data.zero_()
     agent.critic.weight.data = torch.tensor([[0.0, 2, -2, 6]])
-    ends = dict(terminated=False), dict(terminated=False, truncated=True), {}
-    rows = [
-        one_row(i, [a], r, s, 4, **end) for i, (a, r, s, end) in enumerate(zip([0, 2, 1], [1.0, 2, 4], [1, 3, 0], ends))
-    ]
+    rows = [one_row(0, [0], 1.0, 1, 4, False), one_row(1, [2], 2.0, 3, 4, False, True), one_row(2, [1], 4.0, 0, 4)]
     args = a2c.Args(gamma=0.5, vf_coef=0.5, max_grad_norm=1e9)
     found = a2c.update(agent, torch.optim.SGD(agent.parameters(), 3.0), make_batch(rows), args)
-    close(agent.actor.weight.T[:3], 3.5 * np.eye(3)[0] * [[1], [0], [0]] + 3 * np.eye(3)[2] * [[0], [1], [0]]
-          + 6 * np.eye(3)[1] * [[0], [0], [1]] - np.array([[3.5], [3], [6]]) / 3)  # fmt: skip
+    close(3 * agent.actor.weight.T[:3], [[7, -3.5, -3.5], [-3, -3, 6], [-6, 12, -6]])
     close(agent.critic.weight[0], [1.75, 3.5, 1, 6])
     close(found["entropy"], np.log(3))
 
@@ -56,14 +52,13 @@ def test_a_run_of_ppo_with_one_epoch_and_one_minibatch_is_a_run_of_a2c(env_id, t
     module, args = script("a2c", tmp_path)
     args += ["--env-id", env_id, "--log-std-init=-0.5"]
     expected = new_run(module, tmp_path / "a2c", *args)
-    rmsprop, arange = torch.optim.RMSprop, torch.arange
-    monkeypatch.setattr(torch.optim, "Adam", lambda weights, lr, eps, fused: rmsprop(weights, lr, 0.99, eps))
-    monkeypatch.setattr(torch, "randperm", lambda rows, **_: arange(rows))  # draws nothing
+    monkeypatch.setattr(torch.optim, "Adam", lambda p, lr, eps, fused: torch.optim.RMSprop(p, lr, 0.99, eps))
+    monkeypatch.setattr(torch, "randperm", lambda rows, **_: torch.arange(rows))  # draws nothing
     off = "--learning-rate 7e-4 --gae-lambda 1 --no-normalize-advantages --num-minibatches 1 --update-epochs"
     for epochs in (1, 2):
         run = new_run(ppo, tmp_path / f"ppo{epochs}", *args, *off.split(), epochs)
-        rows = [{name: row[name] for name in known} for row, known in zip(metrics(run), metrics(expected), strict=True)]
-        assert (rows == metrics(expected)) == (epochs == 1)
+        same = all(known.items() <= row.items() for row, known in zip(metrics(run), metrics(expected), strict=True))
+        assert same == (epochs == 1)
         same = weights(expected)
         assert all(torch.equal(w, same[name]) for name, w in weights(run).items()) == (epochs == 1)
 
