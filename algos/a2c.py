@@ -24,7 +24,9 @@ Run
     python algos/a2c.py --evaluate RUN --eval-episodes 100 --capture-video       scores a saved agent
 
 Expect
-    CartPole-v1: 500, the maximum, from 20,000 steps on (2 seeds), in less than half a minute on a CPU. EXPECT
+    CartPole-v1: 500, the maximum, from 20,000 steps on (2 seeds), in less than half a minute on a CPU. In runs of
+    24,560 steps 475 is reached after 8,200, 14,360 and not at all (3 seeds), by ppo.py after 4,096, 6,144 and 8,192,
+    and with one epoch and one minibatch by no run of ppo.py.
 
 Metrics
     return, length      of the training episodes that ended in the iteration; absent if none did
