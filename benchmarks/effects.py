@@ -33,8 +33,11 @@ EFFECTS = {name: effect for spec in SPECS.values() for name, effect in spec.effe
 
 def number(history: list[dict], statistic: str) -> float:
     """Of the rows of a run: see Effect.statistic."""
-    kind, column = statistic.split()
+    kind, column, *bound = statistic.split()
     values = [row[column] for row in history if column in row]
+    if kind == "until":
+        steps = [row["step"] for row in history if column in row]
+        return next((step for step, value in zip(steps, values) if value >= float(*bound)), steps[-1])
     if kind == "rise":
         return values[-1] - values[0]
     first = {"last": len(values) - 1, "mean": 0, "late": len(values) // 2}[kind]

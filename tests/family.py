@@ -267,12 +267,6 @@ SPEC = '''"""{title}: algos/{child}.py."""
 from tests.specs import Spec
 from tests.specs.{parent} import SPEC as PARENT
 
-BUGS = """
-TODO-what-the-mistake-is: TODO why people make it; one block for each line of the idea that can be wrong
-- TODO a line of algos/{child}.py that {parent}.py lacks
-+ TODO the same line with the mistake
-"""
-
 SPEC = Spec(  # the rest is {parent}.py's; see tests/specs/__init__.py
     "{title}, arXiv 0000.00000",
     tests="exact_{child} " + PARENT.tests,
@@ -301,9 +295,10 @@ def new(child: tyro.conf.Positional[str], parent: str, title: str, root: Root = 
     for path, text in files.items():
         path.write_text(text)
     diff((child,), root)
-    print(f"""1. algos/{child}.py: fill in the docstring, then change the lines of the idea
-2. tests/test_exact_{child}.py: enumerate the expected gradient; it fails until you do
-3. tests/specs/{child}.py: small arguments, curves, planted bugs
+    print(f"""All steps: .github/CONTRIBUTING.md
+1. algos/{child}.py: fill in the docstring, then change the lines of the idea
+2. tests/test_exact_{child}.py: a hook for the root's tests/reference/, and values by hand; it fails until you do
+3. tests/specs/{child}.py: curves, an effect, and flags that the parent lacks
 4. python tests/family.py diff {child} && git diff algos/families
 5. pytest --script {child}
 6. python benchmarks/curves.py record CURVE, with the name of a curve in the spec""")

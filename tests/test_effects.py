@@ -19,6 +19,8 @@ def test_a_claim_is_counted_over_the_seeds_that_all_runs_have():
 
 def test_the_statistic_of_a_run():
     rows = [{"q": 9.0}, {"q": 1.0, "r": 5.0}, {"step": 3}, {"q": 2.0}, {"q": 4.0}]
+    reached = [{"step": 1}, {"step": 2, "q": 1.0}, {"step": 3, "q": 5.0}, {"step": 4, "q": 6.0}, {"step": 5}]
+    assert [effects.number(reached, f"until q {bound}") for bound in (1, 4.9, 5, 6, 7)] == [2, 3, 3, 4, 4]
     assert [effects.number(rows, f"{kind} q") for kind in ("last", "mean", "late", "rise")] == [4.0, 4.0, 3.0, -5.0]
 
 

@@ -1,8 +1,8 @@
-"""PPO, PPO with masks and recurrent PPO compute what Stable-Baselines3's PPO and sb3-contrib's MaskablePPO and
-RecurrentPPO compute behind a VecNormalize: rollout, advantages, and trained weights.
+"""PPO, A2C, PPO with masks and recurrent PPO compute what Stable-Baselines3's PPO and A2C and sb3-contrib's
+MaskablePPO and RecurrentPPO compute behind a VecNormalize: rollout, advantages, and trained weights.
 
-Against recorded numbers (peers/make_sb3_fixtures.py, make_sb3_contrib_fixtures.py) always, against the installed peer
-where there is one. One stream of observations and rewards goes through both, twice, with training between; SB3's
+Against recorded numbers (peers/make_sb3_fixtures.py, with _a2c and _contrib) always, against the installed peer where
+there is one. One stream of observations and rewards goes through both, twice, with training between; SB3's
 actions are given to ours. The differences, each converted here or named in algos/ppo.py:
     - SB3 adds gamma V(last observation) to the reward where an episode is truncated; we bootstrap in delta.
     - SB3's value loss is not halved: its vf_coef is half of ours.
@@ -17,7 +17,8 @@ import pytest
 import torch
 from parity import below, recorded
 
-from algos import ppo, ppo_lstm, ppo_mask
+from algos import a2c, ppo, ppo_lstm, ppo_mask
+from benchmarks.peers import make_sb3_a2c_fixtures as sb3_a2c
 from benchmarks.peers import make_sb3_contrib_fixtures as contrib
 from benchmarks.peers import make_sb3_fixtures as sb3
 from benchmarks.peers.make_sb3_fixtures import ROUNDS, SPACES, D, N, Played, T
@@ -26,6 +27,7 @@ from utils.control import make_vector
 LSTM = SimpleNamespace(PATH=contrib.LSTM_PATH, CASES=contrib.LSTM_CASES)
 SCRIPTS = {  # script -> module, who recorded the peer, the peer, and what is installed with it
     "ppo": (ppo, sb3, sb3.run_sb3, "needs_sb3"),
+    "a2c": (a2c, sb3_a2c, sb3_a2c.run_a2c, "needs_sb3"),
     "ppo_mask": (ppo_mask, contrib, contrib.run_contrib, "needs_contrib"),
     "ppo_lstm": (ppo_lstm, LSTM, contrib.run_recurrent, "needs_contrib"),
 }
@@ -42,11 +44,12 @@ def compare(script: str, stream: dict, case: dict, theirs: dict[str, torch.Tenso
     module, lstm = SCRIPTS[script][0], script == "ppo_lstm"
     masks = sum(contrib.PARTS[case["space"]]) if script == "ppo_mask" else 0  # numbers before theirs in an observation
     settings = {name: value for name, value in case.items() if name != "space"}
-    args = module.Args(num_envs=N, num_steps=T, num_minibatches=1, **settings)
-    before = below("before/", theirs)
+    args = module.Args(num_envs=N, num_steps=T, **settings | ({} if module is a2c else dict(num_minibatches=1)))
+    before, once = below("before/", theirs), module is a2c or args.update_epochs == 1
     agent = module.Agent(masks + D, SPACES[case["space"]], len(before["encoder.0.bias" if lstm else "actor.0.bias"]))
     agent.load_state_dict(before)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    kind, more = (torch.optim.RMSprop, dict(alpha=0.99)) if module is a2c else (torch.optim.Adam, dict(fused=True))
+    optimizer = kind(agent.parameters(), lr=args.learning_rate, eps=1e-5, **more)
     generator, state = torch.Generator().manual_seed(0), [agent.empty(N)] if lstm else []
     statistics = module.Statistics(*([masks + D, masks] if masks else [D]), N, args.gamma, args.normalize)
     columns = iter(range(N))
@@ -85,10 +88,10 @@ def compare(script: str, stream: dict, case: dict, theirs: dict[str, torch.Tenso
         close(f"{i}/advantages", advantages)
         close(f"{i}/returns", advantages + values)
         # training
-        metrics = module.update(agent, optimizer, batch, generator, args)
-        close(f"{i}/approx_kl", metrics["approx_kl"])
-        close(f"{i}/explained_variance", metrics["explained_variance"])
-        if args.update_epochs == 1:  # SB3 averages these over all epochs, we report the last
+        metrics = module.update(agent, optimizer, batch, *([] if module is a2c else [generator]), args)
+        for name in ["explained_variance"] + (["approx_kl"] if module is not a2c else []):
+            close(f"{i}/{name}", metrics[name])
+        if once:  # SB3 averages these over all epochs, we report the last
             close(f"{i}/entropy_loss", -metrics["entropy"])
         for name, parameter in agent.named_parameters():
             close(f"{i}/{name}", parameter.detach())
@@ -96,7 +99,7 @@ def compare(script: str, stream: dict, case: dict, theirs: dict[str, torch.Tenso
         name: (x - before[name]).abs().max() > 1e-3 for name, x in agent.named_parameters()
     }  # a hundred tolerances
     assert all(moves or lstm and name.startswith("critic") for name, moves in moved.items()), moved
-    assert lstm or args.update_epochs == 1 or (0.001 if masks else 0.02) < theirs["1/clip_fraction"] < 0.9
+    assert lstm or once or (0.001 if masks else 0.02) < theirs["1/clip_fraction"] < 0.9
 
 
 CASES = [(script, i) for script, (_, maker, *_) in SCRIPTS.items() for i in range(len(maker.CASES))]

@@ -113,7 +113,8 @@ def run_sb3(stream: dict, case: dict, hidden_size: int, algorithm=None, played=P
         model.train()
         logged = model.logger.name_to_value
         recorded |= {name: torch.tensor(float(logged[f"train/{name}"])) for name in
-                     ("approx_kl", "explained_variance", "entropy_loss", "clip_fraction")}  # fmt: skip
+                     ("approx_kl", "explained_variance", "entropy_loss", "clip_fraction")
+                     if f"train/{name}" in logged}  # fmt: skip
         if case["normalize"]:
             recorded |= {"obs_mean": torch.tensor(envs.obs_rms.mean), "obs_var": torch.tensor(envs.obs_rms.var),
                          "return_var": torch.tensor(envs.ret_rms.var)}  # fmt: skip
@@ -121,20 +122,20 @@ def run_sb3(stream: dict, case: dict, hidden_size: int, algorithm=None, played=P
     return result
 
 
-def main() -> None:
+def main(path: Path = PATH, cases: list[dict] = CASES, run=run_sb3, maker: str = __file__) -> None:
     import safetensors.torch
     import stable_baselines3
 
     stream = make_stream()
     tensors = {f"stream/{name}": torch.from_numpy(value) for name, value in stream.items()}
-    for i, case in enumerate(CASES):
-        tensors |= {f"case{i}/{name}": value for name, value in run_sb3(stream, case, hidden_size=8).items()}
+    for i, case in enumerate(cases):
+        tensors |= {f"case{i}/{name}": value for name, value in run(stream, case, hidden_size=8).items()}
     about = {"stable_baselines3": stable_baselines3.__version__, "torch": torch.__version__,
-             "gymnasium": gym.__version__, "command": "python benchmarks/peers/make_sb3_fixtures.py",
-             "cases": json.dumps(CASES)}  # fmt: skip
-    PATH.parent.mkdir(exist_ok=True)
-    PATH.write_bytes(safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()}, about))
-    print(f"{len(CASES)} cases, {PATH.stat().st_size / 1024:.0f} KB in {PATH}")
+             "gymnasium": gym.__version__, "command": f"python benchmarks/peers/{Path(maker).name}",
+             "cases": json.dumps(cases)}  # fmt: skip
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()}, about))
+    print(f"{len(cases)} cases, {path.stat().st_size / 1024:.0f} KB in {path}")
 
 
 if __name__ == "__main__":

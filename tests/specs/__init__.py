@@ -50,8 +50,8 @@ class Effect:
     runs: dict[str, tuple[str, dict]]
     """name, as the claims call it -> script and settings (see Curve): the idea, its parent, the control, parts"""
     statistic: str
-    """one number of a run: `last COLUMN`, `mean COLUMN`, `late COLUMN`, the mean of the last half of its rows, or `rise
-    COLUMN`, from the first row to the last"""
+    """one number of a run: `last COLUMN`, `mean COLUMN`, `late COLUMN`, the mean of the last half of its rows, `rise
+    COLUMN`, from the first row to the last, or `until COLUMN NUMBER`, the first step that reaches it, else the last"""
     claims: dict[str, int]
     """comparison of runs, as in "double < dqn / 2" -> in how many of the seeds it must hold"""
     seeds: int = 10
@@ -199,7 +199,7 @@ def resolved(script: str) -> Spec:
         own = {text.split()[0].replace("-", "_"): f"--{text.strip()}" for text in spec.small.split("--")[1:]}
         small = own if "device" in own else small | own
     found["small"] = " ".join(text for name, text in small.items() if name in has or name in own)
-    return replace(specs[-1], **found, bugs=parse_bugs(modules[-1].BUGS))
+    return replace(specs[-1], **found, bugs=parse_bugs(getattr(modules[-1], "BUGS", "")))
 
 
 def discover() -> dict[str, Spec]:
