@@ -301,8 +301,8 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: A
         done = batch.terminated | batch.truncated
         advantages = gae(batch.rewards, values, next_values, batch.terminated, done, args.gamma, args.gae_lambda)
         returns = advantages + values
-    rows = [x.flatten(0, 1) for x in (batch.obs, batch.actions, advantages, returns)]
-    loss, entropy = a2c_loss(agent, *rows, args)
+    obs, actions, weights, targets = (x.flatten(0, 1) for x in (batch.obs, batch.actions, advantages, returns))
+    loss, entropy = a2c_loss(agent, obs, actions, weights, targets, args)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)

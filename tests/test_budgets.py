@@ -20,7 +20,7 @@ EJECTED = {  # all lines
 }  # fmt: skip
 LATER = len(SPECS) - 45  # each later script may add 100 lines for its peer
 CODE = {  # lines of code of all Python files in a folder, of which those of another are another's
-    "utils": (1825, 1600), "tests": (26080, 26000), "benchmarks": (2950, 2950),
+    "utils": (1825, 1600), "tests": (22850, 22400), "benchmarks": (2950, 2950),
     "benchmarks/peers": (2900 + 100 * LATER, 2900 + 100 * LATER),
 }  # fmt: skip
 LARGEST = {"lm": 310, "data": 290, "core": 270}  # of a file in utils; the aim is 230

@@ -1,7 +1,6 @@
 """awac.py: weights by the public codes' formulas, and whole updates by tests/reference/iql.py. CORL's
 updates: test_parity_updates.py; what it shares with iql.py: test_exact_iql.py."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -30,7 +30,9 @@ def signed(rows, s):
 @pytest.mark.parametrize("baseline", [0.0, 0.6, 1.0, -1.0])  # at 1 right answers have the advantage 0
 @stale
 def test_updates_equal_the_reference_s(case, baseline):
-    metrics = twice(topr, Rule(signed, tapered, counts="wrong_weight"), case, rewards=RIGHT, baseline=baseline, beta=0.3)
+    metrics = twice(
+        topr, Rule(signed, tapered, counts="wrong_weight"), case, rewards=RIGHT, baseline=baseline, beta=0.3
+    )
     assert baseline == -1 or case == "unknown" or metrics["wrong_weight"] < 0.99
 
 
