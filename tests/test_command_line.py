@@ -151,7 +151,8 @@ def test_a_process_of_its_own(args, words, tmp_path):
 def documented(cls: type) -> dict[str, str]:
     """Field -> the string under it in the source."""
     body = ast.parse(inspect.getsource(cls)).body[0].body
-    pairs = [(a.target.id, b.value.value) for a, b in zip(body, body[1:]) if isinstance(a, ast.AnnAssign)]
+    pairs = [(a.target.id, b.value.value) for a, b in zip(body, body[1:])
+             if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)]  # fmt: skip
     return dict(pairs)
 
 
