@@ -224,12 +224,12 @@ def unchanged_since(name: str) -> str:
 def drawn(names: set[str]) -> set[str]:
     """Of the curves whose code has changed, besides the best-known scripts', as many as learn in DRAWN seconds, in an
     order that the commit draws: a change of utils/ would have all of them learn."""
-    changed = [name for name in sorted(names)
+    rows = {name: found for name in sorted(names) if len(found := recorded(name)) >= ENOUGH}
+    changed = [name for name in rows
                if not (learns_always(name) or CURVES[name].slow or unchanged_since(name))]  # fmt: skip
     chosen, left = set(), DRAWN
     for name in random.Random(fresh_seeds()[0]).sample(changed, len(changed)):
-        rows = recorded(name)
-        cost = 2 * sum(row["seconds"] for row in rows) / max(1, len(rows))
+        cost = 2 * statistics.mean(row["seconds"] for row in rows[name])
         if cost <= left:
             chosen, left = chosen | {name}, left - cost
     return chosen
