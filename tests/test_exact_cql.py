@@ -101,7 +101,7 @@ def test_without_its_terms_it_is_sac():
         optimizers.critics.param_groups[0]["eps"] = eps
         for number in (1, 2, 3):
             batch, generator = minibatch(module.Transitions, number), torch.Generator().manual_seed(number)
-            module.update(agent, optimizers, batch, generator, settings, *[number][: module is sac])
+            module.update(agent, optimizers, batch, generator, settings)
     assert all(torch.equal(x, ours.state_dict()[name]) for name, x in theirs.state_dict().items())
 
 

@@ -96,5 +96,5 @@ SPEC = Spec(
     ),),
     flags=dict(dataset="@pendulum.hdf5"),
     noise=dict(dataset="@walk.hdf5"),
-    special={"offline_ratio": ({}, 0.25), "env_id": ({}, "Heavy-v0")},
+    special={"offline_ratio": ({}, 0.25), "env_id": ({}, "Heavy-v0"), "subset_size": ({"num_critics": 3}, 2)},
 )  # fmt: skip
