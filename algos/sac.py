@@ -82,6 +82,7 @@ LOG_STD_BOUNDS = (-20.0, 2.0)  # the authors' code clamps to them; CleanRL squas
 
 @dataclass
 class Args(EnvArgs):
+    # flags of earlier versions: the script that has them now, and their defaults then
     moved = {"utd_ratio": ("redq.py", 1), "policy_frequency": ("redq.py", 1), "num_critics": ("redq.py", 2),
              "subset_size": ("redq.py", None), "actor_q": ("redq.py", "min"), "layer_norm": ("redq.py", False),
              "dropout": ("redq.py", 0.0)}  # fmt: skip

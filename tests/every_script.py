@@ -1,6 +1,5 @@
 """Every script in algos/ with its small arguments, for tests that all scripts must pass."""
 
-import dataclasses
 import importlib
 import inspect
 from pathlib import Path
@@ -9,7 +8,7 @@ from types import ModuleType
 import pytest
 from small_data import pendulum
 
-from tests.specs import SPECS, line_of
+from tests.specs import SPECS, line_of, options
 
 NAMES = list(SPECS)
 every_script = pytest.mark.parametrize("algo", NAMES)
@@ -50,7 +49,3 @@ def stand_in(root: str, *functions: str):
 def with_function(root: str, *names: str):
     """For a test of a file with `stand_in`: it tests these functions, and runs on each of `sharing(root, *names)`."""
     return pytest.mark.parametrize("script", sharing(root, *names), indirect=True)
-
-
-def options(algo: str) -> set[str]:
-    return {field.name for field in dataclasses.fields(importlib.import_module(f"algos.{algo}").Args)}

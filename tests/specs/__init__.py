@@ -172,13 +172,15 @@ def classes(path: str) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in ast.parse(sources()[path]).body if isinstance(node, ast.ClassDef)}
 
 
+@cache
 def options(script: str) -> set[str]:
     """The fields of its Args and of their bases, read without importing the script."""
     known = {name: node for path in sources() if path.startswith("utils/") for name, node in classes(path).items()}
     known |= classes(f"algos/{script}.py")
     fields, name = set(), "Args"
     while name:
-        fields |= {line.target.id for line in known[name].body if isinstance(line, ast.AnnAssign)}
+        lines = [line for line in known[name].body if isinstance(line, ast.AnnAssign)]
+        fields |= {line.target.id for line in lines if not ast.unparse(line.annotation).startswith("ClassVar")}
         name = next((base.id for base in known[name].bases), "")
     return fields
 
