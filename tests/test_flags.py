@@ -1,12 +1,14 @@
 """Every flag of every script matters: changed alone, from settings in which it acts, it changes the metrics or the
 final weights. config.json does not count. Flags of memory leave the results equal, and are seen to act. The settings
-stand in the specs. A child's flag that only functions of its parent read is tried there, and here by `pytest -m slow`.
+stand in the specs. A child's flag that only statements of its parent read is tried there, and here by
+`pytest -m inherited` and with planted bugs.
 """
 
 import ast
 import dataclasses
 import importlib
 import typing
+from collections import Counter, defaultdict
 from functools import cache
 
 import pytest
@@ -60,13 +62,17 @@ def assert_only_rounded(one: Result, other: Result) -> None:
 
 
 @cache
-def functions(algo: str) -> dict[str, ast.FunctionDef]:
-    """Functions and methods, without docstrings, comments and places: what the code itself says -> its tree."""
-    found = {}
+def readers(algo: str) -> dict[str, Counter]:
+    """Flag -> the statements that read it, without places: an `if` whole, of a loop or `with` its first line alone."""
+    found = defaultdict(Counter)
     for node in ast.walk(ast.parse(sources()[f"algos/{algo}.py"])):
-        if isinstance(node, ast.FunctionDef):
-            node.body = node.body[ast.get_docstring(node) is not None :]
-            found[ast.dump(node)] = node
+        if not isinstance(node, ast.stmt) or isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        first_line = [part for part in ast.iter_child_nodes(node) if not isinstance(part, ast.stmt)]
+        code = ast.dump(node) if isinstance(node, ast.If) else str([ast.dump(part) for part in first_line])
+        for part in (part for expression in first_line for part in ast.walk(expression)):
+            if isinstance(part, ast.Attribute):
+                found[part.attr][code] += 1
     return found
 
 
@@ -86,18 +92,15 @@ def asked_for(algo: str) -> set[str]:
 
 
 def cases(algo: str):
-    """(script, flag), slow where every function that reads the flag is as in the parent, but for micro-batches. Of a
-    spec with `only` those flags, and the ones whose truth the script asks for."""
+    """(script, flag), inherited where the statements that read the flag are the parent's, but for micro-batches, into
+    which each update is split. Of a spec with `only` those flags, and the ones whose truth the script asks for."""
     args, parent = importlib.import_module(f"algos.{algo}").Args, parent_of(algo)
     flags = [f.name for f in dataclasses.fields(args) if f.name not in EXEMPT]
-    flags = [name for name in flags if name in (SPECS[algo].only or (name,)) or name in asked_for(algo)]
-    known = {f.name for f in dataclasses.fields(importlib.import_module(f"algos.{parent}").Args)} if parent else ()
-    ours, theirs = functions(algo), functions(parent) if parent else {}
-    changed = [(ours | theirs)[code] for code in ours.keys() ^ theirs.keys()]
-    read = {node.attr for function in changed for node in ast.walk(function) if isinstance(node, ast.Attribute)}
     for name in flags:
-        own = not parent or name in read or name not in known or name.startswith("micro_batch")  # where update differs
-        yield pytest.param(algo, name, marks=() if own else pytest.mark.slow)
+        if name in (SPECS[algo].only or (name,)) or name in asked_for(algo):
+            inherited = parent and hasattr(importlib.import_module(f"algos.{parent}").Args, name)
+            inherited = inherited and readers(algo)[name] == readers(parent)[name] and "micro_batch" not in name
+            yield pytest.param(algo, name, marks=pytest.mark.inherited if inherited else ())
 
 
 CASES = [case for algo in NAMES for case in cases(algo)]
