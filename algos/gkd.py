@@ -90,7 +90,7 @@ from utils.lm import (
     sample_all,
     save_model,
 )
-from utils.rewards import decode, evaluate, make_scorer, shown
+from utils.rewards import decode, evaluate, make_scorer, sample_rows, shown
 
 NAME, TITLE = "gkd", "GKD"
 LARGE = dict(learning_rate=1e-6, sample_batch_size=32, micro_batch_size=64, micro_batch_tokens=4096,
@@ -127,6 +127,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """completions per prompt: G"""
     sample_batch_size: int | None = None
     """completions sampled at once, rounded to whole prompts; limits the cache's memory"""
+    log_samples: int = 0
+    """prompts per step whose completions RUN/samples.jsonl keeps, besides those of evaluations"""
     max_completion_length: int | None = None
     """most new tokens per completion"""
     max_prompt_length: int | None = None
@@ -439,7 +441,7 @@ def train(args: Args) -> list[dict]:
     if not run.restore(**parts):
         its_own = evaluate(teacher, tokenizer, task, score, replace(args, sampler="")) if teacher and scored else {}
         its_own = {name.replace("eval", "teacher"): value for name, value in its_own.items()}
-        run.log(0, **(evaluate(model, tokenizer, task, score, args) if scored else {}), **its_own)
+        run.log(0, **(evaluate(model, tokenizer, task, score, args, 0, run.keep) if scored else {}), **its_own)
     model.train()
     while run.step < args.max_steps:
         step, begun = run.step + 1, time.perf_counter()
@@ -448,7 +450,7 @@ def train(args: Args) -> list[dict]:
         # collect
         samples, rewards, columns = collect(model, tokenizer, task, score, step, args)
         sampled, due = time.perf_counter(), run.due(step, args.eval_every)
-        if step == 1 or due:
+        if step == 1:
             run.print(shown(samples, tokenizer, rewards.tolist()))
 
         # update
@@ -457,6 +459,7 @@ def train(args: Args) -> list[dict]:
 
         # evaluate
         groups, lengths = rewards.view(-1, args.num_generations), samples.completion_mask.sum(1).float()
+        run.keep(sample_rows(args.log_samples, samples, tokenizer, {"reward": rewards, **score.each}))
         if scored:
             deviation = (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt()
             columns |= {"reward": rewards.nanmean().item(), "reward_std": deviation.nanmean().item()}
@@ -471,7 +474,7 @@ def train(args: Args) -> list[dict]:
             columns["frac_zero_std"] = (advantages(groups, "none") == 0).all(1).float().mean().item()
         columns["time/tokens_per_second"] = total(lengths.sum()).item() / columns["time/step"]
         if due and scored:
-            columns |= evaluate(model, tokenizer, task, score, args, step)
+            columns |= evaluate(model, tokenizer, task, score, args, step, run.keep)
         run.log(step, **averaged(columns))
         run.end_step(step, parts)
 

@@ -84,7 +84,7 @@ from utils.dist import (
     total,
 )
 from utils.lm import PolicyArgs, alarm, autocast, completion_logps, load_model, resolve, sample_all, save_model
-from utils.rewards import load_function, pass_at_k
+from utils.rewards import load_function, pass_at_k, sample_rows
 
 NAME, TITLE = "grpo_multiturn", "GRPO with an environment"
 LARGE = dict(learning_rate=1e-6, num_prompts=64, num_generations=8, sample_batch_size=32, micro_batch_size=64,
@@ -129,6 +129,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """episodes per prompt: G"""
     sample_batch_size: int | None = None
     """episodes sampled at once, rounded to whole prompts; limits the cache's memory"""
+    log_samples: int = 0
+    """prompts per step whose episodes RUN/samples.jsonl keeps, besides those of evaluations"""
     max_completion_length: int | None = None
     """most new tokens per turn"""
     max_prompt_length: int | None = None
@@ -553,12 +555,14 @@ def collect(model, tokenizer, make: Any, task: Task, step: int, args: Args) -> E
     return episodes._replace(rewards=episodes.rewards - args.missing_eos_penalty * ~episodes.samples.ended.cpu())
 
 
-def evaluate(model, tokenizer, make: Any, task: Task, args: Args) -> dict[str, float]:
-    """Success, a reward of 1, of greedy and sampled episodes of held-out rows."""
+def evaluate(model, tokenizer, make: Any, task: Task, args: Args, keep: Callable) -> dict[str, float]:
+    """Success, a reward of 1, of greedy and sampled episodes of held-out rows. keep: gets all episodes as rows."""
     n, own = args.eval_samples, share(task.heldout[: args.eval_prompts])
 
     def rewards(count: int, temperature: float) -> Tensor:
         played = play(model, tokenizer, make, own or task.heldout[:1], count, temperature, args, "evaluation")
+        rows = sample_rows(len(own), played.samples, tokenizer, {"reward": played.rewards, "cut": played.cut})
+        keep([row | {"greedy": temperature == 0} for row in gathered(rows)])
         return torch.tensor(gathered(played.rewards.view(-1, count).tolist()[: len(own)]))
 
     before = rng_state()  # environments may draw from the global generators
@@ -626,7 +630,7 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
     parts = {"trained": Trained(model, optimizer)}
     if not run.restore(**parts):
-        run.log(0, **evaluate(model, tokenizer, make, task, args))
+        run.log(0, **evaluate(model, tokenizer, make, task, args, run.keep))
     model.train()
     while run.step < args.max_steps:
         step, begun = run.step + 1, time.perf_counter()
@@ -636,7 +640,7 @@ def train(args: Args) -> list[dict]:
         episodes = collect(model, tokenizer, make, task, step, args)
         samples, rewards, own = episodes.samples, episodes.rewards, episodes.own
         sampled, due = time.perf_counter(), run.due(step, args.eval_every)
-        if step == 1 or due:
+        if step == 1:
             run.print(shown(tokenizer, episodes))
         ref_logps = reference_logps(model, reference, samples, args) if args.beta else None
 
@@ -646,6 +650,8 @@ def train(args: Args) -> list[dict]:
 
         # evaluate
         groups, lengths = rewards.view(-1, args.num_generations), own.sum(1).float()
+        each = {"reward": rewards, "advantage": advantages(groups, args.scale_rewards).flatten(), "cut": episodes.cut}
+        run.keep(sample_rows(args.log_samples, samples, tokenizer, each))
         columns |= {
             "reward": rewards.nanmean().item(),
             "reward_std": (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean().item(),
@@ -661,7 +667,7 @@ def train(args: Args) -> list[dict]:
         }
         columns["time/tokens_per_second"] = total(lengths.sum()).item() / columns["time/step"]
         if due:
-            columns |= evaluate(model, tokenizer, make, task, args)
+            columns |= evaluate(model, tokenizer, make, task, args, run.keep)
         run.log(step, **averaged(columns))
         run.end_step(step, parts)
 

@@ -75,7 +75,7 @@ from utils.dist import (
     total,
 )
 from utils.lm import PolicyArgs, alarm, autocast, completion_logps, load_model, resolve, sample_all, save_model
-from utils.rewards import decode, evaluate, make_scorer, shown
+from utils.rewards import decode, evaluate, make_scorer, sample_rows, shown
 
 NAME, TITLE = "gspo", "GSPO"
 LARGE = dict(learning_rate=1e-6, sample_batch_size=32, micro_batch_size=64, micro_batch_tokens=4096,
@@ -111,6 +111,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """completions per prompt: G"""
     sample_batch_size: int | None = None
     """completions sampled at once, rounded to whole prompts; limits the cache's memory"""
+    log_samples: int = 0
+    """prompts per step whose completions RUN/samples.jsonl keeps, besides those of evaluations"""
     max_completion_length: int | None = None
     """most new tokens per completion"""
     max_prompt_length: int | None = None
@@ -268,7 +270,7 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
     parts = {"trained": Trained(model, optimizer)}
     if not run.restore(**parts):
-        run.log(0, **evaluate(model, tokenizer, task, score, args))
+        run.log(0, **evaluate(model, tokenizer, task, score, args, 0, run.keep))
     model.train()
     while run.step < args.max_steps:
         step, begun = run.step + 1, time.perf_counter()
@@ -277,7 +279,7 @@ def train(args: Args) -> list[dict]:
         # collect
         samples, rewards, columns = collect(model, tokenizer, task, score, step, args)
         sampled, due = time.perf_counter(), run.due(step, args.eval_every)
-        if step == 1 or due:
+        if step == 1:
             run.print(shown(samples, tokenizer, rewards.tolist()))
         ref_logps = reference_logps(model, reference, samples, args) if args.beta else None
 
@@ -287,6 +289,8 @@ def train(args: Args) -> list[dict]:
 
         # evaluate
         groups, lengths = rewards.view(-1, args.num_generations), samples.completion_mask.sum(1).float()
+        each = {"reward": rewards, "advantage": advantages(groups, args.scale_rewards).flatten(), **score.each}
+        run.keep(sample_rows(args.log_samples, samples, tokenizer, each))
         columns |= {
             "reward": rewards.nanmean().item(),
             "reward_std": (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean().item(),
@@ -299,7 +303,7 @@ def train(args: Args) -> list[dict]:
         }
         columns["time/tokens_per_second"] = total(lengths.sum()).item() / columns["time/step"]
         if due:
-            columns |= evaluate(model, tokenizer, task, score, args, step)
+            columns |= evaluate(model, tokenizer, task, score, args, step, run.keep)
         run.log(step, **averaged(columns))
         run.end_step(step, parts)
 

@@ -270,7 +270,9 @@ def train(args: Args) -> list[dict]:
         samples, ref_logps, labels, *_ = heldout_batch
         metrics = label_metrics(score_examples(model, samples, ref_logps, args), labels, args.beta)
         columns = {f"eval/{name}": value for name, value in metrics.items()}
-        return columns | (evaluate(model, tokenizer, data.task, None, args) if data.task else {})
+        if data.task:
+            columns |= evaluate(model, tokenizer, data.task, None, args, run.step, run.keep)
+        return columns
 
     parts = {"trained": Trained(model, optimizer)}
     if not run.restore(**parts):

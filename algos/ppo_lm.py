@@ -77,7 +77,7 @@ from utils.dist import (
     total,
 )
 from utils.lm import PolicyArgs, alarm, autocast, body, completion_logps, load_model, resolve, sample_all, save_model
-from utils.rewards import decode, evaluate, make_scorer, shown
+from utils.rewards import decode, evaluate, make_scorer, sample_rows, shown
 
 NAME, TITLE = "ppo_lm", "PPO"
 LARGE = dict(learning_rate=1e-6, critic_learning_rate=1e-5, sample_batch_size=32, micro_batch_size=64,
@@ -112,6 +112,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """completions per prompt: G"""
     sample_batch_size: int | None = None
     """completions sampled at once, rounded to whole prompts; limits the cache's memory"""
+    log_samples: int = 0
+    """prompts per step whose completions RUN/samples.jsonl keeps, besides those of evaluations"""
     max_completion_length: int | None = None
     """most new tokens per completion"""
     max_prompt_length: int | None = None
@@ -354,7 +356,7 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
     parts = {"trained": Trained(torch.nn.ModuleList([model, critic]), optimizer)}
     if not run.restore(**parts):
-        run.log(0, **evaluate(model, tokenizer, task, score, args))
+        run.log(0, **evaluate(model, tokenizer, task, score, args, 0, run.keep))
     model.train()
     critic.train()  # gradient checkpointing does nothing in evaluation mode
     while run.step < args.max_steps:
@@ -365,7 +367,7 @@ def train(args: Args) -> list[dict]:
         # collect
         samples, rewards, columns = collect(model, tokenizer, task, score, step, args)
         sampled, due = time.perf_counter(), run.due(step, args.eval_every)
-        if step == 1 or due:
+        if step == 1:
             run.print(shown(samples, tokenizer, rewards.tolist()))
         ref_logps = reference_logps(model, reference, samples, args) if args.beta else None
 
@@ -375,6 +377,7 @@ def train(args: Args) -> list[dict]:
         alarm(columns.get("sampler_gap"), run, args)
 
         # evaluate
+        run.keep(sample_rows(args.log_samples, samples, tokenizer, {"reward": rewards, **score.each}))
         lengths = samples.completion_mask.sum(1).float()
         columns |= {
             "reward": rewards.nanmean().item(),
@@ -387,7 +390,7 @@ def train(args: Args) -> list[dict]:
         }
         columns["time/tokens_per_second"] = total(lengths.sum()).item() / columns["time/step"]
         if due:
-            columns |= evaluate(model, tokenizer, task, score, args, step)
+            columns |= evaluate(model, tokenizer, task, score, args, step, run.keep)
         run.log(step, **averaged(columns))
         run.end_step(step, parts)
 

@@ -57,7 +57,7 @@ from utils.core import Run, UserError, main, prepare
 from utils.data import encode_prompt, load_task, usable
 from utils.dist import Means, Samples, Trained, averaged, clip_gradients, micro_batches, moments, share, start, total
 from utils.lm import PolicyArgs, alarm, autocast, completion_logps, load_model, resolve, sample_all, save_model
-from utils.rewards import decode, evaluate, make_scorer, shown
+from utils.rewards import decode, evaluate, make_scorer, sample_rows, shown
 
 NAME, TITLE = "reinforce_lm", "REINFORCE"
 LARGE = dict(learning_rate=1e-6, sample_batch_size=32, micro_batch_size=64, micro_batch_tokens=4096,
@@ -88,6 +88,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """prompts per step, of all processes, each answered once: B"""
     sample_batch_size: int | None = None
     """completions sampled at once; limits the cache's memory"""
+    log_samples: int = 0
+    """prompts per step whose completions RUN/samples.jsonl keeps, besides those of evaluations"""
     max_completion_length: int | None = None
     """most new tokens per completion"""
     max_prompt_length: int | None = None
@@ -168,7 +170,7 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
     parts = {"trained": Trained(model, optimizer)}
     if not run.restore(**parts):
-        run.log(0, **evaluate(model, tokenizer, task, score, args))
+        run.log(0, **evaluate(model, tokenizer, task, score, args, 0, run.keep))
     model.train()
     while run.step < args.max_steps:
         step, begun = run.step + 1, time.perf_counter()
@@ -176,7 +178,7 @@ def train(args: Args) -> list[dict]:
         # collect
         samples, rewards, columns = collect(model, tokenizer, task, score, step, args)
         due = run.due(step, args.eval_every)
-        if step == 1 or due:
+        if step == 1:
             run.print(shown(samples, tokenizer, rewards[:1].tolist()))
 
         # update
@@ -184,6 +186,8 @@ def train(args: Args) -> list[dict]:
         alarm(columns.get("sampler_gap"), run, args)
 
         # evaluate
+        each = {"reward": rewards, "advantage": advantages(rewards, args.baseline), **score.each}
+        run.keep(sample_rows(args.log_samples, samples, tokenizer, each))
         lengths = samples.completion_mask.sum(1).float()
         columns |= {
             "reward": rewards.nanmean().item(),
@@ -193,7 +197,7 @@ def train(args: Args) -> list[dict]:
             "time/step": time.perf_counter() - begun,
         }
         if due:
-            columns |= evaluate(model, tokenizer, task, score, args, step)
+            columns |= evaluate(model, tokenizer, task, score, args, step, run.keep)
         run.log(step, **averaged(columns))
         run.end_step(step, parts)
 

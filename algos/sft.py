@@ -272,7 +272,7 @@ def train(args: Args) -> list[dict]:
             if task.score is None:
                 found = {"eval/loss": heldout_loss(model, heldout_samples[task.name], args)}
             else:
-                found = evaluate(model, tokenizer, task, None, args)
+                found = evaluate(model, tokenizer, task, None, args, run.step, run.keep)
             prefix = f"eval/{task.name}/" if len(tasks) > 1 else "eval/"
             columns |= {prefix + name.removeprefix("eval/"): value for name, value in found.items()}
         return columns

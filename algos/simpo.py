@@ -209,7 +209,9 @@ def train(args: Args) -> list[dict]:
 
     def evaluation() -> dict[str, float]:
         columns = {f"eval/pair_{name}": value for name, value in score_pairs(model, heldout_batch, args).items()}
-        return columns | (evaluate(model, tokenizer, data.task, None, args) if data.task else {})
+        if data.task:
+            columns |= evaluate(model, tokenizer, data.task, None, args, run.step, run.keep)
+        return columns
 
     parts = {"trained": Trained(model, optimizer)}
     if not run.restore(**parts):

@@ -75,7 +75,7 @@ from utils.dist import (
     total,
 )
 from utils.lm import PolicyArgs, autocast, completion_logps, load_model, resolve, sample_all, save_model
-from utils.rewards import decode, evaluate, make_scorer, shown
+from utils.rewards import decode, evaluate, make_scorer, sample_rows, shown
 
 NAME, TITLE = "tba", "TBA"
 LARGE = dict(learning_rate=1e-5, num_prompts=7, num_generations=20, sample_batch_size=40, micro_batch_size=40,
@@ -110,6 +110,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """completions per prompt: K"""
     sample_batch_size: int | None = None
     """completions sampled at once, rounded to whole prompts; limits the cache's memory"""
+    log_samples: int = 0
+    """prompts per step whose completions RUN/samples.jsonl keeps, besides those of evaluations"""
     max_completion_length: int | None = None
     """most new tokens per completion"""
     max_prompt_length: int | None = None
@@ -275,7 +277,7 @@ def train(args: Args) -> list[dict]:
     held, parts = run.state.get("buffer"), {"trained": Trained(model, optimizer)}
     buffer = held and Batch(Samples(*held[:-2]), *held[-2:])  # on the CPU, the same in all processes
     if not run.restore(**parts):
-        run.log(0, **evaluate(model, tokenizer, task, score, args))
+        run.log(0, **evaluate(model, tokenizer, task, score, args, 0, run.keep))
     model.train()
     while run.step < args.max_steps:
         step, begun = run.step + 1, time.perf_counter()
@@ -285,8 +287,9 @@ def train(args: Args) -> list[dict]:
         found, due = {}, run.due(step, args.eval_every)
         if (step - 1) % args.sync_every == 0:  # the policy of now samples, and all steps until the next time learn
             samples, rewards, found = collect(model, tokenizer, task, score, step, args)
-            if step == 1 or run.due(step + args.sync_every - 1, args.eval_every):
+            if step == 1:
                 run.print(shown(samples, tokenizer, rewards.tolist()))
+            run.keep(sample_rows(args.log_samples, samples, tokenizer, {"reward": rewards, **score.each}))
             new = Batch(samples, rewards, reference_logps(model, reference, samples, args).sum(1))
             for part in gathered([moved(new, "cpu")]):
                 buffer = store(buffer, part, args.buffer_size)
@@ -311,7 +314,7 @@ def train(args: Args) -> list[dict]:
         }
         columns["time/tokens_per_second"] = total(lengths.sum()).item() / columns["time/step"]
         if due:
-            columns |= evaluate(model, tokenizer, task, score, args, step)
+            columns |= evaluate(model, tokenizer, task, score, args, step, run.keep)
         run.log(step, **averaged(columns))
         run.end_step(step, parts | {"buffer": (*buffer.samples, *buffer[1:])})
 

@@ -78,7 +78,7 @@ from utils.dist import (
     total,
 )
 from utils.lm import PolicyArgs, alarm, autocast, completion_logps, load_model, resolve, sample_all, save_model
-from utils.rewards import decode, evaluate, make_scorer, shown
+from utils.rewards import decode, evaluate, make_scorer, sample_rows, shown
 
 NAME, TITLE = "vineppo", "VinePPO"
 LARGE = dict(learning_rate=1e-6, sample_batch_size=32, micro_batch_size=64, micro_batch_tokens=4096,
@@ -118,6 +118,8 @@ class Args(PolicyArgs):  # and --model --precision --lora-rank --seed --device .
     """fresh continuations of each state: K"""
     sample_batch_size: int | None = None
     """completions sampled at once, rounded to whole prompts; limits the cache's memory"""
+    log_samples: int = 0
+    """prompts per step whose completions RUN/samples.jsonl keeps, besides those of evaluations"""
     max_completion_length: int | None = None
     """most new tokens per completion"""
     max_prompt_length: int | None = None
@@ -347,7 +349,7 @@ def train(args: Args) -> list[dict]:
     run.print(settings)
     parts = {"trained": Trained(model, optimizer)}
     if not run.restore(**parts):
-        run.log(0, **evaluate(model, tokenizer, task, score, args))
+        run.log(0, **evaluate(model, tokenizer, task, score, args, 0, run.keep))
     model.train()
     while run.step < args.max_steps:
         step, begun = run.step + 1, time.perf_counter()
@@ -358,7 +360,7 @@ def train(args: Args) -> list[dict]:
         ends = step_ends(samples.completion_ids, samples.completion_mask, separators)
         values, cost = state_values(model, tokenizer, task, score, samples, ends, step, args)
         sampled, due = time.perf_counter(), run.due(step, args.eval_every)
-        if step == 1 or due:
+        if step == 1:
             run.print(shown(samples, tokenizer, rewards.tolist()))
         ref_logps = reference_logps(model, reference, samples, args) if args.beta else None
 
@@ -367,6 +369,7 @@ def train(args: Args) -> list[dict]:
         alarm(columns.get("sampler_gap"), run, args)
 
         # evaluate
+        run.keep(sample_rows(args.log_samples, samples, tokenizer, {"reward": rewards}))
         lengths = samples.completion_mask.sum(1).float()
         columns |= {
             "reward": rewards.nanmean().item(),
@@ -379,7 +382,7 @@ def train(args: Args) -> list[dict]:
         }
         columns["time/tokens_per_second"] = total(lengths.sum()).item() / columns["time/step"]
         if due:
-            columns |= evaluate(model, tokenizer, task, score, args, step)
+            columns |= evaluate(model, tokenizer, task, score, args, step, run.keep)
         run.log(step, **averaged(columns))
         run.end_step(step, parts)
 

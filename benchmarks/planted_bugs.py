@@ -348,17 +348,19 @@ def operators(script: tyro.conf.Positional[str], number: int = 25, seed: int = 1
 
 def in_order(seen: dict[str, dict], mutant: Mutant, lines: set[int]) -> list[list[str]]:
     """The tests of a file together. First those that execute one of the lines and are named after a word of them, then
-    others that execute one, quick files before slow ones; then all others, for what one does once may serve another."""
+    others that execute one, exact ones and quick files first; then all others, for what one does once may serve
+    another."""
     words, seconds = set(re.findall(r"\w{4,}", mutant.old + mutant.new)), defaultdict(list)
     covering = {test for test, found in seen.items() if not lines.isdisjoint(found["lines"])}
     for test in covering:
         seconds[file_of(test)].append(seen[test]["seconds"])
 
-    def rank(test: str) -> tuple[int, float, str]:
+    def rank(test: str) -> tuple[int, bool, float, str]:
+        file = file_of(test)
         if test not in covering:
-            return 2, 0.0, file_of(test)
+            return 2, True, 0.0, file
         named = words & set(re.findall(r"\w+", test.partition("[")[2]))
-        return not named, statistics.mean(seconds[file_of(test)]), file_of(test)
+        return not named, "test_exact" not in file, statistics.mean(seconds[file]), file
 
     return [list(tests) for _, tests in groupby(sorted(seen, key=rank), key=rank)]
 

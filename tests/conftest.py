@@ -131,7 +131,7 @@ def without_what_takes_long():
 
     from utils import core, data
 
-    def touch(history, curves, title, path):
+    def touch(history, curves, title, unit, path):
         path.touch()
 
     cached = {owner: mock.patch.object(owner, name, cache(getattr(owner, name)))

@@ -74,7 +74,7 @@ def test_subsets_are_drawn_uniformly_and_anew():
     args = redq.Args(num_critics=5, subset_size=2, policy_frequency=10**9, target_entropy=ENTROPY)
     optimizers = redq.Optimizers(*(torch.optim.Adam(part.parameters()) for part in (agent.actor, agent.critics)), None)
     generator, unused = torch.Generator().manual_seed(0), torch.get_rng_state()
-    for _ in range(1000):
+    for _ in range(500):
         redq.update(agent, optimizers, batch, generator, args, 1, critics)
     every = list(itertools.combinations(range(5), 2))
     assert set(pairs) == set(every)
@@ -90,7 +90,7 @@ def test_with_two_critics_a_run_is_that_of_sac(tmp_path):
     module, args = script("sac", tmp_path)
     expected = new_run(module, tmp_path / "sac", *args)
     off = {"num-critics": 2, "subset-size": 2, "actor-q": "min", "utd-ratio": 1}
-    for idea in ({}, {"num-critics": 3}, {"actor-q": "mean"}, {"utd-ratio": 2}):
+    for idea in ({}, {"num-critics": 3}, {"actor-q": "mean"}):
         flags = [f"--{name}={value}" for name, value in (off | idea).items()]
         run = new_run(redq, tmp_path / f"redq{len(str(idea))}", *args, *flags)
         assert (without(metrics(run), "time/") == without(metrics(expected), "time/")) == (not idea)

@@ -16,13 +16,14 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGINT, SIGTERM, signal
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_type_hints
 
 import numpy as np
 import torch
 import tyro
 
 VERSION = "0.3.0.dev0"  # as in pyproject.toml, which a copied file does not have
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe, Ito: for all eyes
 
 
 class UserError(Exception):
@@ -66,7 +67,11 @@ def main(args_class: type[RunArgs], train: Callable, algo: str) -> None:
             raise UserError("--resume goes on with a run and --evaluate scores one: give one of the two")
         folder = given.resume or given.evaluate
         default = args_class(**saved_args(folder, algo, args_class)) if folder else args_class()
-        args = tyro.cli(args_class, default=default, description=sys.modules["__main__"].__doc__)
+        title, _, text = (sys.modules["__main__"].__doc__ or "").partition("\n\n")
+        try:
+            args = tyro.cli(with_presets(args_class), default=default, description=title)
+        finally:
+            print(text if {"-h", "--help"} & {*sys.argv} else "", end="")  # the options first
         changed = {k: v for k, v in vars(args).items() if v != getattr(default, k) and k != "evaluate"}
         train(args)
         if given.evaluate and changed:
@@ -74,6 +79,19 @@ def main(args_class: type[RunArgs], train: Callable, algo: str) -> None:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def with_presets(args_class: type[RunArgs]) -> type[RunArgs]:
+    """The class, whose --help shows what PRESETS of its script give in place of None."""
+    presets = getattr(sys.modules[args_class.__module__], "PRESETS", {})
+    for name in {name for row in presets.values() for name in row}:
+        kinds: dict = {}
+        for kind, row in presets.items():
+            kinds.setdefault(row.get(name), []).append(kind)
+        values = "; ".join(f"{value} {', '.join(found)}" for value, found in kinds.items())
+        hint = tyro.conf.arg(help_behavior_hint=f"(default: {values})")
+        args_class.__annotations__[name] = Annotated[get_type_hints(args_class)[name], hint]
+    return args_class
 
 
 def saved_args(folder: str, algo: str, known: type | None = None) -> dict:
@@ -185,21 +203,23 @@ class Run:
         self.args, self.total, self.headline, self.shown, self.signal, self.wandb = args, total, headline, {}, 0, None
         self.about = {"algo": algo, "task": task}
         self.writes = os.environ.get("RANK", "0") == "0"  # of several processes the first one
+        self.budget = "--total-timesteps" if hasattr(args, "total_timesteps") else "--max-steps"
         self.metrics: Any = None
-        self.state, self.history, self.told, self.kept, changed = {}, [], False, 0, {}
+        self.state, self.history, self.rows, self.told, self.kept, changed = {}, [], [], False, 0, {}
         if args.resume:
             self.dir = Path(args.resume).resolve()
             self.state, before = read_checkpoint(self.dir), saved_args(args.resume, algo)
             changed = {k: v for k, v in vars(args).items() if k != "resume" and before.get(k, v) != v}
             if (done := self.state["step"]) > total or done == total and (self.dir / "curve.png").exists():
-                flag = "--total-timesteps" if hasattr(args, "total_timesteps") else "--max-steps"
-                raise UserError(f"{args.resume} is at its end, step {done:,}: raise {flag}, or leave out --resume")
+                over = f"{args.resume} is at its end, step {done:,}"
+                raise UserError(f"{over}: raise {self.budget}, or leave out --resume")
             if (path := self.dir / "metrics.jsonl").exists():  # rows behind the checkpoint are computed again
                 rows = path.read_bytes()[: self.state["metrics_size"]]
                 self.history, self.kept = [json.loads(row) for row in rows.splitlines()], len(rows)
         else:
             name = f"{algo}-{task[:100]}-{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
             self.dir = Path(args.output_dir).expanduser().resolve() / re.sub(r"[^\w.-]", "_", name)
+        self.samples = self.dir / "samples.jsonl"
         if args.track and not find_spec("wandb"):
             raise UserError("--track needs wandb: pip install wandb")
         for number in (SIGINT, SIGTERM):  # the first one ends the run after its step
@@ -219,13 +239,16 @@ class Run:
             import wandb
 
             how = dict(name=self.dir.name, id=self.dir.name, dir=self.dir, config=vars(self.args))
-            self.wandb = wandb.init(project="plainrl", resume="allow", **how)
+            project = os.environ.get("WANDB_PROJECT", "plainrl")  # entity, group and tags it reads itself
+            self.wandb = wandb.init(project=project, resume="allow", **how)
         versions = {name: version(name) for name in ("torch", "numpy", "transformers", "gymnasium")}
         config = {**self.about, "version": VERSION, "args": vars(self.args), "defaults": vars(type(self.args)()),
                   "versions": versions, "command": sys.argv}  # fmt: skip
         write_atomically(self.dir / "config.json", lambda file: file.write(json.dumps(config, indent=1).encode()))
         self.metrics = open(self.dir / "metrics.jsonl", "a")
         self.metrics.seek(self.metrics.truncate(self.kept))
+        if self.samples.exists():
+            os.truncate(self.samples, self.state.get("samples_size", 0))
         (self.dir / "curve.png").unlink(missing_ok=True)  # it tells a run that is at its end
 
     def on_signal(self, number: int, _frame) -> None:
@@ -237,9 +260,25 @@ class Run:
         if self.writes and text:
             self.bar.write(text)
 
+    def keep(self, rows: list[dict], text: str = "") -> None:
+        """Samples for samples.jsonl, which are written with the next row of metrics; a text for the terminal."""
+        self.rows += rows
+        self.print(text)
+
     def log(self, step: int, **columns: float) -> None:
         """Appends one row to metrics.jsonl. A number that is not finite, which JSON does not have, is left out."""
         self.open()
+        if self.rows and self.writes:
+            rows = [{"step": step} | {k: v if v == v else None for k, v in row.items()} for row in self.rows]
+            with open(self.samples, "a") as file:
+                file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+            if self.wandb:
+                import wandb
+
+                names = list(dict.fromkeys(name for row in rows for name in row))
+                table = wandb.Table(names, [[row.get(name) for name in names] for row in rows])
+                self.wandb.log({"samples": table}, step=step)
+        self.rows = []
         if left_out := [name for name, value in columns.items() if not math.isfinite(value)]:
             self.print(f"step {step}: not finite, so not logged: {', '.join(left_out)}")
         row = {"step": step, **{name: value for name, value in columns.items() if name not in left_out}}
@@ -255,8 +294,9 @@ class Run:
         since = max(self.state.get("step", 0), getattr(self.args, "learning_starts", 0))
         if not self.told and since < self.logged < step < self.total:  # the first row behind it is slower
             self.told, speed, tokens = True, self.speed(step), row.get("time/tokens_per_second")
-            rate = f"{speed:{'.3g' if speed < 1000 else ',.0f'}} steps" + (f", {tokens:,.0f} tokens" if tokens else "")
-            self.print(f"{rate} a second, about {timedelta(seconds=round((self.total - step) / speed))} to go")
+            rate = f"{float(f'{speed:.3g}'):,g} steps a second" if speed >= 1 else f"{1 / speed:.3g} s a step"
+            rate += f", {tokens:,.0f} tokens a second" if tokens else ""
+            self.print(f"{rate}, about {timedelta(seconds=round((self.total - step) / speed))} to go")
         self.bar.update(step - self.logged)
         self.logged, self.begun = step, time.perf_counter()
 
@@ -281,6 +321,7 @@ class Run:
             if self.writes:
                 self.open()
                 state |= {"step": step, "rng": rng_state(), "metrics_size": self.metrics.tell()}
+                state["samples_size"] = self.samples.stat().st_size if self.samples.exists() else 0
                 write_atomically(self.dir / "checkpoint.pt", lambda file: torch.save(state, file))
         self.step = step
         if asked and step < self.total:
@@ -304,8 +345,15 @@ class Run:
             (self.dir / "model").mkdir(exist_ok=True)
         weights(self.dir / "model") if callable(weights) else save_file(weights, self.dir / "model/model.safetensors")
         if self.writes:
-            plot(self.history, curves, title, self.dir / "curve.png")
+            unit = "environment steps" if hasattr(self.args, "total_timesteps") else "training steps"
+            plot(self.history, curves, title, unit, self.dir / "curve.png")
             print(f"model: {self.dir / 'model'}\ncurve: {self.dir / 'curve.png'}", flush=True)
+            if getattr(sys.modules["__main__"], "NAME", "") == self.about["algo"]:  # not where others call train
+                script, run = f"python {sys.argv[0]}", os.path.relpath(self.dir)
+                if hasattr(self.args, "evaluate"):
+                    print(f"next: {script} --evaluate {run} --capture-video")
+                print(f"next: {script} --resume {run} {self.budget} {2 * self.total}")
+                print(f"next: python benchmarks/compare.py {run} ANOTHER-RUN", flush=True)
         return self.history
 
 
@@ -339,15 +387,22 @@ def load(folder: Path, state: dict, parts: dict) -> None:
                             f"{why:.200}): give those of the run") from error  # fmt: skip
 
 
-def plot(history: list[dict], curves: dict, title: str, path: Path) -> None:
-    """One panel for each entry of `curves`: its title and its columns, `eval/*` for all that begin so."""
+def plot(history: list[dict], curves: dict, title: str, unit: str, path: Path) -> None:
+    """One panel for each entry of `curves`: its title and its columns, `eval/*` for all that begin so, but for
+    eval/distinct, a count beside shares. unit: what steps are."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(curves), 3.6))
+    figure = Figure(figsize=(4.2 * len(curves), 3.4), layout="constrained")
     for axis, (panel, names) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items()):
-        for column in dict.fromkeys(c for row in history for c in row if any(fnmatch(c, name) for name in names)):
-            axis.plot(*zip(*((row["step"], row[column]) for row in history if column in row)), ".-", label=column)
+        axis.set_prop_cycle(color=COLOURS)
+        found = dict.fromkeys(c for row in history for c in row if any(fnmatch(c, name) for name in names))
+        for column in [column for column in found if column != "eval/distinct"]:
+            points = [(row["step"], row[column]) for row in history if column in row]
+            axis.plot(*zip(*points), marker="." if len(points) < 30 else "", label=column)
             axis.legend(fontsize=8)
-        axis.set(title=panel, xlabel="step")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+        axis.set(title=panel, xlabel=unit)
+        axis.locator_params(axis="x", nbins=5)  # numbers of six digits do not touch
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.grid(alpha=0.3)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)

@@ -137,9 +137,10 @@ async def awaited(values: list) -> list:
     return await asyncio.gather(*map(result, values))
 
 
-def make_scorer(task: Task, args, tokenizer, device) -> Callable:
+def make_scorer(task: Task, args, tokenizer, device) -> Any:
     """Returns score(rows, texts, completion_ids, step) -> rewards (B,), NaN where every function returned None (the
-    sample is skipped), and columns to log. Without --reward the task's own score is the reward, with it it is logged.
+    sample is skipped), and columns to log; score.each: of its last call what each function gave each sample, and what
+    they gave to log_extra. Without --reward the task's own score is the reward, with it it is logged.
     Rewards are added up by their weights; --combine min or mean-std puts one number in place of the reward models' raw
     scores first: their least, or mean minus population deviation (arXiv 2310.02743)."""
     specs, weights = args.reward, torch.tensor(args.reward_weights or [1.0] * len(args.reward))
@@ -157,7 +158,7 @@ def make_scorer(task: Task, args, tokenizer, device) -> Callable:
         own = torch.tensor([task.score(row, text) for row, text in zip(rows, texts)]) if task.score else None
         if not specs:
             return own, {}  # type: ignore[return-value]
-        prompts, logged = [present(row, tokenizer) for row in rows], {}
+        prompts, logged, each = [present(row, tokenizer) for row in rows], {}, {}
         chat = not isinstance(prompts[0], str)
         keywords = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
         keywords |= {
@@ -166,13 +167,14 @@ def make_scorer(task: Task, args, tokenizer, device) -> Callable:
             "completion_ids": completion_ids,
             "trainer_state": SimpleNamespace(global_step=step, max_steps=args.max_steps),  # type: ignore[dict-item]
             "log_metric": lambda name, value: logged.setdefault(name, []).append(float(value)),  # type: ignore[dict-item]
-            "log_extra": lambda name, values: None,  # type: ignore[dict-item]
+            "log_extra": lambda name, values: each.update({name: list(values)}),  # type: ignore[dict-item]
         }
         returned = [f(rows, texts) if isinstance(f, RewardModel) else called(name, f, keywords)
                     for name, f in zip(names, functions)]  # fmt: skip
         if any(map(inspect.isawaitable, returned)):
             returned = asyncio.run(awaited(returned))
         table = torch.tensor([checked(name, answer, len(rows)) for name, answer in zip(names, returned)]).T
+        score.each = each | {f"reward/{name}": values for name, values in zip(names, table.T.tolist())}
         columns = {f"reward/{name}": mean(values) for name, values in (*zip(names, table.T.tolist()), *logged.items())}
         columns |= {} if own is None else {"reward/task": own.mean().item()}
         weighted = table * weights
@@ -186,6 +188,7 @@ def make_scorer(task: Task, args, tokenizer, device) -> Callable:
             print(f"step {step}: every reward of {len(rows)} answers is None, so they are skipped: nothing is learned")
         return total, {name: value for name, value in columns.items() if not math.isnan(value)}
 
+    score.each = {}
     return score
 
 
@@ -204,15 +207,37 @@ def shown(samples: Samples, tokenizer, rewards: list[float], count: int = 2) -> 
     return "\n".join(lines)
 
 
+def sample_rows(count: int, samples: Samples, tokenizer, columns: dict[str, Any]) -> list[dict]:
+    """Rows for samples.jsonl: the completions of the first `count` prompts, with their values in each column (B,)."""
+    prompts = [tokenizer.decode(ids[mask]) for ids, mask in zip(samples.prompt_ids[:count], samples.prompt_mask)]
+    each = len(samples.completion_ids) // max(1, len(samples.prompt_ids))
+    texts, _ = decode(Samples(*samples[:2], *(part[: each * len(prompts)] for part in samples[2:])), tokenizer)
+    values = {name: column.tolist() if isinstance(column, Tensor) else column for name, column in columns.items()}
+    return [{"prompt": prompts[i // each], "completion": text} | {name: column[i] for name, column in values.items()}
+            for i, text in enumerate(texts)]  # fmt: skip
+
+
+def told(rows: list[dict], answers: int = 4) -> str:
+    """The answers to the first two of these prompts, at most 100 columns wide."""
+    lines = []
+    for prompt in list(dict.fromkeys(row["prompt"] for row in rows))[:2]:
+        lines.append(f"{'reward':>8}  held-out {prompt!r:.80}")
+        of_it = [row for row in rows if row["prompt"] == prompt][:answers]
+        lines += [f"{row['reward']:8.3g}    {row['completion']!r:.88}" for row in of_it]
+    return "\n".join(lines)
+
+
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Unbiased estimate of the chance that one of k samples is right (arXiv 2107.03374, equation 1)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def evaluate(model, tokenizer, task: Task, score: Callable | None, args, step: int = 0) -> dict[str, float]:
+def evaluate(model, tokenizer, task: Task, score: Callable | None, args, step: int = 0,
+             keep: Callable | None = None) -> dict[str, float]:  # fmt: skip
     """Held-out prompts: eval/greedy, and of --eval-samples sampled answers eval/pass@1 and eval/pass@n, where an answer
     is right with reward 1, and eval/distinct, the number of different right texts for a prompt. Where rewards are other
-    numbers, eval/greedy and eval/sampled are mean rewards. The task's own score judges; where it has none, `score`."""
+    numbers, eval/greedy and eval/sampled are mean rewards. The task's own score judges; where it has none, `score`.
+    keep: gets all answers as rows, and a text that shows some."""
     heldout, n = task.heldout[: args.eval_prompts], args.eval_samples
     own = share(heldout)
     rows = own or heldout[:1]  # who has none answers one that does not count
@@ -231,6 +256,14 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, args, step: i
     before = rng_state()  # user code may draw from the global generators
     greedy, sampled = answered(1, 0.0), answered(n, getattr(args, "temperature", 1.0))
     set_rng_state(before)
+    if keep:
+        asked = gathered(tokenizer.batch_decode(prompts[: len(own)]))
+        said = [{"prompt": asks, "completion": text, "reward": reward, "greedy": part is greedy}
+                for part in (greedy, sampled) for asks, own in zip(asked, part) for reward, text in own]  # fmt: skip
+        text, row = told([row for row in said if not row["greedy"]]), heldout[0]
+        if step == 0 and "plain_prompt" in row and present(row, tokenizer) == row["prompt"]:
+            text = f"{row['prompt']} means: {row['plain_prompt'].partition('. ')[0]}\n{text}"
+        keep(said, text)
     columns = {"eval/greedy": mean([group[0][0] for group in greedy])}
     if {reward for group in sampled for reward, _ in group} <= {0.0, 1.0}:
         right = [[text for reward, text in group if reward] for group in sampled]
