@@ -261,7 +261,8 @@ def record(name: tyro.conf.Positional[str], seeds: int = 30, jobs: int = 1) -> N
         sys.exit(f"{name}.jsonl was recorded with other settings: move it away, and draw the old curve beside the new")
     known = {row["seed"] for row in rows}
     print(f"{name}: seeds {sorted(known)} are recorded already")
-    commands = {s: [sys.executable, __file__, "one", name, s] for s in range(1, seeds + 1) if s not in known}
+    todo = [seed for seed in range(1, seeds + 1) if seed not in known]
+    commands = {str(seed): [sys.executable, __file__, "one", name, seed] for seed in todo}
     with tempfile.TemporaryDirectory() as logs:
         for seed, code, log in side_by_side(commands, jobs, Path(logs)):
             (line,) = [line for line in log.read_text().splitlines() if line.startswith('{"seed": ')] or [""]

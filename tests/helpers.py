@@ -157,8 +157,10 @@ def wait_for(process, output_dir: Path, there) -> Path:
 
 
 def assert_same_result(folder: Path, reference: Path) -> None:
-    """Equal metrics but for time, no row lost or twice, and final weights equal bit for bit."""
+    """Equal metrics but for time, no row or sample lost or twice, and final weights equal bit for bit."""
     assert metrics(folder) == metrics(reference)
+    if (samples := reference / "samples.jsonl").exists():
+        assert (folder / "samples.jsonl").read_text() == samples.read_text()
     ours, theirs = weights(folder), weights(reference)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -162,7 +163,12 @@ def test_help(algo, capsys, monkeypatch):
     module = importlib.import_module(f"algos.{algo}")
     with pytest.raises(SystemExit, match="0"):
         command_line(module, "--help")
-    squeezed = "".join(c for c in capsys.readouterr().out if not c.isspace() and c not in "│")
+    out = capsys.readouterr().out
+    assert out.index("--output-dir") < out.index("\nDifferences"), "options stand before the long text"
+    squeezed = "".join(c for c in out if not c.isspace() and c not in "│")
+    for kind, row in getattr(module, "PRESETS", {}).items():
+        for name, value in row.items():
+            assert re.search(rf"[^-]{re.escape(str(value))}[^;]*{kind.replace(' ', '')}", squeezed), (name, kind)
     text = {name: words for cls in reversed(module.Args.__mro__[:-1]) for name, words in documented(cls).items()}
     for field in dataclasses.fields(module.Args):
         assert f"--{field.name.replace('_', '-')}" in squeezed

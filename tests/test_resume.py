@@ -33,6 +33,7 @@ from tests.specs import parent_of
 MODULES = {x: importlib.import_module(f"algos.{x}") for x in [*LANGUAGE, *GENERATORS] if parent_of(x) is None}
 # 11 steps, so that the last one is evaluated out of turn
 FLAGS = {name: [*SMALL[name], *"--max-steps 11 --save-every 1".split()] for name in MODULES}
+FLAGS["grpo"] += "--log-samples 2".split()
 FLAGS["ddpo"] += "--num-generations 4096".split()  # else it is over before a signal comes
 FLAGS["sft"] += "--batch-size 32 --lr-schedule constant --warmup-steps 3".split()
 for name in MODULES:

@@ -4,13 +4,15 @@ import builtins
 import importlib
 import itertools
 import json
+import math
 import re
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ONLINE, SMALL, checkpoint, command_line, metrics, new_run, runs_in, start, weights, write_rows
+from helpers import ONLINE, REPO, SMALL, checkpoint, command_line, metrics, new_run, runs_in, start, weights, write_rows
 from tiny_runs import rows_asked_for
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
@@ -43,7 +45,7 @@ def test_folder(finished):
     """The name says algorithm, task and seed; the folder has exactly what it should."""
     assert re.fullmatch(r"grpo-sort-1-\d{8}-\d{6}-\d+", finished.name)
     names = {path.name for path in finished.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "checkpoint.pt", "curve.png", "model"}
+    assert names == {"config.json", "metrics.jsonl", "samples.jsonl", "checkpoint.pt", "curve.png", "model"}
     assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert not list(finished.rglob("*.tmp"))
 
@@ -137,6 +139,41 @@ def test_track(tmp_path):
     assert process.returncode == 0, out + err
     (run,) = runs_in(tmp_path / "runs")
     assert list((run / "wandb").glob("offline-run-*")) and not (tmp_path / "wandb").exists()
+    assert f"next: python {REPO}/algos/grpo.py --resume runs/{run.name} --max-steps 2" in out
+    assert f"next: python benchmarks/compare.py runs/{run.name} ANOTHER-RUN" in out
+
+
+def test_samples_are_kept(tmp_path, monkeypatch, capsys):
+    """Of each evaluation all, of each step those of the first prompts: with the reward, what each function gave, what
+    it noted, and the advantage. W&B gets the same as a table, in the project that its variable names."""
+    logged = []
+    log = SimpleNamespace(log=lambda row, **_: logged.append(row))
+    wandb = SimpleNamespace(Table=lambda names, rows: (names, rows), init=lambda **how: logged.append(how) or log)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr("utils.core.find_spec", lambda name: name)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    (tmp_path / "rewards.py").write_text("def even(completions, log_extra, **rest):\n"
+        "    log_extra('letters', [len(text) for text in completions])\n"
+        "    return [None if not text else float(len(text) % 2 == 0) for text in completions]\n")  # fmt: skip
+    flags = ["--max-steps", 2, "--eval-every", 2, "--eval-prompts", 3, "--log-samples", 1, "--track"]
+    run = new_run(grpo, tmp_path, *SMALL["grpo"], *flags, "--reward", f"{tmp_path}/rewards.py:even")
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    of = lambda step, greedy: [r for r in rows if r["step"] == step and r.get("greedy") is greedy]  # noqa: E731
+    assert {(step, greedy): len(of(step, greedy)) for step in range(3) for greedy in (True, False, None)} == {
+        (0, True): 3, (0, False): 24, (0, None): 0, (1, True): 0, (1, False): 0, (1, None): 4,
+        (2, True): 3, (2, False): 24, (2, None): 4}  # fmt: skip
+    for step in 1, 2:
+        (group,) = {row["prompt"] for row in of(step, None)}, of(step, None)
+        rewards = torch.tensor([[math.nan if row["reward"] is None else row["reward"] for row in group]])
+        found = torch.tensor([row["advantage"] for row in group])
+        torch.testing.assert_close(found, grpo.advantages(rewards, "group")[0])
+        assert all(row["reward"] == row["reward/even"] and row["letters"] == len(row["completion"]) for row in group)
+    assert logged[0]["project"] == "mine"
+    (names, sent), *_ = [row["samples"] for row in logged[1:] if "samples" in row]
+    assert [dict(zip(names, row)) for row in sent] == of(0, True) + of(0, False)
+    text = capsys.readouterr().out
+    assert re.search(r"S\d+: means: Sort the digits", text) and max(map(len, text.splitlines())) < 400
+    assert text.count("held-out 'S") == 4 and text.count("held-out") == 4
 
 
 def test_without_track(tmp_path, monkeypatch):
@@ -250,7 +287,8 @@ def test_sampling_in_parts(monkeypatch):
 
 def test_plot_draws_what_is_there(tmp_path):
     """A column that no row has, and rows without a column, are no reason to fail at the end of a run."""
-    plot([{"step": 0, "a": 1.0}, {"step": 1}], {"one": ("a", "absent"), "two": ()}, "title", tmp_path / "curve.png")
+    panels = {"one": ("a", "absent"), "two": ()}
+    plot([{"step": 0, "a": 1.0}, {"step": 1}], panels, "title", "steps", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
 
 
@@ -305,7 +343,8 @@ def test_a_gguf_file_is_a_model(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("args, left, tick, speed", [
-    (grpo.Args(), 15, 4, "2.5"), (sac.Args(learning_starts=12), 7, 4, "2.5"), (grpo.Args(), 0, 0.005, "2,000")
+    (grpo.Args(), "00:15", 4, "2.5 steps a second"), (sac.Args(learning_starts=12), "00:07", 4, "2.5 steps a second"),
+    (grpo.Args(), "00:00", 0.005, "2,000 steps a second"), (grpo.Args(), "02:32", 40, "4 s a step"),
 ])  # fmt: skip
 def test_a_run_says_how_long_it_takes(args, left, tick, speed, tmp_path, monkeypatch, capsys):
     """Once, after its first steps, also into a file: from the second row of this process on at that row's speed, and
@@ -316,4 +355,4 @@ def test_a_run_says_how_long_it_takes(args, left, tick, speed, tmp_path, monkeyp
     for step in (0, 2, 12, 22, 32):
         run.log(step, **{"time/tokens_per_second": 7.0})
     said = re.findall(".* to go", capsys.readouterr().out)
-    assert said == [f"{speed} steps, 7 tokens a second, about 0:00:{left:02} to go"]
+    assert said == [f"{speed}, 7 tokens a second, about 0:{left} to go"]

@@ -1,4 +1,4 @@
-"""benchmarks/seeds.py: seeds side by side go on after a kill, and their mean has the interval that the page says."""
+"""benchmarks/seeds.py: seeds side by side go on after a kill, and settings have folders of their own."""
 
 import csv
 import multiprocessing
@@ -15,7 +15,7 @@ from utils.core import UserError
 STUB = """
 import argparse, json, pathlib, sys, time
 parser = argparse.ArgumentParser()
-for flag in ("--seed", "--output-dir", "--resume", "--broken"):
+for flag in ("--seed", "--output-dir", "--resume", "--broken", "--slope"):
     parser.add_argument(flag)
 args = parser.parse_args()
 run = pathlib.Path(args.resume or pathlib.Path(args.output_dir, "run"))
@@ -28,7 +28,7 @@ run.mkdir(parents=True, exist_ok=True)
 while seed == "2" and pathlib.Path(__file__).with_name("busy").exists():
     time.sleep(0.01)
 (run / "model").mkdir()
-rows = [{"step": step, "return": float(seed) * step, "time/x": 1.0} for step in (0, 5, 10)]
+rows = [{"step": step, "return": float(seed) * step * float(args.slope or 1)} for step in (0, 5, 10)]
 rows[1].pop("return") if seed == "2" else None
 (run / "metrics.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
 """
@@ -37,7 +37,7 @@ rows[1].pop("return") if seed == "2" else None
 def main(tmp_path, *flags, stub=STUB, **settings) -> None:
     script = tmp_path / "mine.py"
     script.write_text(stub)
-    seeds.main(seeds.Args(**dict(script=script, seeds=2, jobs=1, folder=tmp_path / "out") | settings), list(flags))
+    seeds.main(seeds.Args(**dict(scripts=(script,), seeds=2, jobs=1, folder=tmp_path / "out") | settings), list(flags))
 
 
 def test_seeds_go_on_after_a_kill(tmp_path, capsys):
@@ -63,32 +63,30 @@ def test_seeds_go_on_after_a_kill(tmp_path, capsys):
     main(tmp_path, seeds=3)
     assert "2 of 3 seeds have finished" in capsys.readouterr().out
     rows = list(csv.DictReader(open(tmp_path / "out/seeds.csv")))
-    found = [(row["column"], row["step"], row["mean"]) for row in rows]
-    assert found == [("return", "0", "0.0"), ("return", "10", "20.0")]
+    assert [(row["seed"], row["step"], row["value"]) for row in rows] == [
+        (str(seed), f"{step:.1f}", f"{seed * step:.1f}")
+        for seed in (1, 2, 3) for step in (0, 5, 10) if (seed, step) != (2, 5)]  # fmt: skip
     for flags, text in ((["--broken", "9"], STUB), ([], STUB + "\n")):
         with pytest.raises(UserError, match="another --folder"):
             main(tmp_path, *flags, stub=text, seeds=3)
 
 
-def test_the_interval_is_students():
-    """By hand, with Student's 4.302653 for three seeds."""
-    low, high = 3 - 4.302653 * 1 / 3**0.5, 3 + 4.302653 * 1 / 3**0.5
-    rows = [[{"step": 0, "a": x, "time/step": 1.0, "b": x}, {"step": 1, **({"a": x} if x > 2 else {})}]
-            for x in (2, 3, 4)]  # fmt: skip
-    table = seeds.summary(rows)
-    assert table.keys() == {"a", "b"} and len(table["a"]) == 1, "a step that one seed did not log has no mean of all"
-    assert table["a"][0] == pytest.approx([0, 3, low, high, 2, 3, 4], abs=1e-5)
-    rows = [[{"step": 0, "eval/success": x, "eval/return": x}] for x in (1.0, 1.0, 0.9)]
-    found = {name: value[0][3] for name, value in seeds.summary(rows).items()}
-    assert found["eval/success"] == 1 < found["eval/return"], "a share is at most 1"
+def test_settings_have_folders_of_their_own(tmp_path, capsys):
+    main(tmp_path, vary=("slope=1,3",))
+    out = capsys.readouterr().out
+    assert "slope=3/seed-2 finished (4 of 4), about 0:00:00 to go" in out
+    assert "P(slope=1 ends higher than slope=3) = 0.00 (0.00 to 0.00)" in out
+    rows = list(csv.DictReader(open(tmp_path / "out/seeds.csv")))
+    assert {(row["setting"], row["seed"]) for row in rows} == {(f"slope={n}", seed) for n in (1, 3) for seed in "12"}
+    assert max(float(row["value"]) for row in rows) == 60
 
 
 def test_side_by_side(tmp_path, monkeypatch):
     """Each command once, at most `jobs` at a time, on one thread."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     says = "date +%s%N; echo $OMP_NUM_THREADS; sleep 0.4; date +%s%N"
-    ended = list(seeds.side_by_side({n: ["sh", "-c", f"{says}; exit {n}"] for n in range(5)}, 2, tmp_path))
-    assert sorted((seed, code) for seed, code, _ in ended) == [(n, n) for n in range(5)]
+    ended = list(seeds.side_by_side({f"n{n}": ["sh", "-c", f"{says}; exit {n}"] for n in range(5)}, 2, tmp_path))
+    assert sorted((name, code) for name, code, _ in ended) == [(f"n{n}", n) for n in range(5)]
     lines = [log.read_text().split() for _, _, log in ended]
     assert {threads for _, threads, _ in lines} == {"1"}
     spans = [(int(start), int(end)) for start, _, end in lines]
@@ -100,16 +98,18 @@ def test_a_seed_that_crashes_leaves_no_mean(tmp_path, capsys):
     with pytest.raises(SystemExit, match="1"):
         main(tmp_path, "--broken", "2", seeds=3)
     out = capsys.readouterr()
-    assert "seed 2 ended with exit code 1: it broke" in out.out
-    assert_one_sentence(out.err, "seeds [2] did not finish", "seed-2.log")
+    assert "seed-2 ended with exit code 1: it broke" in out.out
+    assert_one_sentence(out.err, "seed-2 did not finish", "seed-2.log")
     assert not (tmp_path / "out/seeds.csv").exists() and (tmp_path / "out/seed-3/run/model").exists()
 
 
 WRONG = {  # what the sentence says -> settings and flags
     "--seeds 1": (dict(seeds=1),), "--jobs is 0": (dict(jobs=0),),
-    "absent.py is not a file": (dict(script=Path("absent.py")),),
-    "--seed=3 is set for each seed": ({}, "--seed=3"), "--output_dir is set": ({}, "--output_dir", "x"),
-    "--columns nothing: all seeds have logged return": (dict(columns=("nothing",)),),
+    "absent.py is not a file": (dict(scripts=(Path("absent.py"),)),),
+    "^--seed is set for each seed": ({}, "--seed=3"), "--output-dir is set": ({}, "--output_dir", "x"),
+    "--columns nothing: the runs have logged return": (dict(columns=("nothing",)),),
+    "--vary slope: give FLAG=VALUE,VALUE": (dict(vary=("slope",)),),
+    "--seed is set for each seed": (dict(vary=("seed=1,2",)),),
 }  # fmt: skip
 
 

@@ -396,8 +396,9 @@ def test_a_row_tells_of_the_episodes_that_ended(algo, tmp_path, monkeypatch):
 
     def logged(run, step, function=Run.log, **columns):
         due = run.due(step, getattr(run.args, "log_every", 1))
-        told = {name: columns[name] for name in ("return", "length") if name in columns}
-        assert told == pytest.approx(dict(zip(("return", "length"), np.mean(ended, 0))) if due and ended else {})
+        told = {name: columns[name] for name in ("return", "length", "episodes") if name in columns}
+        expected = dict(zip(told, [*np.mean(ended, 0), len(ended)])) if due and ended else {}
+        assert told == pytest.approx(expected)
         rows.extend(ended if due else [])
         ended[:] = [] if due else ended
         function(run, step, **columns)

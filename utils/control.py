@@ -17,7 +17,17 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
-from utils.core import RunArgs, UserError, as_kwargs, find_users_code, load, read_checkpoint, rng_state, set_rng_state
+from utils.core import (
+    RunArgs,
+    UserError,
+    as_kwargs,
+    find_users_code,
+    load,
+    read_checkpoint,
+    rng_state,
+    set_rng_state,
+    start_wandb,
+)
 
 LONGEST = 50_000  # steps after which an evaluation episode counts as it stands
 PLAIN = {float, bool, np.float64, np.bool}  # types of rewards and ends that need no reading
@@ -182,8 +192,11 @@ def check_finite(obs: np.ndarray, rewards: np.ndarray | float = 0.0) -> None:
 
 
 def episode_columns(episodes: list[tuple[float, int]]) -> dict[str, float]:
-    """Means over the episodes (return, length) that ended; no columns where none did."""
-    return dict(zip(("return", "length"), np.mean(episodes, 0).tolist())) if episodes else {}
+    """Means over the episodes (return, length) that ended, and their number; no columns where none did."""
+    if not episodes:
+        return {}
+    return_, length = np.mean(episodes, 0).tolist()
+    return {"return": return_, "length": length, "episodes": len(episodes)}
 
 
 def evaluate(envs: list, act: Callable, args, device: torch.device, video: Path | None = None) -> dict[str, float]:
@@ -240,6 +253,10 @@ def score_saved(args, score_agent: Callable, **parts) -> list[dict]:
     except (gym.error.Error, NotImplementedError, OSError, ValueError) as error:  # the environment's own come again
         print(json.dumps(score_agent()))
         raise UserError(f"there is the score, but no video ({error}): leave out --capture-video") from error
+    if args.track and args.capture_video:
+        import wandb
+
+        start_wandb(folder, args).log({path.stem: wandb.Video(str(path)) for path in (folder / "video").glob("*.mp4")})
     return []
 
 

@@ -67,7 +67,7 @@ def main(args_class: type[RunArgs], train: Callable, algo: str) -> None:
             raise UserError("--resume goes on with a run and --evaluate scores one: give one of the two")
         folder = given.resume or given.evaluate
         default = args_class(**saved_args(folder, algo, args_class)) if folder else args_class()
-        title, _, text = (sys.modules["__main__"].__doc__ or "").partition("\n\n")
+        title, _, text = str(sys.modules[args_class.__module__].__doc__).partition("\n\n")
         try:
             args = tyro.cli(with_presets(args_class), default=default, description=title)
         finally:
@@ -191,6 +191,14 @@ def crosses(step: int, before: int, every: int) -> bool:
     return every > 0 and step // every > before // every
 
 
+def start_wandb(folder: Path, args):
+    import wandb
+
+    project = os.environ.get("WANDB_PROJECT", "plainrl")  # entity, group and tags it reads itself
+    how = dict(name=folder.name, id=folder.name, dir=folder, config=vars(args))
+    return wandb.init(project=project, resume="allow", **how)
+
+
 class Run:
     """Made when all input has been checked. What fails before its first row changes no file. total: steps in the
     budget. headline: the columns of the progress bar. `state`: with --resume what was saved, else {}."""
@@ -236,11 +244,7 @@ class Run:
             return
         self.dir.mkdir(parents=True, exist_ok=True)
         if self.args.track:
-            import wandb
-
-            how = dict(name=self.dir.name, id=self.dir.name, dir=self.dir, config=vars(self.args))
-            project = os.environ.get("WANDB_PROJECT", "plainrl")  # entity, group and tags it reads itself
-            self.wandb = wandb.init(project=project, resume="allow", **how)
+            self.wandb = start_wandb(self.dir, self.args)
         versions = {name: version(name) for name in ("torch", "numpy", "transformers", "gymnasium")}
         config = {**self.about, "version": VERSION, "args": vars(self.args), "defaults": vars(type(self.args)()),
                   "versions": versions, "command": sys.argv}  # fmt: skip

@@ -209,6 +209,8 @@ def shown(samples: Samples, tokenizer, rewards: list[float], count: int = 2) -> 
 
 def sample_rows(count: int, samples: Samples, tokenizer, columns: dict[str, Any]) -> list[dict]:
     """Rows for samples.jsonl: the completions of the first `count` prompts, with their values in each column (B,)."""
+    if not count:
+        return []
     prompts = [tokenizer.decode(ids[mask]) for ids, mask in zip(samples.prompt_ids[:count], samples.prompt_mask)]
     each = len(samples.completion_ids) // max(1, len(samples.prompt_ids))
     texts, _ = decode(Samples(*samples[:2], *(part[: each * len(prompts)] for part in samples[2:])), tokenizer)
@@ -257,9 +259,9 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, args, step: i
     greedy, sampled = answered(1, 0.0), answered(n, getattr(args, "temperature", 1.0))
     set_rng_state(before)
     if keep:
-        asked = gathered(tokenizer.batch_decode(prompts[: len(own)]))
+        asked = gathered([tokenizer.decode(ids) for ids in prompts[: len(own)]])
         said = [{"prompt": asks, "completion": text, "reward": reward, "greedy": part is greedy}
-                for part in (greedy, sampled) for asks, own in zip(asked, part) for reward, text in own]  # fmt: skip
+                for part in (greedy, sampled) for asks, some in zip(asked, part) for reward, text in some]  # fmt: skip
         text, row = told([row for row in said if not row["greedy"]]), heldout[0]
         if step == 0 and "plain_prompt" in row and present(row, tokenizer) == row["prompt"]:
             text = f"{row['prompt']} means: {row['plain_prompt'].partition('. ')[0]}\n{text}"
