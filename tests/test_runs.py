@@ -163,7 +163,8 @@ def test_samples_are_kept(tmp_path, monkeypatch, capsys):
         (0, True): 3, (0, False): 24, (0, None): 0, (1, True): 0, (1, False): 0, (1, None): 4,
         (2, True): 3, (2, False): 24, (2, None): 4}  # fmt: skip
     for step in 1, 2:
-        (group,) = {row["prompt"] for row in of(step, None)}, of(step, None)
+        group = of(step, None)
+        assert len({row["prompt"] for row in group}) == 1
         rewards = torch.tensor([[math.nan if row["reward"] is None else row["reward"] for row in group]])
         found = torch.tensor([row["advantage"] for row in group])
         torch.testing.assert_close(found, grpo.advantages(rewards, "group")[0])
