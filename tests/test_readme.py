@@ -25,8 +25,8 @@ from tests.specs import SPECS
 from utils.lm import TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
-PAGES = [README] + [(ROOT / folder / "README.md").read_text() for folder in ("algos", "tests", "benchmarks")]
+FILES = [f"{x}.md" for x in "README algos/README tests/README benchmarks/README algos/METRICS algos/FLAGS".split()]
+README, *_ = PAGES = [(ROOT / name).read_text() for name in FILES]
 SCRIPTS = sorted(path.stem for path in (ROOT / "algos").glob("*.py"))
 SHORT = dict(eval_every=0, eval_samples=2, eval_prompts=2, max_completion_length=6, overlong_buffer=2,
              eval_max_new_tokens=6, micro_batch_size=8, ensemble=1, hidden_size=8)  # fmt: skip
@@ -73,7 +73,7 @@ def test_the_first_two_commands_are_what_ci_runs():
     assert {"ruff check", "ruff format --check"} <= set(ci)
 
 
-@pytest.mark.parametrize("page", ["README.md", "algos/README.md", "tests/README.md", "benchmarks/README.md"])
+@pytest.mark.parametrize("page", FILES)
 def test_links_lead_somewhere(page):
     """Files that are named by a link or a picture are there, and so are the headings."""
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", (ROOT / page).read_text()):
@@ -207,10 +207,14 @@ def test_scripts_stay_readable(script):
 
 
 def test_every_option_has_a_docstring_and_the_trl_table_names_real_flags():
-    fields = importlib.import_module("algos.grpo").Args.__dataclass_fields__
-    table = PAGES[1][PAGES[1].index("## TRL flag") :]
-    for flag in re.findall(r"`?--([a-z][a-z0-9-]+)", table):
-        assert flag.replace("-", "_") in fields, flag
+    """Of all three tables: a flag is one of the script before it, `X.py --flag`, else of the one in the heading."""
+    sections = re.findall(r"^##+ (.*)\n([^#]*)", PAGES[-1], re.MULTILINE)
+    assert sum(" -> ours" in title for title, _ in sections) == 3
+    for title, section in sections:
+        own = title[1:-4] if title[0] == "`" else "ppo" if title[0] in "CS" else "grpo"
+        for script, flag in re.findall(r"(?:(\w+)\.py )?--(?:no-)?((?!help)[a-z][a-z0-9-]+)", section):
+            known = vars(importlib.import_module(f"algos.{script or own}").Args())
+            assert flag.replace("-", "_") in known, f"{title}: {script or own}.py --{flag}"
 
 
 BENCHMARKS = (
