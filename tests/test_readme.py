@@ -257,6 +257,16 @@ def test_benchmark_commands_run(tmp_path):
         assert (ROOT / "benchmarks/curves" / path.name).read_bytes() == path.read_bytes()
 
 
+def test_the_sweep_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+    optuna = pytest.importorskip("optuna", reason="not run: optuna is not installed")
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    found = {}
+    exec(code.replace("20_480", "1024").replace("n_trials=10", "n_trials=2"), found)
+    assert [trial.state for trial in found["study"].trials] == [optuna.trial.TrialState.COMPLETE] * 2
+    assert 1e-4 <= found["study"].best_params["learning_rate"] <= 1e-2 and len(list(tmp_path.glob("runs/*/model"))) == 2
+
+
 def test_the_chain_runs(tmp_path, capsys):
     """Every script of it takes the model that another one wrote; no result is written."""
     before = chain.RESULT.read_text() if chain.RESULT.exists() else None

@@ -17,17 +17,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
-from utils.core import (
-    RunArgs,
-    UserError,
-    as_kwargs,
-    find_users_code,
-    load,
-    read_checkpoint,
-    rng_state,
-    set_rng_state,
-    start_wandb,
-)
+from utils.core import RunArgs, UserError, as_kwargs, find_users_code, load, read_checkpoint, rng_state, set_rng_state
 
 LONGEST = 50_000  # steps after which an evaluation episode counts as it stands
 PLAIN = {float, bool, np.float64, np.bool}  # types of rewards and ends that need no reading
@@ -253,10 +243,6 @@ def score_saved(args, score_agent: Callable, **parts) -> list[dict]:
     except (gym.error.Error, NotImplementedError, OSError, ValueError) as error:  # the environment's own come again
         print(json.dumps(score_agent()))
         raise UserError(f"there is the score, but no video ({error}): leave out --capture-video") from error
-    if args.track and args.capture_video:
-        import wandb
-
-        start_wandb(folder, args).log({path.stem: wandb.Video(str(path)) for path in (folder / "video").glob("*.mp4")})
     return []
 
 

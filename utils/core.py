@@ -76,6 +76,11 @@ def main(args_class: type[RunArgs], train: Callable, algo: str) -> None:
         train(args)
         if given.evaluate and changed:
             print(f"changed on --evaluate: {changed}", file=sys.stderr)  # on stdout stands the score alone
+        if given.evaluate and args.track:
+            import wandb
+
+            videos = Path(given.evaluate).glob("video/*.mp4")
+            start_wandb(Path(given.evaluate), args).log({path.stem: wandb.Video(str(path)) for path in videos})
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
@@ -85,10 +90,7 @@ def with_presets(args_class: type[RunArgs]) -> type[RunArgs]:
     """The class, whose --help shows what PRESETS of its script give in place of None."""
     presets = getattr(sys.modules[args_class.__module__], "PRESETS", {})
     for name in {name for row in presets.values() for name in row}:
-        kinds: dict = {}
-        for kind, row in presets.items():
-            kinds.setdefault(row.get(name), []).append(kind)
-        values = "; ".join(f"{value} {', '.join(found)}" for value, found in kinds.items())
+        values = "; ".join(f"{row.get(name)} {kind}" for kind, row in presets.items())
         hint = tyro.conf.arg(help_behavior_hint=f"(default: {values})")
         args_class.__annotations__[name] = Annotated[get_type_hints(args_class)[name], hint]
     return args_class
@@ -353,10 +355,9 @@ class Run:
             plot(self.history, curves, title, unit, self.dir / "curve.png")
             print(f"model: {self.dir / 'model'}\ncurve: {self.dir / 'curve.png'}", flush=True)
             if getattr(sys.modules["__main__"], "NAME", "") == self.about["algo"]:  # not where others call train
-                script, run = f"python {sys.argv[0]}", os.path.relpath(self.dir)
-                if hasattr(self.args, "evaluate"):
-                    print(f"next: {script} --evaluate {run} --capture-video")
-                print(f"next: {script} --resume {run} {self.budget} {2 * self.total}")
+                script, run = f"next: python {sys.argv[0]}", os.path.relpath(self.dir)
+                see = f"{script} --evaluate {run} --capture-video\n" if hasattr(self.args, "evaluate") else ""
+                print(f"{see}{script} --resume {run} {self.budget} {2 * self.total}")
                 print(f"next: python benchmarks/compare.py {run} ANOTHER-RUN", flush=True)
         return self.history
 

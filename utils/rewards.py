@@ -174,7 +174,8 @@ def make_scorer(task: Task, args, tokenizer, device) -> Any:
         if any(map(inspect.isawaitable, returned)):
             returned = asyncio.run(awaited(returned))
         table = torch.tensor([checked(name, answer, len(rows)) for name, answer in zip(names, returned)]).T
-        score.each = each | {f"reward/{name}": values for name, values in zip(names, table.T.tolist())}
+        each |= {f"reward/{name}": values for name, values in zip(names, table.T.tolist())}
+        score.each = each  # type: ignore[attr-defined]
         columns = {f"reward/{name}": mean(values) for name, values in (*zip(names, table.T.tolist()), *logged.items())}
         columns |= {} if own is None else {"reward/task": own.mean().item()}
         weighted = table * weights
@@ -188,7 +189,7 @@ def make_scorer(task: Task, args, tokenizer, device) -> Any:
             print(f"step {step}: every reward of {len(rows)} answers is None, so they are skipped: nothing is learned")
         return total, {name: value for name, value in columns.items() if not math.isnan(value)}
 
-    score.each = {}
+    score.each = {}  # type: ignore[attr-defined]
     return score
 
 
