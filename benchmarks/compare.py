@@ -205,14 +205,12 @@ def picture(settings: list[Setting], columns: list[str], xlabel: str, centre: st
         unit = next((unit for pattern, unit in UNITS.items() if fnmatch(column, pattern)), "")
         axis.set(xlabel=xlabel, ylabel=f"{column} ({unit})" if unit else column)
         axis.locator_params(axis="x", nbins=5)
-        axis.xaxis.set_major_formatter("{x:,.0f}" if xlabel != "seconds of training" else "{x:,g}")
+        axis.xaxis.set_major_formatter("{x:g}" if xlabel == "seconds of training" else "{x:,.0f}")
         axis.grid(alpha=0.3)
     for axis in list(axes)[len(columns) :]:
         axis.set_axis_off()
-    seeds = sorted({len(setting.seeds) for setting in settings})
-    names = [f"{s.name}, {len(s.seeds)} seeds" if len(seeds) > 1 or seeds[0] > 1 else s.name for s in settings]
-    figure.legend([lines[s.name] for s in settings if s.name in lines],
-                  [name for s, name in zip(settings, names) if s.name in lines],
+    count = {s.name: f", {len(s.seeds)} seeds" for s in settings if len(s.seeds) > 1}
+    figure.legend(list(lines.values()), [f"{name}{count.get(name, '')}" for name in lines],
                   loc="outside lower center", ncols=wide, frameon=False)  # fmt: skip
     with rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):  # text stays text
         for kind in ("png", "pdf", "svg"):
@@ -257,10 +255,6 @@ def table(settings: list[Setting], columns: list[str], centre: str) -> str:
     return "\n".join(lines)
 
 
-def unit_of(settings: list[Setting]) -> str:
-    return "environment steps" if any("total_timesteps" in s.args for s in settings) else "training steps"
-
-
 def write_csv(settings: list[Setting], x: str, path: Path) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
@@ -271,22 +265,26 @@ def write_csv(settings: list[Setting], x: str, path: Path) -> None:
                     writer.writerows([setting.name, setting.script, seed, column, *pair] for pair in zip(at, values))
 
 
+def report(settings: list[Setting], patterns: tuple, output: Path, x: str = "step", centre: str = "mean") -> None:
+    """Writes the pictures and the rows, and prints the table."""
+    columns = drawn(settings, patterns)
+    unit = "environment steps" if any("total_timesteps" in s.args for s in settings) else "training steps"
+    names = {"step": unit, "time": "seconds of training", "tokens": "sampled tokens"}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_csv(settings, x, output.with_name(f"{output.name}.csv"))
+    picture(settings, columns, names.get(x, x), centre, output)
+    print(f"{table(settings, columns, centre)}\n\npicture: {output}.png, .pdf, .svg\nrows: {output}.csv")
+
+
 def main(args: Args) -> None:
-    settings = settings_of(args.runs, args.x)
+    settings, patterns = settings_of(args.runs, args.x), args.columns
     if args.reference and args.x != "step":
         raise UserError("--reference: recorded curves have steps alone, so leave --x out")
-    names = {"step": unit_of(settings), "time": "seconds of training", "tokens": "sampled tokens"}
-    patterns = args.columns
     for name in args.reference:
         column, setting = recorded(name)
         settings.append(setting)
         patterns = (*patterns, column)
-    columns = drawn(settings, patterns)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    write_csv(settings, args.x, args.output.with_name(f"{args.output.name}.csv"))
-    picture(settings, columns, names.get(args.x, args.x), args.centre, args.output)
-    print(table(settings, columns, args.centre))
-    print(f"\npicture: {args.output}.png, .pdf, .svg\nrows: {args.output}.csv")
+    report(settings, patterns, args.output, args.x, args.centre)
 
 
 if __name__ == "__main__":

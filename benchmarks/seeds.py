@@ -119,11 +119,7 @@ def write(settings: dict[str, tuple[Path, list[str]]], args: Args) -> None:
         seeds = {seed: compare.columns_of(run) for seed, run in finished.items()}
         own = json.loads((finished["1"] / "config.json").read_text() or "{}").get("args", {})
         found.append(compare.Setting(script.stem, own, "", seeds, name or " ".join([script.name, *flags])))
-    compare.write_csv(found, "step", args.folder / "seeds.csv")
-    columns = compare.drawn(found, args.columns)
-    compare.picture(found, columns, compare.unit_of(found), "mean", args.folder / "seeds")
-    print(compare.table(found, columns, "mean"))
-    print(f"\npicture: {args.folder / 'seeds'}.png, .pdf, .svg\nrows: {args.folder / 'seeds.csv'}")
+    compare.report(found, args.columns, args.folder / "seeds")
 
 
 def main(args: Args, flags: list[str]) -> None:
