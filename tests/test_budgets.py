@@ -1,7 +1,7 @@
 """Weight that every reader and copier pays: CONTRIBUTING.md's rule in numbers. A limit may fall. Where one is above the
 aim that stands beside it, the aim was missed so far. eject.py is counted apart. Limits of utils and of copied scripts
 rose by an eighth with what was met in use: a resume that checks before it writes, environments and files of any kind,
-rows that need not be counted; then by a twentieth with samples that are kept, presets in --help and the next commands."""
+rows that need not be counted; then by a twentieth with samples that are kept and more of --help."""
 
 import ast
 import re
@@ -69,7 +69,7 @@ def test_what_a_reader_of_grpo_meets():
     ours = [node for node in imports if node.module.startswith("utils.")]
     held("modules of utils in grpo.py", len(ours), 6)
     held("names from utils in grpo.py", sum(len(node.names) for node in ours), 31)
-    held("first line of the algorithm in grpo.py", text[: text.index("\ndef ")].count("\n") + 2, 165)
+    held("first line of the algorithm in grpo.py", text[: text.index("\ndef ")].count("\n") + 2, 167)
 
 
 def test_module_docstrings():

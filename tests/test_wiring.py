@@ -208,7 +208,8 @@ def test_an_update_has_what_belongs_together(algo, tmp_path, monkeypatch):
         return function(*inputs)
 
     monkeypatch.setattr(module, "update", noted)
-    settings = {"reward": ("tiny_runs:paired",), "num_prompts": 4, "max_steps": 3, "overlong_buffer": 0}
+    gaps, settings = [], {"reward": ("tiny_runs:paired",), "num_prompts": 4, "max_steps": 3, "overlong_buffer": 0}
+    monkeypatch.setattr(module, "alarm", lambda gap, *_: gaps.append(gap), raising=False)
     settings |= {"reward_weight": 1.0, "missing_eos_penalty": 0.5}
     cost = 0.5 * ("missing_eos_penalty" in options(algo))
     train(algo, SPECS[algo].flags | settings, tmp_path)
@@ -218,6 +219,7 @@ def test_an_update_has_what_belongs_together(algo, tmp_path, monkeypatch):
         rewards = paired([prompt for prompt in prompts for _ in range(each)], decode(samples, tokenizer)[0])
         assert batch.rewards.tolist() == [r - cost * (not end) for r, end in zip(rewards, samples.ended.tolist())]
     assert {*batches[0].samples.ended.tolist()} == {True, False}
+    assert None not in gaps and (len(gaps) == 3 or algo == "tba"), "asked before the update, the alarm is silent"
     if (reference := getattr(batches[0], "ref_logps", None)) is not None:
         logps = batches[0].samples.logps
         torch.testing.assert_close(reference, logps if reference.ndim == 2 else logps.sum(1), rtol=0, atol=1e-4)
@@ -440,3 +442,44 @@ def test_a_resumed_run_begins_other_episodes(algo, tmp_path, monkeypatch):
     (folder / "curve.png").unlink()  # as if it had not come to its end
     train(algo, settings | {"resume": str(folder)}, tmp_path)
     assert steps[0] == 0 < steps[1] == args.get("total_timesteps", 48)
+
+
+@pytest.mark.parametrize("algo", NAMES)
+def test_a_row_tells_rate_speed_and_shares(algo):
+    """The rate where there is a schedule, seconds of this step alone, shares between 0 and 1."""
+    run = result(algo, SPECS[algo].flags)
+    rows = [row for row in run.told if row["step"]]
+    told = {name for row in rows for name in row}
+    assert told & {"time/step", "time/steps_per_second", "time/updates_per_second"}
+    assert "learning_rate" in told or not {"lr_schedule", "anneal_lr"} & options(algo)
+    for row in rows:
+        assert all(0 < row[name] < 60 for name in ("time/step", "time/sample") if name in row)
+        assert all(0 <= row[name] <= 1 for name in ("truncated", "clip_fraction", "frac_zero_std") if name in row)
+        if "time/tokens_per_second" in row and algo not in ("dapo", "vineppo"):  # they sample more than they train on
+            count = run.args["num_prompts"] * run.args.get("num_generations", 1)
+            tokens = row["time/tokens_per_second"] * row["time/step"]
+            assert tokens == pytest.approx(count * row["length"], rel=1e-4)
+
+
+@pytest.mark.parametrize("algo", [algo for algo in NAMES if {"log_every", "max_steps"} <= options(algo)])
+def test_an_evaluation_is_a_row_of_its_own(algo):
+    """Also at a step at which --log-every asks for none."""
+    rows = result(algo, SPECS[algo].flags | {"eval_every": 3, "log_every": 2, "max_steps": 7, "online_steps": 0}).rows
+    evaluated = {row["step"] for row in rows if any(name.startswith("eval/") for name in row)}
+    assert {3, 6} <= evaluated
+
+
+@pytest.mark.parametrize("algo", ["dpo", "simpo", "orpo"])
+def test_held_out_pairs_are_as_many_as_asked(algo, tmp_path, capsys):
+    train(algo, SPECS[algo].flags | {"eval_prompts": 3, "max_steps": 1}, tmp_path)
+    assert ", 3 held-out ones" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("algo", sharing("bc", "network"))
+def test_networks_begin_orthogonal(algo):
+    """Each layer's weights times sqrt(1/2) have orthonormal rows, or columns where they are fewer; biases are 0."""
+    for layer in importlib.import_module(f"algos.{algo}").network(5, 8, 3).modules():
+        if isinstance(layer, torch.nn.Linear):
+            short = layer.weight if len(layer.weight) <= layer.in_features else layer.weight.T
+            torch.testing.assert_close(short @ short.T, 2 * torch.eye(len(short)))
+            assert not layer.bias.any()

@@ -198,6 +198,8 @@ class Result(NamedTuple):
     args: dict
     """as the script resolved them"""
     counts: Counts
+    told: list[dict]
+    """the rows with all columns"""
 
 
 def same(one: Result, other: Result) -> bool:
@@ -263,4 +265,4 @@ def result_of(algo: str, settings: tuple) -> Result:
         rows = [{k: v for k, v in row.items() if k != "learning_rate" and k[:5] != "time/"} for row in history]
         files = sorted(Path(folder).glob("*/model/**/*.safetensors"))
         weights = {f"{path.parent.name} {name}": w for path in files for name, w in load_file(path).items()}
-    return Result(rows, weights, args, counts)
+    return Result(rows, weights, args, counts, history)

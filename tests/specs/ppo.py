@@ -159,5 +159,6 @@ SPEC = Spec(
         ),
     ),
     flags=PPO | dict(env_id="CartPole-v1", num_steps=8, total_timesteps=64), noise=WALK,
-    special={"log_std_init": ({"env_id": "environments:Walk-v0"}, -1.0), "vector": ({}, "async")},
+    special={"log_std_init": ({"env_id": "environments:Walk-v0"}, -1.0), "vector": ({}, "async"),
+             "learning_rate": [({}, 7e-4), ({"anneal_lr": False}, 7e-4)]},
 )  # fmt: skip
