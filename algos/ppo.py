@@ -32,7 +32,8 @@ Expect
 Metrics
     return, length      of the training episodes that ended in the iteration; absent if none did
     eval/return         likeliest action; eval/return_stochastic: sampled actions
-    explained_variance  of R_t by V(s_t); rises towards 1, below 0 is worse than a constant
+    explained_variance  of R_t by V(s_t); rises towards 1, below 0 is worse than a constant. Where all returns are equal
+                        (CartPole at 500) it divides by almost 0 and falls to -40: nothing is wrong
     approx_kl           mean of rho - 1 - log rho in the last epoch; 0.001 to 0.03
     clip_fraction       share of samples outside the clip in the last epoch; 0.05 to 0.3
     entropy             nats; falls slowly
