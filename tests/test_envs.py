@@ -353,6 +353,19 @@ def test_video(tmp_path, capsys):
     assert video.suffix == ".mp4" and video.stat().st_size > 100
 
 
+def test_videos_go_to_the_run_s_page_at_wandb(tmp_path, monkeypatch):
+    run, sent = new_run(ppo, tmp_path, *SMALL["ppo"], *WALK), []
+    (run / "video").mkdir()
+    (run / "video/episode.mp4").touch()
+    begin = lambda **how: SimpleNamespace(log=lambda row: sent.append((how["id"], row)))  # noqa: E731
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Video=str, init=begin))
+    monkeypatch.setattr(gym.wrappers, "RecordVideo", lambda env, *_, **__: env)
+    command_line(ppo, "--evaluate", run, "--track")
+    assert not sent
+    command_line(ppo, "--evaluate", run, "--track", "--capture-video")
+    assert sent == [(run.name, {"episode": f"{run}/video/episode.mp4"})]
+
+
 @pytest.mark.parametrize("env_id, words", [("Bandit", "it cannot draw"), ("Walk", "no video (no MoviePy)"),
                                            ("Odd", "no video (Render mode is None")])  # fmt: skip
 def test_without_a_video_there_is_the_score(env_id, words, tmp_path, monkeypatch, capsys):
