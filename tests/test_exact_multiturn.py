@@ -1,8 +1,7 @@
 """grpo_multiturn.py: two turns by enumeration, nothing learnt from observations, one turn is grpo.py bit for bit, and
 what happens between two turns."""
 
-import copy
-import itertools
+import itertools  # noqa: I001
 import math
 import sys
 import time
@@ -11,33 +10,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from control import without
 from groups import EVERY, stale, twice
 from reference.grpo import Rule, all_tokens
+from tiny_runs import result, same
 from tiny_runs import train as tiny_train
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from algos import grpo_multiturn
 from algos.environments.calculator import Calculator
 from algos.grpo_multiturn import (
-    Args,
-    Batch,
-    Episodes,
-    Guess,
-    around,
-    encode_observation,
-    load_environment,
-    opened,
-    play,
-    results,
-    shown,
-    stop_ids,
+    Args, Episodes, Guess, around, encode_observation, load_environment, opened, play, results, shown, stop_ids,
     until_stop,
-    update,
-)
+)  # fmt: skip
 from tests.specs import SPECS
 from utils.builtin import countdown_score
 from utils.core import UserError
-from utils.dist import Samples
 from utils.lm import TINY_MODEL, completion_logps
 
 SINGLE = tuple("0123456789+-*/=,:CS")  # every token but the special ones ends a turn
@@ -68,54 +56,6 @@ def arguments(**more) -> Args:
                     micro_batch_size=64, micro_batch_tokens=0, max_completion_length=4, max_total_length=60, beta=0.0,
                     max_turns=3, max_grad_norm=1e9, scale_rewards="none", aggregation="constant")  # fmt: skip
     return Args(**defaults | more)
-
-
-@pytest.mark.usefixtures("float64")
-def test_two_turns_by_enumeration():
-    """A policy over two tokens, two turns of one token, an observation between them that depends on the first. The
-    expected update over all pairs of episodes is (G - 1) / (G L) times the gradient of the expected reward."""
-    model = small_model().double()
-    prompt, tokens = [START], (A, B)
-    reward = {(A, A): 0.3, (A, B): -1.0, (B, A): 2.0, (B, B): 0.5}
-    restricted = torch.full((23,), -1e9, dtype=torch.float64)
-    restricted[list(tokens)] = 0.0
-    model.lm_head.register_forward_hook(lambda module, inputs, output: output + restricted)
-
-    def episode(first: int, second: int) -> list[int]:
-        return [first, PLUS if first == A else MINUS, second]
-
-    own = torch.tensor([True, False, True])
-
-    def scored(pairs) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.tensor([episode(*pair) for pair in pairs])
-        return ids, plain_logps(model, torch.tensor([prompt]), None, ids, None, 1.0)[0] * own
-
-    found, moved = dict(zip(reward, scored(reward)[1].sum(1).exp())), 0.0
-    assert sum(found.values()).item() == pytest.approx(1.0, abs=1e-12)
-    weights = list(model.parameters())
-    expected = torch.autograd.grad(sum(found[pair] * reward[pair] for pair in found), weights)
-    args = arguments(num_generations=2, max_turns=2, max_completion_length=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo_multiturn, "completion_logps", plain_logps)  # which calls the head, and so its hook
-        for pairs in itertools.product(found, repeat=2):
-            (ids, logps), mask = scored(pairs), own.expand(2, 3)
-            samples = Samples(torch.tensor([prompt]), own[None, :1], ids, ids >= 0, logps.detach(), mask[:, 0])
-            other = copy.deepcopy(model)
-            batch = Batch(samples, torch.tensor([reward[pair] for pair in pairs]), None)
-            update(other, torch.optim.SGD(other.parameters(), 1.0), batch, mask, args)
-            step = [after.detach() - before.detach() for after, before in zip(other.parameters(), weights)]
-            moved += math.prod(found[pair].item() for pair in pairs) * torch.cat([x.flatten() for x in step])
-    torch.testing.assert_close(moved, torch.cat([g.flatten() for g in expected]) / 2 / 2, rtol=0, atol=1e-12)
-    assert moved.norm() > 0.01
-
-
-def plain_logps(model, prompt_ids, prompt_mask, ids, mask, temperature):
-    """completion_logps for prompts without padding, by one plain pass."""
-    repeats = len(ids) // len(prompt_ids)
-    whole = torch.cat([prompt_ids.repeat_interleave(repeats, 0), ids], 1)
-    logits = model(input_ids=whole).logits[:, prompt_ids.shape[1] - 1 : -1] / temperature
-    logp = logits.log_softmax(-1)
-    return logp.gather(2, ids[:, :, None])[..., 0], -(logp.exp() * logp).sum(-1).detach()
 
 
 def owned(c: tuple) -> list[bool]:
@@ -161,23 +101,18 @@ class OneTurn:
         return "", countdown_score(self.row, text), True
 
 
-def test_one_turn_is_grpo_bit_for_bit(tmp_path):
+def test_one_turn_is_grpo_bit_for_bit():
     """Metrics and weights of whole runs, evaluation included."""
     shared = dict(model="@tiny", task="countdown", max_steps=2, num_prompts=6, num_generations=4, learning_rate=1e-3,
                   eval_prompts=3, eval_samples=2, eval_every=0, sample_batch_size=8, micro_batch_size=8, beta=0.1,
                   max_completion_length=12, num_iterations=2, aggregation="constant", temperature=1.2,
                   micro_batch_tokens=0)  # fmt: skip
-    ours, *_ = tiny_train(
-        "grpo_multiturn", shared | dict(environment=f"{__name__}:OneTurn", max_turns=1), tmp_path / "ours"
-    )
-    theirs, *_ = tiny_train("grpo", shared, tmp_path / "theirs")
-    for one, other in zip(ours, theirs, strict=True):
-        # here an episode that its budget cut is over, too: in both, truncated counts it
-        names = {name for name in other if not name.startswith("time/")} - {"eval/distinct"}
-        assert {name: one[name] for name in names} == {name: other[name] for name in names}
-    assert ours[-1]["truncated"] > 0 and ours[-1]["grad_norm"] > 0
-    weights = [sorted((tmp_path / who).glob("*/model/model.safetensors"))[0].read_bytes() for who in ("ours", "theirs")]
-    assert weights[0] == weights[1]
+    ours = result("grpo_multiturn", shared | dict(environment=f"{__name__}:OneTurn", max_turns=1))
+    theirs = result("grpo", shared)
+    # here an episode that its budget cut is over, too: in both, truncated counts it
+    rows = [{name: row[name] for name in other} for row, other in zip(ours.rows, without(theirs.rows, "eval/distinct"))]
+    assert same(ours._replace(rows=rows), theirs._replace(rows=without(theirs.rows, "eval/distinct")))
+    assert rows[-1]["truncated"] > 0 and rows[-1]["grad_norm"] > 0
 
 
 class Scripted:
@@ -332,12 +267,12 @@ def test_episodes_of_a_group_share_their_seed_and_opening(tokenizer):
     seeds = []
 
     class Seeded(Scripted):
+        answers = [("", 0.0, True)]
+
         def reset(self, row, seed):
             seeds.append((row["prompt"], seed))
+            super().reset(row, seed)
             return "12"
-
-        def step(self, text):
-            return "", 0.0, True
 
     args = arguments()
     episodes = play(small_model(), tokenizer, Seeded, ROWS, 4, 1.0, args, "test")
@@ -347,20 +282,13 @@ def test_episodes_of_a_group_share_their_seed_and_opening(tokenizer):
     play(small_model(), tokenizer, Seeded, ROWS, 1, 1.0, args, "test", 2)
     assert seeds[-1][1] != seeds[4][1]  # another step, another game
 
-    class Drawn(Seeded):
-        def reset(self, row, seed):
-            return str(next(count))
-
     count = itertools.count()
+    Seeded.reset = lambda *_: str(next(count))
     with pytest.raises(UserError, match="answers equal rows and seeds differently"):
-        play(small_model(), tokenizer, Drawn, ROWS, 2, 1.0, args, "test")
-
-    class Number(Seeded):
-        def reset(self, row, seed):
-            return 3
+        play(small_model(), tokenizer, Seeded, ROWS, 2, 1.0, args, "test")
 
     with pytest.raises(UserError, match="reset of --environment returned 3: it must return a text or None"):
-        play(small_model(), tokenizer, Number, ROWS, 4, 1.0, args, "test")
+        played(tokenizer, [], opening=3)
 
 
 def test_turns_draw_new_numbers(tokenizer):
