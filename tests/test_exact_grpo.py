@@ -127,6 +127,8 @@ def test_advantages_by_hand():
     variance = sum((r - sum(known) / 11) ** 2 for r in known) / 10
     close(grpo.advantages(rewards, "batch"), centred / (math.sqrt(variance) + 1e-4))
     close(grpo.advantages(torch.full((2, 2), nan), "batch"), 0.0)
+    for scale in ("none", "group", "batch"):  # exactly, though a mean is rounded
+        assert not grpo.advantages(torch.tensor([[0.1] * 3, [nan, 0.7, 0.7]]), scale).any()
 
 
 @with_function("grpo", "token_weights")
