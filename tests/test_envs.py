@@ -51,14 +51,6 @@ def played(envs, steps: int, seed: int = 0) -> list:
 # --- making one ---
 
 
-@pytest.mark.parametrize("env_id, words", [
-    ("CartPole-v77", "CartPole"), ("environments:Absent-v0", "Absent.*registers"), ("nowhere.at:Name-v0", "nowhere"),
-])  # fmt: skip
-def test_what_cannot_be_made(env_id, words):
-    with pytest.raises(UserError, match=words):
-        env_of(env_id)
-
-
 @pytest.mark.parametrize("how, words", [
     ("no seed", "takes no seed"), ("bare", "(observation, info)"), ("four", "truncated, info)"),
     ("shape", "observation of Box(-inf, inf, (2,)"),

@@ -10,20 +10,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from groups import (
-    CASES,
-    GROUPS,
-    OTHER,
-    TABLE,
-    P,
-    batches,
-    close,
-    expectation,
-    make_batch,
-    stale,
-    stepping,
-    twice,
-)
+from groups import CASES, GROUPS, OTHER, TABLE, P, batches, close, make_batch, stale, stepping, twice
 from helpers import command_line, metrics, new_run, user_error, write_rows
 from reference.grpo import Rule, clipped
 from tabular import PREFIXES, TabularLM, gradients, log_probs, log_softmax, probability
@@ -122,25 +109,6 @@ def test_the_sampled_estimator_has_the_same_expectation():
     close(expected_movement(estimator="sampled"), of_states("reverse"))
     batch = make_batch(GROUPS, [[0.0] * 3] * P)
     assert abs(run_update(batch, estimator="sampled")[0] - run_update(batch)[0]).max() > 0.01
-
-
-@float64
-def test_both_leave_out_what_a_token_does_to_later_states():
-    """The gradient of the divergence of whole completions, that of MiniLLM, has this in addition."""
-    both = dict(estimator="full"), dict(estimator="sampled")
-    whole = -expectation(
-        lambda p, c: (log_probs(TABLE, p, c) - log_probs(OTHER, p, c)).sum() * gradients(TABLE, p, c).sum(0) / L_MAX
-    )
-    later = np.zeros_like(TABLE)
-    for p in range(P):
-        for i, prefix in enumerate(PREFIXES):
-            score = gradients(TABLE, p, prefix).sum(0) if prefix else 0
-            later -= (
-                probability(TABLE, p, prefix) * slope_at(TABLE[p, i], OTHER[p, i], "reverse")[0] * score / P / L_MAX
-            )
-    for settings in both:
-        close(expected_movement(**settings) + later, whole)
-    assert abs(later).max() > 0.005
 
 
 def test_divergences_by_hand():
@@ -373,19 +341,14 @@ def test_wrong_input_is_one_sentence(arguments, words, tmp_path, capsys, monkeyp
     write_rows(tmp_path / "rows.jsonl", [{"prompt": f"S{i}:"} for i in range(10, 30)])
     (tmp_path / "r.py").write_text("def one(completions, **_):\n    return [1.0] * len(completions)\n")
     model, tokenizer = load_model(gkd.Args())
-    if "COPY" in arguments:
-        model.save_pretrained("COPY")
-        tokenizer.save_pretrained("COPY")
     if "OTHER" in arguments:
         text = tokenizer.backend_tokenizer.to_str().replace('"7"', '"@"').replace('"3"', '"7"').replace('"@"', '"3"')
         tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(text)
-        model.save_pretrained("OTHER")
-        tokenizer.save_pretrained("OTHER")
     if "NARROW" in arguments:
         model.config.max_position_embeddings = 23
-        model.save_pretrained("NARROW")
-        tokenizer.save_pretrained("NARROW")
-    given = [f"{tmp_path}/{word}" if word in ("COPY", "OTHER", "NARROW") else word for word in arguments]
+    for part in model, tokenizer:
+        part.save_pretrained("made")
+    given = [f"{tmp_path}/made" if word in ("COPY", "OTHER", "NARROW") else word for word in arguments]
     with user_error(capsys, *words):
         command_line(gkd, *SHORT, *given, "--output-dir", tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

@@ -207,23 +207,6 @@ def test_expected_movement_is_the_policy_gradient(gae_lambda, exact_values, cut)
 
 
 @UPDATE
-def test_normalised_advantages_see_only_the_order_of_two_rewards():
-    """Minibatches of two: whatever the rewards, the better one's advantage is 1 / sqrt 2, the other's the opposite. The
-    expected movement, the sum over a better than b of pi_a pi_b (e_a - e_b) / sqrt 2, is no gradient of the return."""
-    agent, args = linear_agent(1, DISCRETE), settings(normalize_advantages=True)
-    logits = weights(agent)["actor.weight"][:, 0]
-    pi = np.exp(logits) / np.exp(logits).sum()
-    rewards = np.array([0.1, 5.0, -0.3])
-    moved, expected = np.zeros(3), np.zeros(3)
-    for a, b in itertools.product(range(3), repeat=2):
-        batch = make_batch([one_row(0, [x], rewards[x], 0, 1) for x in (a, b)])
-        moved += pi[a] * pi[b] * ascent(agent, batch, args)["actor.weight"][:, 0]
-        if rewards[a] > rewards[b]:
-            expected += pi[a] * pi[b] * (np.eye(3)[a] - np.eye(3)[b]) / np.sqrt(2)
-    close(moved, expected, 1e-7)  # the 1e-8 beside the standard deviation
-
-
-@UPDATE
 def test_expected_movement_of_a_gaussian_is_the_policy_gradient():
     """E over actions by Gauss-Hermite quadrature of the noise that `act` takes, exact for these polynomial rewards
     r = (c . a) - a1^2 / 2 + a0^3 / 3 + a0 a1; gradient of E r by means and log standard deviations in closed form."""

@@ -128,11 +128,6 @@ def test_expected_update_is_the_gradient_of_the_regularised_objective(case, beta
     close(moved[:, OUTSIDE], 0.0)
 
 
-def test_a_wrong_critic_bends_it_where_lambda_is_less():
-    bent = expected_movement() - objective_gradient(BETA) / L_MAX
-    assert np.linalg.norm(bent) > 0.05 * np.linalg.norm(objective_gradient(BETA) / L_MAX)
-
-
 def of_critic(rows, s) -> list[np.ndarray]:
     """One number per token; whitened over all that have a reward."""
     for row in rows:
@@ -184,27 +179,15 @@ def test_updates_equal_the_reference_s(unknown, aggregation, whiten, clip):
         close(metrics[name], expected[name])
 
 
-def test_rewards_and_advantages_by_hand():
-    """The reward is at the last token, of a cut off completion, too; k1 at each; nothing behind the end."""
-    groups = [((1,), (0, 2)), ((2, 1), (1,))]
-    batch = make(groups, [[1.0, 0.5], [math.nan, -2.0]])
-    rewards = ppo_lm.token_rewards(batch, BETA)
-    for row, (p, c, reward) in enumerate([(0, (1,), 1.0), (0, (0, 2), 0.5), (1, (2, 1), 0.0), (1, (1,), -2.0)]):
-        close(rewards[row, : len(c)], own_rewards(p, c, reward))
-        close(rewards[row, len(c) :], 0.0)
-    close(ppo_lm.token_rewards(batch._replace(ref_logps=None), BETA)[0], [1.0, 0.0])
-
-    rewards, values = (
-        torch.tensor([[1.0, 2.0, 4.0], [3.0, 9.0, 9.0]]),
-        torch.tensor([[0.5, 1.0, -1.0], [2.0, 0.0, 0.0]]),
-    )
+def test_advantages_by_hand():
+    """Nothing behind the end."""
+    rewards = torch.tensor([[1.0, 2.0, 4.0], [3.0, 9.0, 9.0]])
+    values = torch.tensor([[0.5, 1.0, -1.0], [2.0, 0.0, 0.0]])
     mask = torch.tensor([[True] * 3, [True, False, False]])
     last = 4.0 + 1.0
     middle = 2.0 + 0.9 * -1.0 - 1.0 + 0.9 * 0.5 * last
     first = 1.0 + 0.9 * 1.0 - 0.5 + 0.9 * 0.5 * middle
     close(ppo_lm.gae(rewards, values, mask, 0.9, 0.5), [[first, middle, last], [1.0, 0.0, 0.0]])
-    white = ppo_lm.whiten(torch.tensor([[1.0, 2.0], [6.0, 100.0]]), torch.tensor([[True, True], [True, False]]))
-    np.testing.assert_allclose(white, np.array([[-2, -1], [3, 0]]) / math.sqrt(7), atol=1e-8)
 
 
 @pytest.mark.parametrize("whiten", [True, False])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import SMALL, command_line, metrics, new_run
+from helpers import SMALL, metrics, new_run
 
 from algos import grpo, prorl
 from utils.core import UserError
@@ -45,15 +45,6 @@ def test_the_reference_becomes_the_policy_and_adam_begins_anew(seen, tmp_path):
         assert seen[step]["count"] == ({step - at} if step else set())
         assert step == 0 or (seen[step]["moments"] == 0) == (step == at)
         assert (abs(rows[step + 1]["kl"]) < 1e-9) == (step == at)
-
-
-def test_a_run_is_resumed_between_two_resets(seen, tmp_path):
-    """With the reference and the count of steps that it had."""
-    whole = metrics(new_run(prorl, tmp_path / "whole", *RUN, "--reset-reference-every", 3))
-    run = new_run(prorl, tmp_path / "parts", *RUN, "--max-steps", 5, "--reset-reference-every", 3)
-    command_line(prorl, "--resume", run, "--max-steps", 7)
-    assert [row for row in metrics(run) if row["step"] != 5] == [row for row in whole if row["step"] != 5]
-    assert torch.equal(seen[-1]["reference"], seen[6]["reference"]) and len(seen) == 14
 
 
 def test_without_a_reset_it_is_grpo(tmp_path):

@@ -126,29 +126,6 @@ def test_noise_of_an_action_is_new_for_each_row_and_absent_where_it_is_scaled_aw
 # --- dueling
 
 
-@float64()
-def test_advantages_count_from_their_mean():
-    """Of each atom's logits. A constant in all advantages changes nothing, one in the value of one atom does."""
-    args = rainbow.Args(hidden_size=H, num_atoms=N, noisy=False)
-    net = randomise(rainbow.Agent(D, A, args), 1, 0.6, 0.2).q
-    obs = torch.randn(B, D)
-    hidden = (obs @ net.net[0].weight.T + net.net[0].bias).relu()
-    one, two = (
-        ((hidden @ s[0].weight.T + s[0].bias).relu() @ s[2].weight.T + s[2].bias).detach().numpy()
-        for s in (net.net[2:], net.value)
-    )
-    one = one.reshape(B, A, N)
-    logits = two[:, None] + one - one.mean(1, keepdims=True)
-    close(net.log_probs(obs), logits - np.log(np.exp(logits).sum(2, keepdims=True)))
-    before = net.log_probs(obs).detach()
-    with torch.no_grad():
-        net.net[4].bias += torch.randn(N).repeat(A)
-    close(net.log_probs(obs), before)
-    with torch.no_grad():
-        net.value[2].bias[0] += 1
-    assert (net.log_probs(obs) - before).abs().min() > 1e-6
-
-
 # --- priorities
 
 
@@ -183,18 +160,6 @@ def test_drawing_equals_a_tree_of_sums():
     raw = np.array([(held * values[i].item() / total) ** -beta for i in index])
     close(weights, (raw / raw.max())[:, None], 1e-6)
     assert weights.shape == (B, 1) and weights.dtype == torch.float32
-
-
-def test_rows_are_drawn_by_their_priority_and_weights_undo_it():
-    """Of many draws: the share of each row; at beta 1 the weighted mean of anything is its mean over the buffer."""
-    priorities, g = rainbow.Priorities(8, torch.device("cpu")), torch.Generator().manual_seed(2)
-    p = np.array([1.0, 2, 3, 4, 0, 0, 0, 0])
-    priorities.values.copy_(torch.from_numpy(p))
-    index, weights = (torch.cat(parts) for parts in zip(*(priorities.draw(10, 1.0, g) for _ in range(2000))))
-    counts = np.bincount(index, minlength=8)
-    assert counts[4:].sum() == 0 and stats.chisquare(counts[:4], 2000 * p[:4]).pvalue > 1e-3
-    x = torch.tensor([5.0, -1.0, 2.0, 7.0])
-    assert ((weights[:, 0] * x[index]).sum() / weights.sum()).item() == pytest.approx(3.25, abs=0.15)
 
 
 def test_priorities_by_hand():

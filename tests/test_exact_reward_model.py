@@ -151,17 +151,6 @@ def test_calibration_error_is_that_of_both_orders_in_twenty_bins():
     assert reward_model.calibration(torch.tensor(scores))["ece"] == pytest.approx(error, rel=1e-9)
 
 
-def test_calibration_of_the_true_model_vanishes():
-    """Labels drawn with the predicted probabilities: the error is sampling noise, and twice the scores are too sure."""
-    generator = np.random.default_rng(6)
-    differences = generator.normal(size=40_000) * 2
-    signs = np.where(generator.random(40_000) < sigma(differences), 1, -1)
-    scores = torch.tensor(np.stack([signs * differences, np.zeros(40_000)], 1))
-    right, sure = reward_model.calibration(scores), reward_model.calibration(2 * scores)
-    assert right["ece"] < 0.01 < 0.05 < sure["ece"]
-    assert right["brier"] < sure["brier"] and right["log_likelihood"] > sure["log_likelihood"]
-
-
 def test_ensemble_metrics_by_hand():
     """Two members that are right on one pair each, and together on both."""
     scores = torch.tensor([[[3.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [5.0, 0.0]]])

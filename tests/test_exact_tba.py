@@ -7,31 +7,10 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from groups import (
-    OTHER,
-    REWARDS,
-    STALE,
-    TABLE,
-    P,
-    batches,
-    close,
-    make_batch,
-    rewards_of,
-    stale,
-    stepping,
-    twice,
-)
-from helpers import SMALL, command_line, metrics, new_run, user_error
+from groups import OTHER, REWARDS, STALE, TABLE, P, batches, close, make_batch, rewards_of, stale, stepping, twice
+from helpers import SMALL, metrics, new_run
 from reference.grpo import Rule
-from tabular import (
-    COMPLETIONS,
-    OUTSIDE,
-    TabularLM,
-    log_probs,
-    minimised,
-    probability,
-    slope,
-)
+from tabular import COMPLETIONS, OUTSIDE, TabularLM, log_probs, minimised, probability, slope
 
 from algos import rloo, tba
 
@@ -222,13 +201,3 @@ def test_when_the_policy_samples_and_what_is_trained(seen):
         assert max(gaps[::3]) < 1e-5 < 1e-3 < min(gaps[1], gaps[2], gaps[4], gaps[5])  # fresh in the first step only
     else:  # 20 of the last 24 groups
         assert origins[:3] == [{1}, {1}, {1}] and {1, 4} == set.union(*origins[3:6]) and origins[6] != {1}
-
-
-@pytest.mark.parametrize("flags, says", [
-    ("--num-generations 1", "--num-generations must be at least 2"),
-    ("--buffer-size 15 --sync-every 4", "give at least 16"),
-    ("--beta 0", "--beta must be above 0"),
-])  # fmt: skip
-def test_what_is_refused(flags, says, tmp_path, capsys):
-    with user_error(capsys, says):
-        command_line(tba, *SMALL["rloo"], *flags.split(), "--output-dir", tmp_path)

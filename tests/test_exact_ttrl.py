@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from groups import TABLE, P, close, expectation, make_batch, stepping
+from groups import TABLE, P, close, make_batch, stepping
 from tabular import COMPLETIONS, gradients, probability
 from tiny_runs import result_of, same
 
@@ -80,17 +80,6 @@ def test_the_expected_update_by_enumeration(votes, size):
                 expected += chance * (reward - np.mean(rewards)) * gradients(TABLE, p, c).sum(0) / (P * size * 5)
     assert ties and abs(expected).max() > 1e-3
     close(total, expected)
-
-
-@pytest.mark.usefixtures("float64")
-def test_many_votes_climb_the_chance_of_the_mode():
-    """Where the label is the mode whatever the trained two say: (G - 1) / (G L_max) times the gradient of pi(mode)."""
-    mode, size, total = ("a", "b"), 2, np.zeros_like(TABLE)
-    crowd = [[next(c for c in COMPLETIONS if ANSWERS[c] == a)] * 3 for a in mode]
-    for pair in product(COMPLETIONS, repeat=size):
-        total += weight([pair, pair]) * moved([(*pair, *crowd[p]) for p in range(P)], size)
-    slope = expectation(lambda p, c: (ANSWERS[c] == mode[p]) * gradients(TABLE, p, c).sum(0))
-    close(total, (size - 1) / (size * 5) * slope)
 
 
 def labelled(script: str, monkeypatch, answer, score, **settings):

@@ -199,28 +199,10 @@ def test_steps_by_hand():
     assert kept == [[0.25, 0.25, 0.5, 0.5], [0.625, 0.625, -0.75], [-0.125, 0.5, -0.625, 0.75, 0.75, 0.75], [-3.0]]
 
 
-def test_advantages_of_steps_add_up_to_reward_minus_value():
-    """In binary fractions exactly, whatever the values between are."""
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.arange(9) < torch.randint(1, 10, (200, 1), generator=generator)
-    ends = (torch.rand(200, 9, generator=generator) < 0.4) & torch.nn.functional.pad(mask[:, 1:], (0, 1))
-    values = torch.randint(-64, 64, (200, int(ends.sum(1).max()) + 1), generator=generator) / 64
-    rewards = torch.randint(-64, 64, (200,), generator=generator) / 64
-    begins = torch.nn.functional.pad(ends[:, :-1], (1, 0), value=True)
-    found = vineppo.advantages(rewards, values, ends)
-    assert torch.equal((found * begins).sum(1), rewards - values[:, 0])
-    same = (found[:, 1:] == found[:, :-1]) | begins[:, 1:]
-    assert same.all() and 0 < begins[:, 1:].sum()
-
-
 def test_what_is_unknown_teaches_nothing():
     nan, ends = math.nan, torch.tensor([[True, True, False]] * 2)
     found = vineppo.advantages(torch.tensor([nan, 1.0]), torch.tensor([[0.5, 0.25, 1.0], [0.5, nan, 0.75]]), ends)
     close(found, [[-0.25, 0.75, nan], [nan, nan, 0.25]])
-
-
-def test_one_token_is_not_whitened():
-    assert not vineppo.whiten(torch.ones(1, 2), torch.tensor([[True, False]])).any()
 
 
 class Pieces:

@@ -5,7 +5,7 @@ best-known scripts learns in every run; another one, and the controls of all, wh
 changed since the last green run (`pytest --learning all` trains all of them).
 """
 
-import importlib
+import importlib  # noqa: I001
 import statistics
 
 import numpy as np
@@ -14,16 +14,8 @@ import torch
 
 from algos import dt, grpo, iql, online_dpo, ppo, sft
 from benchmarks.curves import (
-    CURVES,
-    SCRIPT_OF,
-    band,
-    false_alarm,
-    fresh_seeds,
-    reached,
-    recorded,
-    run_once,
-    unchanged_since,
-)
+    CURVES, SCRIPT_OF, band, false_alarm, fresh_seeds, reached, recorded, run_once, unchanged_since,
+)  # fmt: skip
 
 
 def curves(*names: str):

@@ -5,7 +5,7 @@ dpt: GPT-2, as the authors' code builds and trains it (jon--lee/decision-pretrai
 and train.py), but for its activation and number of heads.
 """
 
-import pytest
+import pytest  # noqa: I001
 import torch
 from control import close, float64
 from test_exact_dpt import ARGS, bandits
@@ -16,13 +16,9 @@ from test_sft import PAIRS, small_model
 from test_sft import gradients as sft_gradients
 from torch.nn import functional as F
 from transformers import (
-    DecisionTransformerConfig,
-    DecisionTransformerModel,
-    GPT2Config,
-    GPT2Model,
-    LlamaConfig,
+    DecisionTransformerConfig, DecisionTransformerModel, GPT2Config, GPT2Model, LlamaConfig,
     LlamaForSequenceClassification,
-)
+)  # fmt: skip
 
 from algos import dpt, reward_model
 

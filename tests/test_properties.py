@@ -28,7 +28,7 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 from torch.testing import assert_close
 
-from algos import dpo, dt, iql, ppo
+from algos import dpo, dt, ppo
 from utils import builtin
 from utils import data as data_of
 from utils.control import ReplayBuffer, to_env, to_unit
@@ -436,21 +436,6 @@ def test_windows(windows, trajectories, length):
         first = starts[starts <= row][-1]
         assert batch.timesteps[row, kept].tolist() == list(range(row - first, end - first))
         assert not any(x[row][~kept].any() for x in (batch.obs, batch.actions, batch.rtg, batch.timesteps))
-
-
-@quick
-@given(tensors(4, 1, low=-1e6, high=1e6, dtype=torch.float32), floats(0, 10))
-def test_weights_of_iql(advantages, temperature):
-    """Positive or 0, at most the clip, 1 where the advantage is 0, higher for higher advantages; finite for any."""
-    args = iql.Args(hidden_size=4, dropout=0.0)
-    actor = iql.Actor(2, 1, args.hidden_size, args.dropout)
-    batch = iql.Transitions(torch.ones(4, 2), torch.full((4, 1), 0.5), None, None, None)
-    advantages[0] = 0.0
-    loss, weights, logps = iql.actor_loss(actor, batch, advantages, temperature)
-    assert loss.isfinite() and (weights >= 0).all() and (weights <= iql.MAX_WEIGHT).all() and weights[0] == 1
-    order = advantages[:, 0].argsort()
-    assert (weights[order].diff(dim=0) >= 0).all()
-    assert_close(loss, -(weights * logps).mean())
 
 
 # --- datasets, tasks, evaluation, runs ---

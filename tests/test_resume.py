@@ -1,7 +1,7 @@
 """A run that was stopped, in whatever way, and resumed equals the run that was not, bit for bit on a CPU. Roots are
 stopped in every way here; test_wiring.py resumes every script from the middle."""
 
-import importlib
+import importlib  # noqa: I001
 import os
 import random
 import shutil
@@ -11,21 +11,9 @@ from functools import cache
 
 import pytest
 from helpers import (
-    GENERATORS,
-    LANGUAGE,
-    SMALL,
-    Forked,
-    assert_same_result,
-    checkpoint,
-    command_line,
-    copied_at,
-    metrics,
-    new_run,
-    runs_in,
-    start,
-    user_error,
-    wait_for,
-)
+    GENERATORS, LANGUAGE, SMALL, Forked, assert_same_result, checkpoint, command_line, copied_at, metrics, new_run,
+    runs_in, start, user_error, wait_for,
+)  # fmt: skip
 
 from algos import grpo
 from tests.specs import parent_of
@@ -109,14 +97,6 @@ def test_fewer_steps_than_there_were(runs, tmp_path, capsys):
     shutil.rmtree(folder / "model")
     command_line(grpo, "--resume", folder)
     assert_same_result(folder, runs("grpo"))
-
-
-def test_run_of_another_script_is_refused(runs, capsys):
-    """Even where all its arguments are known to this one."""
-    with user_error(capsys, "a run of reinforce_lm.py, not of grpo.py"):
-        command_line(grpo, "--resume", runs("reinforce_lm"))
-    with user_error(capsys, "config.json"):
-        command_line(grpo, "--resume", runs("grpo").parent)
 
 
 REWARD = """

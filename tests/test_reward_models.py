@@ -339,14 +339,6 @@ def test_many_answers_are_scored_in_batches(single, monkeypatch):
                                            abs=1e-5)  # fmt: skip
 
 
-def test_an_online_script_is_trained_on_it(single, tmp_path):
-    flags = [*SMALL["rloo"], "--max-steps", 2, "--reward", f"{single}/model"]
-    rows = metrics(new_run(rloo, tmp_path, *flags))
-    for row in rows[1:]:
-        assert row["reward"] == pytest.approx(row["reward/model"], abs=1e-6) and 0 <= row["reward/task"] <= 1
-    assert 0 <= rows[-1]["eval/greedy"] <= 1
-
-
 CODE = """from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 class OwnConfig(LlamaConfig):
     model_type = "own"

@@ -1,7 +1,6 @@
 """What a run leaves behind, that it can be made again, and that each of its settings does something."""
 
 import builtins
-import importlib
 import itertools
 import json
 import math
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ONLINE, REPO, SMALL, checkpoint, command_line, metrics, new_run, runs_in, start, weights, write_rows
+from helpers import REPO, SMALL, checkpoint, command_line, metrics, new_run, runs_in, start, weights, write_rows
 from tiny_runs import rows_asked_for
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
@@ -23,7 +22,7 @@ from algos import grpo, ppo_lm, sac, sft, vineppo
 from utils.core import Run, choose_precision, plot, preset
 from utils.data import load_task
 from utils.lm import TINY_MODEL, completion_logps, load_model, resolve, sample
-from utils.rewards import evaluate, make_scorer
+from utils.rewards import evaluate
 
 
 @pytest.fixture(scope="session")
@@ -98,23 +97,6 @@ def test_saved_model_is_the_evaluated_one(finished):
     assert scores == {name: value for name, value in last.items() if name.startswith("eval/")}
     start, _ = load_model(grpo.Args())
     assert any(not torch.equal(value, state[name]) for name, value in start.named_parameters())
-
-
-@pytest.mark.parametrize("algo", ONLINE)
-def test_each_batch_of_samples_has_a_stream_of_its_own(algo, monkeypatch):
-    """It depends on the seed, the step and the place in the step, and on nothing that was drawn before."""
-    module, seen = importlib.import_module(f"algos.{algo}"), []
-    monkeypatch.setattr(utils.lm, "sample", lambda *inputs: seen.append(inputs[-1].initial_seed()) or sample(*inputs))
-    model, tokenizer = load_model(grpo.Args())
-    task, more, first = load_task("sort"), (None,) * (algo == "online_dpo"), (0,) * (algo == "dapo")
-    score = make_scorer(task, grpo.Args(), tokenizer, "cpu")
-    own = {"tba": dict(sync_every=1)}.get(algo, {})  # else it samples for two steps
-    for seed, step in (1, 1), (1, 2), (2, 1), (1, 1):
-        group = {"num_generations": 2} if hasattr(module.Args, "num_generations") else {}
-        args = module.Args(num_prompts=4, sample_batch_size=4 if group else 2, max_completion_length=2, seed=seed,
-                           precision="float32", **group, **own)  # fmt: skip
-        module.collect(model, *more, tokenizer, task, score, step, args, *first)
-    assert len(seen) == 8 and len(set(seen[:6])) == 6 and seen[6:] == seen[:2]
 
 
 def test_sft_run(tmp_path, monkeypatch):
@@ -216,17 +198,6 @@ def test_gradient_checkpointing_reaches_the_critic(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo_lm, "update", watched)
     new_run(ppo_lm, tmp_path, *SMALL["ppo_lm"], "--gradient-checkpointing", "--max-steps", 1)
     assert len(modes[0]) >= 4 and all(modes[0])
-
-
-def test_dropout_stays_in_the_configuration(tmp_path):
-    """It is off in training, and saved for whoever trains the model next."""
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=22, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=1)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(tmp_path / "model")
-    run = new_run(grpo, tmp_path / "runs", *SMALL["grpo"], "--max-steps", 1, "--model", tmp_path / "model")
-    assert metrics(run)[1]["sampler_gap"] < 1e-5
-    assert json.loads((run / "model" / "config.json").read_text())["resid_pdrop"] == 0.1
 
 
 def test_states_with_their_continuations_stay_in_the_context(tmp_path):

@@ -9,7 +9,6 @@ from helpers import write_rows
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from utils.builtin import stated
 from utils.core import UserError
 from utils.data import encode_answers, encode_prompt, load_task, present
 from utils.lm import TINY_MODEL
@@ -347,12 +346,3 @@ def test_one_bos(tmp_path):
     tok.chat_template = None
     prompt, completion = encode_answers({"prompt": "S21:"}, ["12"], tok, [tok.eos_token_id])
     assert prompt[0] == tok.bos_token_id and tok.bos_token_id not in completion
-
-
-@pytest.mark.parametrize(
-    "text, answer",
-    [("6*7 is 42\n#### 42", 42.0), ("#### 1\n#### $1,042.0 in all\n7", 1042.0), ("#### -0", 0.0), ("42", None),
-     ("####", None), ("#### none", None), ("", None)],
-)  # fmt: skip
-def test_what_an_answer_to_gsm8k_states(text, answer):
-    assert stated(text) == answer

@@ -3,17 +3,16 @@
 import csv
 import itertools
 import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
-from helpers import command_line, metrics, new_run, runs_in, user_error, write_rows
+from helpers import command_line, metrics, new_run, write_rows
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import utils.lm
-from algos import dpo, grpo, reward_model, sft
+from algos import dpo, grpo, sft
 from algos.sft import from_messages, load_demonstrations
 from utils import data
 from utils.core import UserError
@@ -525,39 +524,10 @@ def test_long_prompts_are_left_out_before_the_first_step(tmp_path, own_cache, ca
     assert rewards[0] == rewards[1] and len(rewards[0]) == 4
 
 
-def test_an_endless_task_drops_nothing(tmp_path, capsys):
-    with user_error(capsys, "some prompts of sort have more than 5 tokens"):
-        command_line(grpo, "--task", "sort", "--max-prompt-length", 5, "--output-dir", tmp_path)
-
-
-def test_prompts_need_room(tmp_path, capsys):
-    with user_error(capsys, "the model's 128 tokens leave no room for prompts: lower --max-completion-length"):
-        command_line(grpo, "--max-completion-length", 128, "--output-dir", tmp_path)
-
-
 def test_rows_without_a_completion_are_dropped_and_counted(tmp_path, own_cache, capsys):
-    """In sft.py before the first step; only where none is left does the run end."""
+    """In sft.py before the first step."""
     rows = [{"prompt": f"S{i}:", "completion": "1" if i % 20 else None} for i in range(60)]
     flags = ["--device", "cpu", "--model", TINY_MODEL, "--batch-size", 30, "--max-steps", 2]
     new_run(sft, tmp_path / "runs", *flags, "--task", write_rows(tmp_path / "rows.jsonl", rows))
     out = capsys.readouterr().out
     assert "3 of 60 rows cannot be used and are dropped, the first because a row needs completion" in out
-    rows = [row | {"completion": None} for row in rows]
-    with user_error(capsys, "no row can be used", "needs completion"):
-        path = write_rows(tmp_path / "none.jsonl", rows)
-        command_line(sft, *flags, "--task", path, "--output-dir", tmp_path / "none")
-    assert runs_in(tmp_path / "none") == []
-
-
-def test_a_pair_that_the_template_refuses_is_dropped(tmp_path, own_cache, capsys):
-    """By reward_model.py, which has no flags for prompts."""
-    refuses = "{% for m in messages %}{% if '9' in m.content %}{{ raise_exception('no nines') }}{% endif %}"
-    save = AutoTokenizer.from_pretrained(TINY_MODEL)
-    save.chat_template = refuses + "{{ m.content }}<eos>{% endfor %}"
-    shutil.copytree(TINY_MODEL, tmp_path / "model")
-    save.save_pretrained(tmp_path / "model")
-    rows = [{"prompt": f"S{i}:", "chosen": "12", "rejected": "9" if i == 12 else "21"} for i in range(10, 40)]
-    flags = ["--model", tmp_path / "model", "--task", write_rows(tmp_path / "rows.jsonl", rows), "--max-steps", 1]
-    new_run(reward_model, tmp_path / "runs", *flags, "--batch-size", 2, "--device", "cpu")
-    out = capsys.readouterr().out
-    assert "rows cannot be used and are dropped" in out and "no nines" in out

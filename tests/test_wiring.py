@@ -306,14 +306,23 @@ def test_a_row_is_in_one_minibatch(algo, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("algo", ONLINE)
 def test_each_batch_is_sampled_with_numbers_of_its_own(algo, tmp_path, monkeypatch):
-    """But for evaluations, which all draw alike. dapo.py draws again for groups of equal rewards."""
-    keys, noted = [], lambda device, *key: keys.append(key) or stream(device, *key)
+    """The seed's, but for evaluations, which all draw alike. dapo.py draws again for groups of equal rewards."""
+    keys, seeds = [], []
+
+    def noted(device, *key):
+        generator = stream(device, *key)
+        keys.append(key)
+        seeds.append((generator.initial_seed(), "evaluation" in key))
+        return generator
+
     for owner in utils.lm, importlib.import_module(f"algos.{algo}"):
         monkeypatch.setattr(owner, "stream", noted, raising=False)
-    more = {"max_steps": 3, "num_generations": 2, "reward": ("tiny_runs:paired",), "reward_weight": 1.0}
+    more = {"max_steps": 3, "num_prompts": 4, "num_generations": 2, "sample_batch_size": 4, "seed": 5}
+    more |= {"reward": ("tiny_runs:paired",), "reward_weight": 1.0}
     train(algo, SPECS[algo].flags | more, tmp_path)
-    training = [key for key in keys if "evaluation" not in key]
-    assert len(training) >= 2 and len(set(training)) == len(training) and len(set(keys)) < len(keys)
+    training = [seed for seed, evaluation in seeds if not evaluation]
+    assert len(training) >= 2 and len(set(training)) == len(training) and len(set(seeds)) < len(seeds)
+    assert {key[0] for key in keys} == {5}
 
 
 @pytest.mark.parametrize("algo", ONLINE)

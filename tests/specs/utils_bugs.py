@@ -11,7 +11,7 @@ TESTS = {  # as Spec.tests
     "utils/builtin.py": "tasks text properties preferences sft",
     "utils/data.py": "tasks text large_data preferences unpaired properties sft reward_models",
     "utils/dist.py": "distributed exact_grpo exact_dpo invariance alarm lora "
-                     "runs::test_each_batch_of_samples_has_a_stream_of_its_own",
+                     "wiring::test_each_batch_is_sampled_with_numbers_of_its_own",
     "utils/lm.py": "exact_grpo parity_trl invariance lora alarm architectures engine distributed "
                    "rewards::test_evaluation_leaves_no_trace",
     "utils/vllm.py": "engine",
