@@ -33,6 +33,10 @@ def test_a_setting_is_named_after_what_tells_it_apart(tmp_path):
         run(tmp_path / f"b{seed}", returns(0, 2), seed=seed, clip=1e9, rate=0.3, typed="--clip 1e9")
     two = compare.settings_of((tmp_path,), "step")
     assert [(s.name, list(s.seeds)) for s in two] == [("--clip 0.2", ["1", "2"]), ("--clip 1e+09", ["1", "2"])]
+    run(tmp_path / "again", returns(0, 5), seed=2)
+    assert [len(s.seeds) for s in compare.settings_of((tmp_path,), "step")] == [3, 2], (
+        "a seed that ran twice counts twice"
+    )
     run(tmp_path / "untyped", returns(0, 2), clip=1e9, rate=0.7)
     assert compare.settings_of((tmp_path,), "step")[2].name == "--clip 1e+09 --rate 0.7"
     mine = run(tmp_path / "copy" / "c", returns(0, 3), script="mine.py")

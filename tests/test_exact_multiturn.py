@@ -95,12 +95,16 @@ def test_evaluation_is_greedy_and_sampled_and_leaves_no_trace(monkeypatch):
 
     def playing(model, tokenizer, make, rows, count, temperature, *_):
         asked.append((len(rows), count, temperature, torch.rand(()).item()))
-        return SimpleNamespace(rewards=torch.tensor(found[count]))
+        return SimpleNamespace(rewards=torch.tensor(found[count]), samples=None, cut=None)
 
     monkeypatch.setattr(grpo_multiturn, "play", playing)
+    each = lambda count, samples, tokenizer, columns: [{"reward": x} for x in columns["reward"].tolist()]  # noqa: E731
+    monkeypatch.setattr(grpo_multiturn, "sample_rows", each)
     torch.manual_seed(0)
     args = Args(eval_prompts=2, eval_samples=4, temperature=0.7)
-    scored = grpo_multiturn.evaluate(None, None, None, SimpleNamespace(heldout=["a", "b", "c"]), args)
+    task, kept = SimpleNamespace(heldout=["a", "b", "c"]), []
+    scored = grpo_multiturn.evaluate(None, None, None, task, args, kept.extend)
+    assert kept == [{"reward": x, "greedy": count == 1} for count in (1, 4) for x in found[count]]
     assert [one[:3] for one in asked] == [(2, 1, 0.0), (2, 4, 0.7)] and torch.rand(()).item() == asked[0][3]
     assert scored == {"eval/greedy": 0.5, "eval/pass@1": 0.25, "eval/pass@4": 0.5, "eval/reward": 2.5 / 8}
 
@@ -161,49 +165,6 @@ def plain_logps(model, prompt_ids, prompt_mask, ids, mask, temperature):
     logits = model(input_ids=whole).logits[:, prompt_ids.shape[1] - 1 : -1] / temperature
     logp = logits.log_softmax(-1)
     return logp.gather(2, ids[:, :, None])[..., 0], -(logp.exp() * logp).sum(-1).detach()
-
-
-def owned(c: tuple) -> list[bool]:
-    """As if a 2 with a token behind it were the environment's."""
-    return [token != 2 or t + 1 == len(c) for t, token in enumerate(c)]
-
-
-@pytest.mark.usefixtures("float64")
-@stale
-def test_updates_equal_the_reference_s(case):
-    """With observations that are neither trained nor counted: in no ratio, penalty, denominator or metric, whatever the
-    reference says there."""
-    rule = Rule(own=lambda row, s: all_tokens(row, s) & owned(row.c), fixed=dict(max_completion_length=15))
-    own = torch.tensor([[*owned(c), False][:2] for group in EVERY for c in group])
-    metrics = twice(grpo_multiturn, rule, case, given=dict(own=own), max_turns=3, epsilon=0.1, epsilon_high=0.3,
-                    beta=0.3)  # fmt: skip
-    assert 0 < metrics["clip_fraction"] < 1 and 0 < (~own[:, 0]).sum() < len(own)
-
-
-def test_evaluation_is_greedy_and_sampled_and_leaves_no_trace(monkeypatch):
-    """Environments may draw from the global generators. A reward below 1 is no success."""
-    asked, found = [], {1: [1.0, 0.5], 4: [1.0, 0, 0, 1, 0, 0.5, 0, 0]}
-
-    def playing(model, tokenizer, make, rows, count, temperature, *_):
-        asked.append((len(rows), count, temperature, torch.rand(()).item()))
-        return SimpleNamespace(rewards=torch.tensor(found[count]))
-
-    monkeypatch.setattr(grpo_multiturn, "play", playing)
-    torch.manual_seed(0)
-    args = Args(eval_prompts=2, eval_samples=4, temperature=0.7)
-    scored = grpo_multiturn.evaluate(None, None, None, SimpleNamespace(heldout=["a", "b", "c"]), args)
-    assert [one[:3] for one in asked] == [(2, 1, 0.0), (2, 4, 0.7)] and torch.rand(()).item() == asked[0][3]
-    assert scored == {"eval/greedy": 0.5, "eval/pass@1": 0.25, "eval/pass@4": 0.5, "eval/reward": 2.5 / 8}
-
-
-class OneTurn:
-    """Countdown as grpo.py has it."""
-
-    def reset(self, row, seed):
-        self.row = row
-
-    def step(self, text):
-        return "", countdown_score(self.row, text), True
 
 
 def test_one_turn_is_grpo_bit_for_bit():

@@ -136,7 +136,7 @@ def test_samples_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     (tmp_path / "rewards.py").write_text("def even(completions, log_extra, **rest):\n"
         "    log_extra('letters', [len(text) for text in completions])\n"
-        "    return [None if not text else float(len(text) % 2 == 0) for text in completions]\n")  # fmt: skip
+        "    return [None if '7' in text else float(len(text) % 2 == 0) for text in completions]\n")  # fmt: skip
     flags = ["--max-steps", 2, "--eval-every", 2, "--eval-prompts", 3, "--log-samples", 1, "--track"]
     run = new_run(grpo, tmp_path, *SMALL["grpo"], *flags, "--reward", f"{tmp_path}/rewards.py:even")
     rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
