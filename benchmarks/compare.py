@@ -12,9 +12,9 @@ compare.png, .pdf, .svg     a panel for each column: the mean of a setting's see
 compare.csv                 a row for each setting, seed, column and step: pandas.read_csv(...) reads it
 
 The interval is a percentile bootstrap over seeds, so it never leaves what was seen. Of three seeds it says little.
-Printed: each column's first, highest and last values; and with what probability a seed of one setting ends higher than
-one of another (Agarwal et al. 2021, arXiv 2108.13264, section 4), with a bootstrap interval over both. The
-interquartile mean is the mean of the middle half.
+Printed, with 95 % intervals: the mean over seeds of each column's first, highest and last value; and with what
+probability a seed of one setting ends higher than one of another (Agarwal et al. 2021, arXiv 2108.13264, section 4).
+The interquartile mean is the mean of the middle half. Of a seed that ran twice the longer run counts.
 """
 
 import csv
@@ -53,13 +53,14 @@ class Args:
     """mean of the seeds, or interquartile mean"""
     reference: tuple[str, ...] = ()
     """recorded curves to draw beside, such as ppo-cartpole: benchmarks/curves"""
-    output: Path = Path("compare")
+    output: Path = Path("runs/compare")
     """what is written: OUTPUT.png, .pdf, .svg, .csv"""
 
 
 @dataclass
 class Setting:
     script: str
+    task: str
     args: dict
     typed: str
     """the command line"""
@@ -72,17 +73,21 @@ def read(run: Path) -> dict:
     """A run's config.json."""
     try:
         config = json.loads((run / "config.json").read_text())
-        return {"args": config["args"], "command": config["command"]}
+        return {"args": config["args"], "command": config["command"], "task": config["task"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{run} is not the folder of a run: its config.json cannot be read") from error
+
+
+def size(columns: dict) -> int:
+    return sum(len(x) for x, _ in columns.values())
 
 
 def places(rows: list[dict], x: str, run: Path) -> list[float]:
     """Where each row stands on the axis."""
     if x == "step":
         return [row["step"] for row in rows]
-    amounts = [0.0]
-    for before, row in itertools.pairwise(rows):
+    amounts = []
+    for before, row in itertools.pairwise([{"step": 0}, *rows]):
         speeds = [row[name] for name in row if name in ("time/steps_per_second", "time/updates_per_second")]
         seconds = row.get("time/step") or sum((row["step"] - before["step"]) / speed for speed in speeds[:1])
         tokens = row.get("time/tokens_per_second", 0.0) * seconds
@@ -116,9 +121,12 @@ def settings_of(folders: tuple[Path, ...], x: str) -> list[Setting]:
             args = {name: value for name, value in config["args"].items() if name not in OURS}
             script = Path(config["command"][0]).stem  # a copy has the NAME of what it was copied from
             key = (script, json.dumps(args, sort_keys=True))
-            setting = found.setdefault(key, Setting(script, args, " ".join(config["command"]), {}))
-            seed = str(config["args"].get("seed", 0))
-            setting.seeds[seed if seed not in setting.seeds else f"{seed} {run.name}"] = columns_of(run, x)
+            setting = found.setdefault(key, Setting(script, config["task"], args, " ".join(config["command"]), {}))
+            seed, columns = str(config["args"].get("seed", 0)), columns_of(run, x)
+            if seed in setting.seeds:  # it would count twice
+                print(f"{run}: another run has its settings and its seed; the longer one counts")
+            if size(columns) > size(setting.seeds.get(seed, {})):
+                setting.seeds[seed] = columns
     name_them(settings := list(found.values()))
     return settings
 
@@ -132,9 +140,14 @@ def name_them(settings: list[Setting]) -> None:
         typed = [name for name in differ if any(f"--{name.replace('_', '-')}" in other.typed for other in alike)]
         told_apart = len({str([other.args.get(name) for name in typed]) for other in alike}) == len(alike)
         values = {name: setting.args[name] for name in (typed if told_apart else differ)}
-        values = {name: f"{value:g}" if isinstance(value, float) else value for name, value in values.items()}
-        words = [f"--{name.replace('_', '-')} {value}" for name, value in values.items()]
+        words = [spelled(name.replace("_", "-"), value) for name, value in values.items()]
         setting.name = " ".join(([setting.script] if len(scripts) > 1 or not words else []) + words)
+
+
+def spelled(flag: str, value) -> str:
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {value:g}" if isinstance(value, float) else f"--{flag} {value}"
 
 
 def recorded(name: str) -> tuple[str, Setting]:
@@ -148,7 +161,7 @@ def recorded(name: str) -> tuple[str, Setting]:
         raise UserError(f"the curve {name} has no steps, for an iteration without an ended episode has no point")
     seeds = {str(row["seed"]): {column: (every * np.arange(1, len(row[column]) + 1), np.array(row[column]))}
              for row in curves.recorded(name)}  # fmt: skip
-    return column, Setting("", {}, "", seeds, f"{name}, recorded")
+    return column, Setting("", "", {}, "", seeds, f"{name}, recorded")
 
 
 def centre_of(kind: str) -> Callable:
@@ -189,7 +202,7 @@ def picture(settings: list[Setting], columns: list[str], xlabel: str, centre: st
     wide = min(len(columns), 3)
     high = -(-len(columns) // wide)
     figure = Figure(figsize=(4.2 * wide, 3.2 * high + 0.3 * -(-len(settings) // wide)), layout="constrained")
-    axes = figure.subplots(high, wide, squeeze=False).flat
+    axes = list(figure.subplots(high, wide, squeeze=False).flat)
     lines = {}
     for axis, column in zip(axes, columns):
         for k, setting in enumerate(settings):
@@ -204,11 +217,14 @@ def picture(settings: list[Setting], columns: list[str], xlabel: str, centre: st
             axis.fill_between(x, *interval(values, centre_of(centre)), alpha=0.2, linewidth=0, color=look["color"])
         unit = next((unit for pattern, unit in UNITS.items() if fnmatch(column, pattern)), "")
         axis.set(xlabel=xlabel, ylabel=f"{column} ({unit})" if unit else column)
-        axis.locator_params(axis="x", nbins=5)
-        axis.xaxis.set_major_formatter("{x:g}" if xlabel == "seconds of training" else "{x:,.0f}")
+        axis.locator_params(axis="x", nbins=5, integer=True)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.grid(alpha=0.3)
-    for axis in list(axes)[len(columns) :]:
+    for axis in axes[len(columns) :]:
         axis.set_axis_off()
+    tasks = dict.fromkeys(f"{s.script} on {s.task}" for s in settings if s.task)
+    several = f": {centre} of seeds, 95 % interval" if max(len(s.seeds) for s in settings) > 1 else ""
+    figure.suptitle(", ".join(tasks) + several, fontsize=10)
     count = {s.name: f", {len(s.seeds)} seeds" for s in settings if len(s.seeds) > 1}
     figure.legend(list(lines.values()), [f"{name}{count.get(name, '')}" for name in lines],
                   loc="outside lower center", ncols=wide, frameon=False)  # fmt: skip
@@ -268,8 +284,9 @@ def write_csv(settings: list[Setting], x: str, path: Path) -> None:
 def report(settings: list[Setting], patterns: tuple, output: Path, x: str = "step", centre: str = "mean") -> None:
     """Writes the pictures and the rows, and prints the table."""
     columns = drawn(settings, patterns)
-    unit = "environment steps" if any("total_timesteps" in s.args for s in settings) else "training steps"
-    names = {"step": unit, "time": "seconds of training", "tokens": "sampled tokens"}
+    units = {"environment steps" if "total_timesteps" in s.args else "training steps" for s in settings if s.args}
+    steps = "steps" if len(units) > 1 else "".join(units)
+    names = {"step": steps, "time": "seconds of training", "tokens": "sampled tokens"}
     output.parent.mkdir(parents=True, exist_ok=True)
     write_csv(settings, x, output.with_name(f"{output.name}.csv"))
     picture(settings, columns, names.get(x, x), centre, output)
@@ -289,7 +306,7 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(tyro.cli(Args, description=__doc__.partition("\n")[0]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

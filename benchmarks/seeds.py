@@ -4,8 +4,8 @@
     python benchmarks/seeds.py algos/ppo.py --seeds 4 --vary clip-coef=0.2,1e9
     python benchmarks/seeds.py algos/ppo.py algos/a2c.py --seeds 4
 
-What stands behind `--` goes to the script: one of ours, a copy or your own, if it takes --seed, --output-dir and
---resume. Seeds 1 to 8 run, four at a time, one thread each. Ctrl-C and SIGTERM let each finish its step and save; after
+Flags behind `--` go to the script. It may be ours, a copy, or your own if it takes --seed, --output-dir and --resume.
+Seeds 1 to 8 run, four at a time, one thread each. Ctrl-C and SIGTERM let each finish its step and save; after
 them, or after a kill, the same command goes on: finished seeds stay, the others continue from their checkpoints. More
 seeds may be asked for later.
 
@@ -117,8 +117,9 @@ def write(settings: dict[str, tuple[Path, list[str]]], args: Args) -> None:
         finished = {str(seed): next(run for run in runs_of(folder) if (run / "model").is_dir())
                     for seed, folder in folders.items()}  # fmt: skip
         seeds = {seed: compare.columns_of(run) for seed, run in finished.items()}
-        own = json.loads((finished["1"] / "config.json").read_text() or "{}").get("args", {})
-        found.append(compare.Setting(script.stem, own, "", seeds, name or " ".join([script.name, *flags])))
+        own = json.loads((finished["1"] / "config.json").read_text() or "{}")
+        title = name or " ".join([script.name, *flags])
+        found.append(compare.Setting(script.stem, own.get("task", ""), own.get("args", {}), "", seeds, title))
     compare.report(found, args.columns, args.folder / "seeds")
 
 
@@ -178,7 +179,7 @@ if __name__ == "__main__":
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     try:
-        main(tyro.cli(Args, description=__doc__, args=sys.argv[1:split]), sys.argv[split + 1 :])
+        main(tyro.cli(Args, description=__doc__.partition("\n")[0], args=sys.argv[1:split]), sys.argv[split + 1 :])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -155,7 +155,7 @@ def test_samples_are_kept(tmp_path, monkeypatch, capsys):
     (names, sent), *_ = [row["samples"] for row in logged[1:] if "samples" in row]
     assert [dict(zip(names, row)) for row in sent] == of(0, True) + of(0, False)
     text = capsys.readouterr().out
-    assert re.search(r"S\d+: means: Sort the digits", text) and max(map(len, text.splitlines())) < 400
+    assert re.search(r"S\d+: means:\n  Sort the digits", text) and max(map(len, text.splitlines())) < 400
     assert text.count("held-out 'S") == 4 and text.count("held-out") == 4
 
 

@@ -406,7 +406,7 @@ def plot(history: list[dict], curves: dict, title: str, unit: str, path: Path) -
             axis.plot(*zip(*points), marker="." if len(points) < 30 else "", label=column)
             axis.legend(fontsize=8)
         axis.set(title=panel, xlabel=unit)
-        axis.locator_params(axis="x", nbins=5)  # numbers of six digits do not touch
+        axis.locator_params(axis="x", nbins=5, integer=True)  # numbers of six digits do not touch
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.grid(alpha=0.3)
     figure.suptitle(title, fontsize=10)

@@ -224,9 +224,9 @@ def told(rows: list[dict], answers: int = 4) -> str:
     """The answers to the first two of these prompts, at most 100 columns wide."""
     lines = []
     for prompt in list(dict.fromkeys(row["prompt"] for row in rows))[:2]:
-        lines.append(f"{'reward':>8}  held-out {prompt!r:.80}")
+        lines.append(f"{'score':>8}  held-out {prompt!r:.80}")
         of_it = [row for row in rows if row["prompt"] == prompt][:answers]
-        lines += [f"{row['reward']:8.3g}    {row['completion']!r:.88}" for row in of_it]
+        lines += [f"{row['score']:8.3g}    {row['completion']!r:.88}" for row in of_it]
     return "\n".join(lines)
 
 
@@ -261,11 +261,11 @@ def evaluate(model, tokenizer, task: Task, score: Callable | None, args, step: i
     set_rng_state(before)
     if keep:
         asked = gathered([tokenizer.decode(ids) for ids in prompts[: len(own)]])
-        said = [{"prompt": asks, "completion": text, "reward": reward, "greedy": part is greedy}
-                for part in (greedy, sampled) for asks, some in zip(asked, part) for reward, text in some]  # fmt: skip
+        said = [{"prompt": asks, "completion": text, "score": score, "greedy": part is greedy}
+                for part in (greedy, sampled) for asks, some in zip(asked, part) for score, text in some]  # fmt: skip
         text, row = told([row for row in said if not row["greedy"]]), heldout[0]
         if step == 0 and "plain_prompt" in row and present(row, tokenizer) == row["prompt"]:
-            text = f"{row['prompt']} means: {row['plain_prompt'].partition('. ')[0]}\n{text}"
+            text = f"{row['prompt']} means:\n  {row['plain_prompt'].partition('. ')[0]}\n{text}"
         keep(said, text)
     columns = {"eval/greedy": mean([group[0][0] for group in greedy])}
     if {reward for group in sampled for reward, _ in group} <= {0.0, 1.0}:
