@@ -14,7 +14,7 @@ from utils.core import UserError
 def run(folder: Path, rows: list[dict], script: str = "algos/ppo.py", typed: str = "", **args) -> Path:
     folder.mkdir(parents=True)
     args = {"seed": 1, "total_timesteps": 10, "clip": 0.2, "rate": 0.1, "output_dir": str(folder)} | args
-    config = {"args": args, "command": [script, *typed.split()]}
+    config = {"args": args, "command": [script, *typed.split()], "task": "CartPole-v1"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -33,21 +33,22 @@ def test_a_setting_is_named_after_what_tells_it_apart(tmp_path):
         run(tmp_path / f"b{seed}", returns(0, 2), seed=seed, clip=1e9, rate=0.3, typed="--clip 1e9")
     two = compare.settings_of((tmp_path,), "step")
     assert [(s.name, list(s.seeds)) for s in two] == [("--clip 0.2", ["1", "2"]), ("--clip 1e+09", ["1", "2"])]
-    run(tmp_path / "again", returns(0, 5), seed=2)
-    assert [len(s.seeds) for s in compare.settings_of((tmp_path,), "step")] == [3, 2], (
-        "a seed that ran twice counts twice"
-    )
+    run(tmp_path / "again", returns(0, 1, 5), seed=2)
+    longer = compare.settings_of((tmp_path,), "step")[0].seeds
+    assert longer.keys() == {"1", "2"} and longer["2"]["return"][1].tolist() == [0, 1, 5]
     run(tmp_path / "untyped", returns(0, 2), clip=1e9, rate=0.7)
     assert compare.settings_of((tmp_path,), "step")[2].name == "--clip 1e+09 --rate 0.7"
     mine = run(tmp_path / "copy" / "c", returns(0, 3), script="mine.py")
     assert [s.name for s in compare.settings_of((tmp_path / "a1", mine), "step")] == ["ppo", "mine"]
 
 
-@pytest.mark.parametrize("x, expected", [("step", [0, 5, 10]), ("time", [0, 0.5, 1]), ("episodes", [0, 2, 4])])
+@pytest.mark.parametrize("x, expected", [("step", [5, 10, 15]), ("time", [0.5, 1, 1.5]), ("episodes", [2, 4, 6])])
 def test_axes(x, expected, tmp_path):
-    """Before the first row nothing is known, so it stands at 0."""
-    assert compare.columns_of(run(tmp_path / "a", returns(0, 1, 2)), x)["return"][0].tolist() == expected
-    rows = [{"step": i, "reward": 0.5, "time/step": 2.0, "time/tokens_per_second": 50.0} for i in range(3)]
+    """A language run begins with an evaluation at step 0, which took none."""
+    rows = [row | {"step": row["step"] + 5} for row in returns(0, 1, 2)]
+    assert compare.columns_of(run(tmp_path / "a", rows), x)["return"][0].tolist() == expected
+    rows = [{"step": 0, "reward": 0.5}]
+    rows += [{"step": i, "reward": 0.5, "time/step": 2.0, "time/tokens_per_second": 50.0} for i in (1, 2)]
     language = run(tmp_path / "b", rows)
     found = {axis: compare.columns_of(language, axis)["reward"][0].tolist() for axis in ("time", "tokens")}
     assert found == {"time": [0, 2, 4], "tokens": [0, 100, 200]}
@@ -82,7 +83,8 @@ def test_what_is_written(tmp_path, capsys):
     for kind, head in {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}.items():
         assert output.with_name(f"out.{kind}").read_bytes().startswith(head)
     svg = output.with_name("out.svg").read_text()
-    assert all(text in svg for text in ("environment steps", "approx_kl (nats)", "ppo-cartpole, recorded, 30 seeds"))
+    texts = "environment steps", "approx_kl (nats)", "cartpole, recorded, 30 seeds", "ppo on CartPole-v1: mean of"
+    assert all(text in svg for text in texts)
     assert output.with_name("out.csv").read_text().splitlines()[1] == "ppo,ppo,1,eval/return,4096.0,100.0"
     assert "P(ppo ends higher than ppo-cartpole, recorded) = 0.0" in capsys.readouterr().out
 

@@ -76,7 +76,7 @@ def main(args_class: type[RunArgs], train: Callable, algo: str) -> None:
         train(args)
         if given.evaluate and changed:
             print(f"changed on --evaluate: {changed}", file=sys.stderr)  # on stdout stands the score alone
-        if given.evaluate and args.track and args.capture_video:
+        if given.evaluate and args.track and args.capture_video:  # type: ignore[attr-defined]
             import wandb
 
             videos = Path(given.evaluate).glob("video/*.mp4")
