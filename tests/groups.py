@@ -79,11 +79,13 @@ stale = pytest.mark.parametrize("case", CASES)
 
 def twice(module, rule: Rule, case: str, groups=EVERY, rewards=None, old=STALE, ref=OTHER, table=TABLE, rate=2.0,
           made=lambda batch, args: batch, given=None, **settings) -> dict[str, float]:  # fmt: skip
-    """`update` and the reference's end at the same table with the same metrics, which are returned.
+    """`update` and the reference's end at the same table with the same metrics, which are returned. The clip's bounds
+    differ.
 
     case: of CASES. made: of a grpo.Batch and the arguments, the script's own.
     """
-    known = {k: x for k, x in CASES[case].items() if k in module.Args.__dataclass_fields__}
+    known = dict(epsilon=0.1, epsilon_high=0.3) | CASES[case]
+    known = {k: x for k, x in known.items() if k in module.Args.__dataclass_fields__}
     args = args_of(module, len(groups[0]), **known | settings)
     rewards = np.array(rewards_of(groups, REWARDS) if rewards is None else rewards)
     for values, places in zip(rewards, CASES[case].get("unknown", [])):

@@ -84,8 +84,7 @@ def test_updates_equal_the_reference_s(case):
     reference says there."""
     rule = Rule(own=lambda row, s: all_tokens(row, s) & owned(row.c), fixed=dict(max_completion_length=15))
     own = torch.tensor([[*owned(c), False][:2] for group in EVERY for c in group])
-    metrics = twice(grpo_multiturn, rule, case, given=dict(own=own), max_turns=3, epsilon=0.1, epsilon_high=0.3,
-                    beta=0.3)  # fmt: skip
+    metrics = twice(grpo_multiturn, rule, case, given=dict(own=own), max_turns=3, beta=0.3)
     assert 0 < metrics["clip_fraction"] < 1 and 0 < (~own[:, 0]).sum() < len(own)
 
 

@@ -35,7 +35,7 @@ def test_updates_equal_the_reference_s(case, name, denominator):
     """Means count the answers of a minibatch: all of them, or those with a weight."""
     positive, negative = RULES[name]
     twice(nsr, Rule(weights, counted=counted), case, rewards=RIGHT, positive_weight=positive, negative_weight=negative,
-          denominator=denominator, epsilon=0.1, epsilon_high=0.3, beta=0.1)  # fmt: skip
+          denominator=denominator, beta=0.1)  # fmt: skip
 
 
 def test_weights_by_hand():

@@ -29,8 +29,7 @@ def selected(rows, s):
 @stale
 def test_updates_equal_the_reference_s(case, select, plusplus):
     """Means count all completions, kept or not. RAFT knows no ratio."""
-    metrics = twice(raft, Rule(selected, imitated), case, rewards=RIGHT, select=select, plusplus=plusplus, beta=0.1,
-                    epsilon=0.1, epsilon_high=0.3)  # fmt: skip
+    metrics = twice(raft, Rule(selected, imitated), case, rewards=RIGHT, select=select, plusplus=plusplus, beta=0.1)
     assert (0 < metrics["clip_fraction"] < 1) == plusplus
 
 

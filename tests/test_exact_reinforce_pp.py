@@ -37,8 +37,7 @@ def test_updates_equal_the_reference_s(case, baseline, whiten):
     """The penalty is in the reward, of the sampler's log-probabilities, or k2 in the loss. Mean and deviation leave out
     what is cut off or unknown."""
     rule = Rule(whitened, penalty=lambda d, s: -d * (s.baseline == "group"))
-    metrics = twice(reinforce_pp, rule, case, baseline=baseline, whiten_advantages=whiten, epsilon=0.1,
-                    epsilon_high=0.3, beta=BETA)  # fmt: skip
+    metrics = twice(reinforce_pp, rule, case, baseline=baseline, whiten_advantages=whiten, beta=BETA)  # fmt: skip
     assert 0 < metrics["clip_fraction"] < 1
 
 
