@@ -162,7 +162,7 @@ def test_updates_equal_the_reference_s(unknown, aggregation, whiten, clip):
     rewards = np.array(rewards_of(groups, REWARDS))
     rewards.reshape(-1)[unknown] = math.nan
     settings = dict(num_iterations=2, num_minibatches=2, whiten_advantages=whiten, aggregation=aggregation,
-                    vf_coef=0.4, clip_value=clip, max_grad_norm=0.2)  # fmt: skip
+                    vf_coef=0.4, clip_value=clip, max_grad_norm=0.2, epsilon=0.1, epsilon_high=0.3)  # fmt: skip
     moved, valued, metrics = run_update(make(groups, rewards, old=old, pad=EOS), values=values, rate=1.5, seed=3,
                                         micro_batch_size=3, **settings)  # fmt: skip
     generator = torch.Generator().manual_seed(3)
