@@ -132,16 +132,20 @@ def settings_of(folders: tuple[Path, ...], x: str) -> list[Setting]:
 
 
 def name_them(settings: list[Setting]) -> None:
-    """By the script where each has its own, else by the flags that tell them apart: typed ones, if these do."""
+    """By the script where each has its own, else by as few flags as tell them apart, typed ones first."""
     scripts = {setting.script for setting in settings}
-    for setting in settings:
-        alike = [other for other in settings if other.script == setting.script]
-        differ = [name for name in setting.args if any(other.args.get(name) != setting.args[name] for other in alike)]
-        typed = [name for name in differ if any(f"--{name.replace('_', '-')}" in other.typed for other in alike)]
-        told_apart = len({str([other.args.get(name) for name in typed]) for other in alike}) == len(alike)
-        values = {name: setting.args[name] for name in (typed if told_apart else differ)}
-        words = [spelled(name.replace("_", "-"), value) for name, value in values.items()]
-        setting.name = " ".join(([setting.script] if len(scripts) > 1 or not words else []) + words)
+    for script in scripts:
+        alike = [setting for setting in settings if setting.script == script]
+        differ = [name for name in alike[0].args if len({str(s.args.get(name)) for s in alike}) > 1]
+        typed = [name for name in differ if any(f"--{name.replace('_', '-')}" in s.typed for s in alike)]
+        parts: list = [[] for _ in alike]
+        for name in dict.fromkeys([*typed, *differ]):
+            more = [[*part, spelled(name.replace("_", "-"), s.args.get(name))] for part, s in zip(parts, alike)]
+            parts = more if len(set(map(str, more))) > len(set(map(str, parts))) else parts
+        for setting, part in zip(alike, parts):
+            setting.name = " ".join([setting.script] * (len(scripts) > 1 or not part) + part)
+        if hidden := [name for name in differ if name not in str(parts).replace("-", "_")]:
+            print(f"runs of {script}.py differ in these flags, too: {', '.join(hidden)}")
 
 
 def spelled(flag: str, value) -> str:
@@ -260,14 +264,14 @@ def table(settings: list[Setting], columns: list[str], centre: str) -> str:
         held = {s.name: [seed[column][1] for seed in s.seeds.values() if column in seed] for s in settings}
         held = {name: seeds for name, seeds in held.items() if seeds}
         rows = [[column, "first", "highest", "last", "seeds"]]
-        for name, seeds in held.items():
+        for number, (name, seeds) in enumerate(held.items(), 1):
             numbers = [[v[0] for v in seeds], [v.max() for v in seeds], [v[-1] for v in seeds]]
-            rows.append([name, *(shown(np.array(x), statistic) for x in numbers), str(len(seeds))])
+            rows.append([f"{number} {name}", *(shown(np.array(x), statistic) for x in numbers), str(len(seeds))])
         widths = [max(map(len, cells)) for cells in zip(*rows)]
         lines += ["", *("  ".join(f"{x:{n}}" for x, n in zip(row, widths)).rstrip() for row in rows)]
-        for one, other in itertools.combinations(held, 2):
-            last = [np.array([values[-1] for values in held[name]]) for name in (one, other)]
-            lines.append(f"  P({one} ends higher than {other}) = {improvement(*last)}")
+        last = [np.array([values[-1] for values in seeds]) for seeds in held.values()]
+        for i, j in itertools.combinations(range(len(last)), 2):
+            lines.append(f"  P({i + 1} ends higher than {j + 1}) = {improvement(last[i], last[j])}")
     return "\n".join(lines)
 
 

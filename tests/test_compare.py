@@ -86,7 +86,7 @@ def test_what_is_written(tmp_path, capsys):
     texts = "environment steps", "approx_kl (nats)", "cartpole, recorded, 30 seeds", "ppo on CartPole-v1: mean of"
     assert all(text in svg for text in texts)
     assert output.with_name("out.csv").read_text().splitlines()[1] == "ppo,ppo,1,eval/return,4096.0,100.0"
-    assert "P(ppo ends higher than ppo-cartpole, recorded) = 0.0" in capsys.readouterr().out
+    assert "P(1 ends higher than 2) = 0.0" in capsys.readouterr().out
 
 
 WRONG = {

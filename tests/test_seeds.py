@@ -75,7 +75,7 @@ def test_settings_have_folders_of_their_own(tmp_path, capsys):
     main(tmp_path, vary=("slope=1,3",))
     out = capsys.readouterr().out
     assert "slope=3/seed-2 finished (4 of 4), about 0:00:00 to go" in out
-    assert "P(slope=1 ends higher than slope=3) = 0.00 (0.00 to 0.00)" in out
+    assert "P(1 ends higher than 2) = 0.00 (0.00 to 0.00)" in out
     rows = list(csv.DictReader(open(tmp_path / "out/seeds.csv")))
     assert {(row["setting"], row["seed"]) for row in rows} == {(f"slope={n}", seed) for n in (1, 3) for seed in "12"}
     assert max(float(row["value"]) for row in rows) == 60
