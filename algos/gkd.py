@@ -459,7 +459,8 @@ def train(args: Args) -> list[dict]:
 
         # evaluate
         groups, lengths = rewards.view(-1, args.num_generations), samples.completion_mask.sum(1).float()
-        run.keep(sample_rows(args.log_samples, samples, tokenizer, {"reward": rewards, **score.each}))
+        each = {"reward": rewards, **score.each} if scored else {}
+        run.keep(sample_rows(args.log_samples, samples, tokenizer, each))
         if scored:
             deviation = (groups - groups.nanmean(1, keepdim=True)).square().nanmean(1).sqrt()
             columns |= {"reward": rewards.nanmean().item(), "reward_std": deviation.nanmean().item()}

@@ -355,7 +355,7 @@ def train(args: Args) -> list[dict]:
 
         # evaluate
         groups, lengths = rewards.view(-1, args.num_generations), samples.completion_mask.sum(1).float()
-        each = {"reward": rewards, "advantage": advantages(groups, args.scale_rewards).flatten(), **score.each}
+        each = {"reward": rewards, "advantage": advantages(groups, args.scale_rewards).flatten()}  # not all are trained
         run.keep(sample_rows(args.log_samples, samples, tokenizer, each))
         columns |= {
             "reward": rewards.nanmean().item(),
