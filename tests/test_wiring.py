@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import inspect
+import json
 import math
 from statistics import mean, pstdev, stdev
 from typing import get_args
@@ -200,7 +201,8 @@ def test_sampling_is_split(algo, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("algo", [algo for algo in ONLINE if algo not in ("ttrl", "grpo_multiturn")])
 def test_an_update_has_what_belongs_together(algo, tmp_path, monkeypatch):
-    """Prompts, completions, their rewards, and the reference's log-probabilities: at first it is the policy."""
+    """Prompts, completions, their rewards, and the reference's log-probabilities: at first it is the policy. So have
+    the samples that are kept."""
     module, tokenizer, batches = importlib.import_module(f"algos.{algo}"), AutoTokenizer.from_pretrained(TINY_MODEL), []
 
     def noted(*inputs, function=module.update):
@@ -210,7 +212,7 @@ def test_an_update_has_what_belongs_together(algo, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "update", noted)
     gaps, settings = [], {"reward": ("tiny_runs:paired",), "num_prompts": 4, "max_steps": 3, "overlong_buffer": 0}
     monkeypatch.setattr(module, "alarm", lambda gap, *_: gaps.append(gap), raising=False)
-    settings |= {"reward_weight": 1.0, "missing_eos_penalty": 0.5}
+    settings |= {"reward_weight": 1.0, "missing_eos_penalty": 0.5, "log_samples": 3}
     cost = 0.5 * ("missing_eos_penalty" in options(algo))
     train(algo, SPECS[algo].flags | settings, tmp_path)
     for batch in batches:
@@ -219,6 +221,10 @@ def test_an_update_has_what_belongs_together(algo, tmp_path, monkeypatch):
         rewards = paired([prompt for prompt in prompts for _ in range(each)], decode(samples, tokenizer)[0])
         assert batch.rewards.tolist() == [r - cost * (not end) for r, end in zip(rewards, samples.ended.tolist())]
     assert {*batches[0].samples.ended.tolist()} == {True, False}
+    (path,) = tmp_path.glob("*/samples.jsonl")
+    for row in filter(lambda row: "score" not in row, map(json.loads, path.read_text().splitlines())):
+        (reward,) = paired([row["prompt"]], [row["completion"]])
+        assert row["reward"] in (reward, reward - cost) and row.get("reward/paired", reward) == reward
     assert None not in gaps and (len(gaps) == 3 or algo == "tba"), "asked before the update, the alarm is silent"
     if (reference := getattr(batches[0], "ref_logps", None)) is not None:
         logps = batches[0].samples.logps
