@@ -183,9 +183,8 @@ def interval(values: np.ndarray, statistic: Callable) -> tuple[np.ndarray, np.nd
 def together(setting: Setting, column: str) -> tuple[np.ndarray, np.ndarray]:
     """x (m,) that all seeds have reached, and each seed's values there (n, m), interpolated where it logged none."""
     seeds = [seed[column] for seed in setting.seeds.values() if column in seed]
-    low, high = max(x[0] for x, _ in seeds), min(x[-1] for x, _ in seeds)
-    grid = np.unique(np.concatenate([x for x, _ in seeds]))
-    grid = grid[(grid >= low) & (grid <= high)]
+    grid = np.unique([place for x, _ in seeds for place in x])
+    grid = grid[[all(x[0] <= place <= x[-1] for x, _ in seeds) for place in grid]] if len(grid) else grid
     grid = grid[np.unique(np.linspace(0, len(grid) - 1, min(POINTS, len(grid))).astype(int))]
     return grid, np.array([np.interp(grid, x, values) for x, values in seeds])
 
@@ -210,10 +209,10 @@ def picture(settings: list[Setting], columns: list[str], xlabel: str, centre: st
     lines = {}
     for axis, column in zip(axes, columns):
         for k, setting in enumerate(settings):
-            if not any(column in seed for seed in setting.seeds.values()):
-                continue
             look = dict(color=COLOURS[k % len(COLOURS)], linestyle=STYLES[k // len(COLOURS) % len(STYLES)])
             x, values = together(setting, column)
+            if not len(x):
+                continue
             mark = "." if len(x) < 30 else ""
             for seed in values if len(values) > 1 else ():
                 axis.plot(x, seed, linewidth=0.6, alpha=0.35, **look)

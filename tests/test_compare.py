@@ -59,6 +59,7 @@ def test_seeds_meet_where_all_have_been(tmp_path):
     one, two = returns(0, 4, 8), returns(2, 0, 4, 9)
     del two[1]["return"]
     settings = compare.settings_of((run(tmp_path / "1", one), run(tmp_path / "2", two, seed=2)), "step")
+    assert not len(compare.together(settings[0], "reward")[0])
     grid, values = compare.together(settings[0], "return")
     assert grid.tolist() == [0, 5, 10] and values.tolist() == [[0, 4, 8], [2, 3, 4]]
 
