@@ -6,15 +6,15 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from control import assert_update_is, close, float64, minibatch, named, randomise, without
-from every_script import script
-from helpers import metrics, new_run, weights
+from control import assert_update_is, close, float64, minibatch, named, randomise
 from reference.sac import Sac
 from scipy import stats
 from test_exact_sac import ENTROPY, GAMMA, RATE, TAU, A, B, D, H
+from tiny_runs import result, same
 from torch import nn
 
 from algos import redq, rlpd
+from tests.specs import SPECS
 
 
 class Redq(Sac):
@@ -84,18 +84,12 @@ def test_subsets_are_drawn_uniformly_and_anew():
     assert torch.equal(torch.get_rng_state(), unused)
 
 
-def test_with_two_critics_a_run_is_that_of_sac(tmp_path):
-    """--num-critics 2 --subset-size 2 draws nothing: all weights and all metrics, bit for bit; with any other idea,
-    others."""
-    module, args = script("sac", tmp_path)
-    expected = new_run(module, tmp_path / "sac", *args)
-    off = {"num-critics": 2, "subset-size": 2, "actor-q": "min", "utd-ratio": 1}
-    for idea in ({}, {"num-critics": 3}, {"actor-q": "mean"}):
-        flags = [f"--{name}={value}" for name, value in (off | idea).items()]
-        run = new_run(redq, tmp_path / f"redq{len(str(idea))}", *args, *flags)
-        assert (without(metrics(run), "time/") == without(metrics(expected), "time/")) == (not idea)
-        same = weights(expected)
-        assert idea or all(torch.equal(tensor, same[name]) for name, tensor in weights(run).items())
+def test_with_two_critics_a_run_is_that_of_sac():
+    """--num-critics 2 --subset-size 2 draws nothing: all weights and metrics, bit for bit; with another idea, others."""
+    flags, off = SPECS["sac"].flags, dict(num_critics=2, subset_size=2, actor_q="min", utd_ratio=1)
+    expected = result("sac", flags)
+    for idea in ({}, {"num_critics": 3}, {"actor_q": "mean"}, {"utd_ratio": 2}):
+        assert same(result("redq", flags | off | idea), expected) == (not idea)
 
 
 @float64()
