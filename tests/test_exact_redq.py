@@ -85,7 +85,7 @@ def test_subsets_are_drawn_uniformly_and_anew():
 
 
 def test_with_two_critics_a_run_is_that_of_sac():
-    """--num-critics 2 --subset-size 2 draws nothing: weights and metrics are equal, bit for bit; by another idea not."""
+    """--num-critics 2 --subset-size 2 draws nothing: weights and metrics are equal, bit for bit."""
     flags, off = SPECS["sac"].flags, dict(num_critics=2, subset_size=2, actor_q="min", utd_ratio=1)
     expected = result("sac", flags)
     for idea in ({}, {"num_critics": 3}, {"actor_q": "mean"}, {"utd_ratio": 2}):
