@@ -11,6 +11,7 @@ EXEMPT = {
     "resume": "a path; tests of their own",
     "init": "a path; tests of its own",
     "track": "logging",
+    "log_samples": "writes samples.jsonl; test_wiring.py reads it",
     "evaluate": "does not train; tests of its own",
     "capture_video": "goes with --evaluate",
     "trust_remote_code": "needs a model that brings code; tests of its own",

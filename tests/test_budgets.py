@@ -20,7 +20,7 @@ EJECTED = {  # all lines
 }  # fmt: skip
 LATER = len(SPECS) - 45  # each later script may add 100 lines for its peer
 CODE = {  # lines of code of all Python files in a folder, of which those of another are another's
-    "utils": (1905, 1635), "tests": (22650, 22600), "benchmarks": (3110, 3080),
+    "utils": (1905, 1635), "tests": (22650, 22600), "benchmarks": (3115, 3080),
     "benchmarks/peers": (2900 + 100 * LATER, 2900 + 100 * LATER),
 }  # fmt: skip
 LARGEST = {"lm": 310, "data": 290, "core": 320}  # of a file in utils; the aim is 230

@@ -150,6 +150,6 @@ def test_the_room_to_copy(tmp_path, monkeypatch, capsys, imports_as_they_were):
     if importlib.util.find_spec("moviepy"):
         command_line(CONTROL["sac"], "--evaluate", run, "--capture-video")
         assert list((run / "video").glob("*.mp4"))
-    seeds.main(seeds.Args(REPO / "algos/sac.py", 2, 2, tmp_path / "seeds"), args)
+    seeds.main(seeds.Args((REPO / "algos/sac.py",), 2, 2, tmp_path / "seeds"), args)
     record_suite.main("mine:Room-v0", tmp_path / "data", 100, 50)
     assert (tmp_path / "seeds/seeds.csv").exists() and (tmp_path / "data/full-replay.hdf5").exists()
