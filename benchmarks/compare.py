@@ -226,8 +226,8 @@ def picture(settings: list[Setting], columns: list[str], xlabel: str, centre: st
     for axis in axes[len(columns) :]:
         axis.set_axis_off()
     tasks = dict.fromkeys(f"{s.script} on {s.task}" for s in settings if s.task)
-    several = f": {centre} of seeds, 95 % interval" if max(len(s.seeds) for s in settings) > 1 else ""
-    figure.suptitle(", ".join(tasks) + several, fontsize=10)
+    several = [f"{centre} of seeds, 95 % interval"] if max(len(s.seeds) for s in settings) > 1 else []
+    figure.suptitle(": ".join([", ".join(tasks)] * bool(tasks) + several), fontsize=10)
     count = {s.name: f", {len(s.seeds)} seeds" for s in settings if len(s.seeds) > 1}
     figure.legend(list(lines.values()), [f"{name}{count.get(name, '')}" for name in lines],
                   loc="outside lower center", ncols=wide, frameon=False)  # fmt: skip

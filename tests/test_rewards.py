@@ -167,6 +167,12 @@ def test_what_is_no_list_of_finite_numbers_is_shown(value, tmp_path):
         scored([f"{path}:f"])
 
 
+def test_an_extra_has_a_value_for_each_completion(tmp_path):
+    path = write(tmp_path, "def f(log_extra, **columns):\n    log_extra('note', 'abc')\n    return [0] * 4")
+    with pytest.raises(UserError, match="log_extra got 3 values of 'note': give 4, one for each completion"):
+        scored([f"{path}:f"])
+
+
 @pytest.mark.parametrize("parameters", ["completions", "completions, gold_answer, **columns"])
 def test_a_function_that_does_not_take_the_columns(parameters, tmp_path):
     path = write(tmp_path, f"def f({parameters}): return [1.0] * 4")

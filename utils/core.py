@@ -87,7 +87,7 @@ def main(args_class: type[RunArgs], train: Callable, algo: str) -> None:
 
 
 def with_presets(args_class: type[RunArgs]) -> type[RunArgs]:
-    """The class, whose --help shows what PRESETS of its script give in place of None."""
+    """Adds what PRESETS of the script give in place of None to its --help. Returns the class."""
     presets = getattr(sys.modules[args_class.__module__], "PRESETS", {})
     for name in {name for row in presets.values() for name in row}:
         values = "; ".join(f"{row.get(name)} {kind}" for kind, row in presets.items())
@@ -221,8 +221,7 @@ class Run:
             self.state, before = read_checkpoint(self.dir), saved_args(args.resume, algo)
             changed = {k: v for k, v in vars(args).items() if k != "resume" and before.get(k, v) != v}
             if (done := self.state["step"]) > total or done == total and (self.dir / "curve.png").exists():
-                over = f"{args.resume} is at its end, step {done:,}"
-                raise UserError(f"{over}: raise {self.budget}, or leave out --resume")
+                raise UserError(f"{args.resume} is at its end, step {done:,}: raise {self.budget}, or drop --resume")
             if (path := self.dir / "metrics.jsonl").exists():  # rows behind the checkpoint are computed again
                 rows = path.read_bytes()[: self.state["metrics_size"]]
                 self.history, self.kept = [json.loads(row) for row in rows.splitlines()], len(rows)
@@ -267,7 +266,7 @@ class Run:
             self.bar.write(text)
 
     def keep(self, rows: list[dict], text: str = "") -> None:
-        """Samples for samples.jsonl, which are written with the next row of metrics; a text for the terminal."""
+        """Prints `text`, and writes `rows` to samples.jsonl with the next row of metrics."""
         self.rows += rows
         self.print(text)
 
@@ -357,8 +356,9 @@ class Run:
             if getattr(sys.modules["__main__"], "NAME", "") == self.about["algo"]:  # not where others call train
                 script, run = f"next: python {sys.argv[0]}", os.path.relpath(self.dir)
                 see = f"{script} --evaluate {run} --capture-video\n" if hasattr(self.args, "evaluate") else ""
-                print(f"{see}{script} --resume {run} {self.budget} {2 * self.total}")
-                print(f"next: python benchmarks/compare.py {run} ANOTHER-RUN", flush=True)
+                print(f"{see}{script} --resume {run} {self.budget} {2 * self.total}", flush=True)
+                if __name__ != "__main__":  # a copied file has no benchmarks/
+                    print(f"next: python benchmarks/compare.py {run} ANOTHER-RUN", flush=True)
         return self.history
 
 

@@ -173,6 +173,8 @@ def make_scorer(task: Task, args, tokenizer, device) -> Any:
                     for name, f in zip(names, functions)]  # fmt: skip
         if any(map(inspect.isawaitable, returned)):
             returned = asyncio.run(awaited(returned))
+        if wrong := [f"{len(values)} values of {name!r}" for name, values in each.items() if len(values) != len(rows)]:
+            raise UserError(f"log_extra got {wrong[0]}: give {len(rows)}, one for each completion")
         table = torch.tensor([checked(name, answer, len(rows)) for name, answer in zip(names, returned)]).T
         each |= {f"reward/{name}": values for name, values in zip(names, table.T.tolist())}
         score.each = each  # type: ignore[attr-defined]
@@ -210,14 +212,12 @@ def shown(samples: Samples, tokenizer, rewards: list[float], count: int = 2) -> 
 
 def sample_rows(count: int, samples: Samples, tokenizer, columns: dict[str, Any]) -> list[dict]:
     """Rows for samples.jsonl: the completions of the first `count` prompts, with their values in each column (B,)."""
-    if not count:
-        return []
     prompts = [tokenizer.decode(ids[mask]) for ids, mask in zip(samples.prompt_ids[:count], samples.prompt_mask)]
     each = len(samples.completion_ids) // max(1, len(samples.prompt_ids))
     texts, _ = decode(Samples(*samples[:2], *(part[: each * len(prompts)] for part in samples[2:])), tokenizer)
     values = {name: column.tolist() if isinstance(column, Tensor) else column for name, column in columns.items()}
-    return [{"prompt": prompts[i // each], "completion": text} | {name: column[i] for name, column in values.items()}
-            for i, text in enumerate(texts)]  # fmt: skip
+    return [{"prompt": prompts[i // each], "completion": texts[i]} | {name: x[i] for name, x in values.items()}
+            for i in range(each * len(prompts))]  # fmt: skip
 
 
 def told(rows: list[dict], answers: int = 4) -> str:
@@ -225,8 +225,8 @@ def told(rows: list[dict], answers: int = 4) -> str:
     lines = []
     for prompt in list(dict.fromkeys(row["prompt"] for row in rows))[:2]:
         lines.append(f"{'score':>8}  held-out {prompt!r:.80}")
-        of_it = [row for row in rows if row["prompt"] == prompt][:answers]
-        lines += [f"{row['score']:8.3g}    {row['completion']!r:.88}" for row in of_it]
+        given = [(row["score"], row["completion"]) for row in rows if row["prompt"] == prompt]
+        lines += [f"{score:8.3g}    {text!r:.88}" for score, text in given[:answers]]
     return "\n".join(lines)
 
 
